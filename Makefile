@@ -1,0 +1,33 @@
+# make demo | test | bench: each sets up .venv first; a second run starts at once.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+# Pinned: a bare `torch` may bring gigabytes of another build. triton is the version that
+# torch 2.13.0 with CUDA asks for; on a CPU machine it interprets and compiles the GPU kernels.
+TORCH := torch==2.13.0
+TOOLS := triton==3.7.1 torchvision==0.28.0 "setuptools>=77" pytest==9.2.0 pytest-benchmark==5.3.1 \
+         hypothesis==6.170.15 mypy==2.4.1 ruff==0.17.4
+
+.PHONY: setup test demo bench clean
+setup: $(READY)
+
+$(READY): Makefile pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "fastbcd needs Python 3.10 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TOOLS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e .
+	@touch $(READY)
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+demo: $(READY)
+	$(BIN)/fastbcd demo
+
+bench: $(READY)
+	$(BIN)/python benchmarks/table.py
+
+clean:
+	rm -rf .venv build *.egg-info kernels/cpu/*.so kernels/cpu/build.json

@@ -1,0 +1,57 @@
+// One kernel call as the loops see it: flat arrays, sizes and memory orders (see fastbcd/layout.py).
+//
+//   x, residual [T or 1, B, n]    y, grad [T, B, n]    mask [T, n] bytes    n = channels * inner
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace fastbcd {
+
+struct Geometry {
+  int64_t trials, batch, channels, inner;
+  bool channels_last, mask_last, x_shared, residual_shared;
+
+  int64_t items() const { return channels * inner; }
+  bool mask_matches() const { return mask_last == channels_last; }
+};
+
+// A work item is a tile of an item's elements over a chunk of the batch, for all trials: what
+// belongs to the tile (mask, scale, shift, coefficients) is prepared once and stays in cache.
+// The cut depends on the shape alone, never on the number of threads, so sums do not either.
+struct Cut {
+  static constexpr int64_t tile = 2048;
+  int64_t tiles, chunks, per_chunk;
+
+  explicit Cut(const Geometry& g) {
+    constexpr int64_t enough_work_items = 64, least_batch = 8;
+    tiles = (g.items() + tile - 1) / tile;
+    int64_t wanted = (enough_work_items + tiles - 1) / tiles;
+    int64_t most = (g.batch + least_batch - 1) / least_batch;
+    per_chunk = (g.batch + std::min(wanted, most) - 1) / std::min(wanted, most);
+    chunks = (g.batch + per_chunk - 1) / per_chunk;
+  }
+  int64_t work_items() const { return tiles * chunks; }
+};
+
+// scalar: the tensors' type. compute: float, or double for double.
+template <class scalar, class compute>
+struct Forward {
+  Geometry g;
+  scalar* y;
+  const scalar *x, *residual;  // residual may be null
+  const uint8_t* mask;
+  const compute *scale, *shift, *coef;  // null without affine; coef [3, C] for poly, else null
+};
+
+template <class scalar, class compute>
+struct Backward {
+  Geometry g;
+  scalar *dx, *dresidual;  // dresidual may be null
+  const scalar *grad, *y, *x, *residual;  // relu: y, and x if affine sums are wanted. poly: x
+  const uint8_t* mask;
+  const compute *scale, *shift, *coef;
+  compute* sums;  // [S, chunks, n] partial sums: (dc0, dc1, dc2,) dscale, dshift; or null
+};
+
+}  // namespace fastbcd

@@ -1,0 +1,75 @@
+"""Build the C++ kernels against torch's stable ABI, without importing torch.
+
+Only torch's headers and libraries are needed, so this also works inside pip's isolated build,
+where torch cannot be imported but lies in the environment that is being installed into. If
+torch or a compiler is missing the package installs without the extension, and `kernels/cpu/build.json`
+keeps the reason for `python -m fastbcd.info`.
+"""
+
+import importlib.util
+import json
+import site
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+HERE = Path(__file__).parent
+REPORT = HERE / "kernels" / "cpu" / "build.json"
+
+
+def find_torch() -> Path | None:
+    """The installed torch package: importable, or in the site-packages of this interpreter."""
+    spec = importlib.util.find_spec("torch")
+    if spec and spec.origin:
+        return Path(spec.origin).parent
+    places = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
+    places.append(site.getusersitepackages())
+    found = [Path(p) / "torch" for p in places if (Path(p) / "torch" / "include").is_dir()]
+    return found[0] if found else None
+
+
+class BuildKernels(build_ext):
+    """Build the extension if possible; say why not otherwise, and let the install go on."""
+
+    def run(self) -> None:
+        reason = self.build_or_reason()
+        REPORT.write_text(json.dumps({"built": reason is None, "reason": reason}) + "\n")
+        if reason:
+            print(f"fastbcd: C++ kernels not built: {reason}")
+            self.extensions = []  # nothing to copy or to list as an output
+
+    def build_or_reason(self) -> str | None:
+        torch_dir = find_torch()
+        if torch_dir is None:
+            return "no torch was found at build time; pip install torch, then fastbcd again"
+        for extension in self.extensions:
+            extension.include_dirs += [str(torch_dir / "include")]
+            extension.library_dirs += [str(torch_dir / "lib")]
+        try:
+            super().run()
+        except Exception as error:  # a compiler fails in many ways; none may stop the install
+            return f"compiling failed ({error}); install a C++20 compiler (g++), then fastbcd again"
+        return None
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "fastbcd.kernels.cpu._kernels",
+            sources=["kernels/cpu/binding.cpp"],
+            depends=[str(p) for p in sorted((HERE / "kernels" / "cpu").glob("*.h"))],
+            libraries=["torch_cpu", "c10"],
+            # No fused multiply-add: every backend rounds as the reference does.
+            extra_compile_args=["-O3", "-g0", "-std=c++20", "-ffp-contract=off", "-fno-math-errno",
+                                "-fno-trapping-math", "-Wno-attributes"],
+            define_macros=[("TORCH_TARGET_VERSION", "0x020a000000000000"),
+                           ("Py_LIMITED_API", "0x030a0000")],
+            py_limited_api=True,
+            language="c++",
+        )
+    ],
+    cmdclass={"build_ext": BuildKernels},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)  # fmt: skip
