@@ -39,25 +39,22 @@ def check_arguments(
 
 
 def infer_trials(x: Tensor, mask: Tensor, trials: bool | None) -> bool:
-    """Does mask carry a trial dimension? By shape, unless the caller says."""
-    plain = mask.ndim >= 1 and mask.shape == x.shape[1:]
-    shared = mask.ndim >= 2 and mask.ndim == x.ndim and mask.shape[1:] == x.shape[1:]
-    stacked = (
-        mask.ndim >= 2
-        and mask.ndim == x.ndim - 1
-        and mask.shape[0] == x.shape[0]
-        and mask.shape[1:] == x.shape[2:]
-    )
-    # A batch of 128 with 128 channels is an everyday size: images are read as images.
-    if trials is None and plain and stacked and x.ndim != 4:
-        raise ValueError(
-            f"x {_shape(x)} with mask {_shape(mask)} can be read two ways: a batch of "
-            f"{x.shape[0]} with one mask, or {x.shape[0]} trials of a batch of {x.shape[1]}; "
-            f"say trials=False or trials=True"
-        )
+    """Does mask carry a trial dimension? By shape, unless the caller says.
+
+    Where the caller says, nothing else is compared: under torch.compile and torch.export each
+    comparison of sizes would become a condition on the batch.
+    """
     if trials is None:
-        trials = not plain and (shared or stacked)
-    if not (shared or stacked if trials else plain):
+        plain, stacked = _fits(x, mask), _fits_trials(x, mask)
+        # A batch of 128 with 128 channels is an everyday size: images are read as images.
+        if plain and stacked and x.ndim != 4:
+            raise ValueError(
+                f"x {_shape(x)} with mask {_shape(mask)} can be read two ways: a batch of "
+                f"{x.shape[0]} with one mask, or {x.shape[0]} trials of a batch of {x.shape[1]}; "
+                f"say trials=False or trials=True"
+            )
+        trials = stacked and not plain
+    if not (_fits_trials(x, mask) if trials else _fits(x, mask)):
         wanted = (
             "mask [T, ...] beside x [B, ...] or x [T, B, ...]"
             if trials
@@ -67,9 +64,24 @@ def infer_trials(x: Tensor, mask: Tensor, trials: bool | None) -> bool:
     return trials
 
 
+def _fits(x: Tensor, mask: Tensor) -> bool:
+    """x [B, *S] and mask [*S]."""
+    return mask.ndim >= 1 and mask.shape == x.shape[1:]
+
+
+def _fits_trials(x: Tensor, mask: Tensor) -> bool:
+    """mask [T, *S], and x [B, *S] or [T, B, *S]."""
+    if mask.ndim < 2 or x.ndim not in (mask.ndim, mask.ndim + 1):
+        return False
+    shared = x.ndim == mask.ndim
+    return mask.shape[1:] == x.shape[1 if shared else 2 :] and (
+        shared or mask.shape[0] == x.shape[0]
+    )
+
+
 def check_channelwise(name: str, v: Tensor, x: Tensor, *shapes: tuple[int, ...]) -> None:
     """A small floating-point tensor that goes by channel: scale, shift, coef."""
-    if tuple(v.shape) not in shapes:
+    if not _has_shape(v, *shapes):
         wanted = " or ".join(str(s) for s in shapes)
         raise ValueError(f"{name} has shape {_shape(v)}; x {_shape(x)} needs {wanted}")
     if not v.is_floating_point():
@@ -81,7 +93,7 @@ def check_channelwise(name: str, v: Tensor, x: Tensor, *shapes: tuple[int, ...])
 def check_out(out: Tensor, x: Tensor, mask: Tensor, trials: bool, inputs: tuple) -> None:
     """out= is for inference: y's shape, dtype and memory order, no gradients."""
     shape = (mask.shape[0], *x.shape) if is_shared(x, mask, trials) else tuple(x.shape)
-    if tuple(out.shape) != shape or out.dtype != x.dtype or out.device != x.device:
+    if not _has_shape(out, shape) or out.dtype != x.dtype or out.device != x.device:
         raise ValueError(
             f"out is {_shape(out)} {out.dtype} on {out.device}; "
             f"this call writes {shape} {x.dtype} on {x.device}"
@@ -94,7 +106,7 @@ def _check_residual(x: Tensor, mask: Tensor, residual: Tensor, trials: bool) -> 
     batch = x.shape[0] if not trials or is_shared(x, mask, trials) else x.shape[1]
     site = tuple(mask.shape[1:] if trials else mask.shape)
     shapes = [(batch, *site)] + ([(mask.shape[0], batch, *site)] if trials else [])
-    if tuple(residual.shape) not in shapes:
+    if not _has_shape(residual, *shapes):
         wanted = " or ".join(str(s) for s in shapes)
         raise ValueError(f"residual has shape {_shape(residual)}; x {_shape(x)} needs {wanted}")
     if residual.dtype != x.dtype or residual.device != x.device:
@@ -102,6 +114,14 @@ def _check_residual(x: Tensor, mask: Tensor, residual: Tensor, trials: bool) -> 
             f"residual is {residual.dtype} on {residual.device} and x {x.dtype} on {x.device}; "
             f"they must agree"
         )
+
+
+def _has_shape(t: Tensor, *shapes: tuple[int, ...]) -> bool:
+    """Size by size, since torch.compile cannot compare tuples of dynamic sizes."""
+    return any(
+        t.ndim == len(shape) and all(a == b for a, b in zip(t.shape, shape, strict=True))
+        for shape in shapes
+    )
 
 
 def _shape(t: Tensor) -> str:
