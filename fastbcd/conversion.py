@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -146,8 +147,8 @@ def _innermost_frame(error: BaseException) -> str:
     traceback, place = error.__traceback__, "unknown place"
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        if "/torch/" not in file and not file.endswith("conversion.py"):
-            place = f"{file.rsplit('/', 1)[-1]}:{traceback.tb_lineno}"
+        if file != __file__ and not Path(file).is_relative_to(Path(torch.__file__).parent):
+            place = f"{Path(file).name}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return place
 
@@ -161,7 +162,8 @@ def _dropout_as_module(graph: fx.Graph, node: fx.Node, twin: nn.Module) -> None:
         return
     p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
     name = _free_name(twin, _owner(node), "dropout")
-    twin.get_submodule(_owner(node)).add_module(name.rpartition(".")[2], kinds[node.target](p))
+    module = kinds[node.target](p).eval()
+    twin.get_submodule(_owner(node)).add_module(name.rpartition(".")[2], module)
     with graph.inserting_after(node):
         new = graph.call_module(name, (node.args[0] if node.args else node.kwargs["input"],))
     node.replace_all_uses_with(new)
