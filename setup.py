@@ -2,8 +2,8 @@
 
 Only torch's headers and libraries are needed, so this also works inside pip's isolated build,
 where torch cannot be imported but lies in the environment that is being installed into. If
-torch or a compiler is missing the package installs without the extension, and `kernels/cpu/build.json`
-keeps the reason for `python -m fastbcd.info`.
+torch or a compiler is missing the package installs without the extension, and
+`kernels/cpu/build.json` keeps the reason for `python -m fastbcd.info`.
 """
 
 import importlib.util

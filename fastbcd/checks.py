@@ -24,12 +24,16 @@ def check_arguments(
     if mask.dtype not in (torch.bool, torch.uint8):
         raise TypeError(f"mask is {mask.dtype}; it must be torch.bool or torch.uint8 (mask.bool())")
     if mask.device != x.device:
-        raise ValueError(f"mask is on {mask.device} and x on {x.device}; move one: mask.to(x.device)")
+        raise ValueError(
+            f"mask is on {mask.device} and x on {x.device}; move one: mask.to(x.device)"
+        )
     trials = infer_trials(x, mask, trials)
     channels = mask.shape[1 if trials else 0]
     if (scale is None) != (shift is None):
         given, missing = ("scale", "shift") if shift is None else ("shift", "scale")
-        raise ValueError(f"{given} was given without {missing}; they go together, one value a channel")
+        raise ValueError(
+            f"{given} was given without {missing}; they go together, one value a channel"
+        )
     for name, v in (("scale", scale), ("shift", shift)):
         if v is not None:
             check_channelwise(name, v, x, (channels,))

@@ -78,7 +78,9 @@ def compare(case: dict[str, Any], poly: bool) -> list[str]:
 
     Elementwise results must be equal to the last bit, sums over batch or trials nearly so.
     """
-    names = ("x", "coef", "scale", "shift", "residual") if poly else ("x", "scale", "shift", "residual")
+    names = (
+        ("x", "coef", "scale", "shift", "residual") if poly else ("x", "scale", "shift", "residual")
+    )
     leaves = {k: case[k].clone().requires_grad_() for k in names if case[k] is not None}
     ours = (ops.masked_poly if poly else ops.masked_relu)(
         mask=case["mask"], trials=case["trials"], **leaves
@@ -98,7 +100,7 @@ def compare(case: dict[str, Any], poly: bool) -> list[str]:
     return bad
 
 
-def _truth(case: dict[str, Any], grad: Tensor, poly: bool) -> dict[str, Tensor]:
+def _truth(case: dict[str, Any], grad: Tensor, poly: bool) -> dict[str, Any]:
     x, mask, coef, scale, shift, residual, trials = (
         case[k] for k in ("x", "mask", "coef", "scale", "shift", "residual", "trials")
     )

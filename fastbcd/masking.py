@@ -1,8 +1,8 @@
 """Masks: one bit per neuron, over one flat index space in execution order.
 
-    masks = fastbcd.masks(net)                # a live view: it always shows the net's bits
-    smaller = masks.without(ids)              # a copy with those ReLUs removed
-    fastbcd.set_masks(net, smaller)           # write it into the net
+masks = fastbcd.masks(net)                # a live view: it always shows the net's bits
+smaller = masks.without(ids)              # a copy with those ReLUs removed
+fastbcd.set_masks(net, smaller)           # write it into the net
 """
 
 from __future__ import annotations

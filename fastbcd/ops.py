@@ -231,9 +231,7 @@ def _poly_backward(grad, x, mask, coef, scale, shift, residual, trials, want_res
     daffine = None if scale is None else coef.new_zeros((2, g.channels))
     kernel = kernels.choose(grad)
     if kernel is None:
-        found = reference.masked_poly_backward(
-            grad, x, mask, coef, scale, shift, residual, trials
-        )
+        found = reference.masked_poly_backward(grad, x, mask, coef, scale, shift, residual, trials)
         _copy_found((dx, dr, dcoef, daffine), found)
     elif grad.numel():
         kernel.poly_backward(

@@ -131,4 +131,8 @@ def make_call(
 
 def equal(a: Tensor, b: Tensor) -> bool:
     """Bit for bit, NaN equal to NaN; -0.0 and 0.0 count as equal."""
-    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and bool(((a == b) | (a.isnan() & b.isnan())).all())
+    )

@@ -95,7 +95,13 @@ def test_torchvision(name, size, torchvision, device) -> None:
 def test_site_names_of_resnet18(torchvision) -> None:
     net = convert(torchvision.models.resnet18(weights=None), torch.randn(1, 3, 32, 32))
     names = [s.name for s in fastbcd.masks(net).sites]
-    assert names[:5] == ["relu", "layer1.0.relu", "layer1.0.relu_2", "layer1.1.relu", "layer1.1.relu_2"]
+    assert names[:5] == [
+        "relu",
+        "layer1.0.relu",
+        "layer1.0.relu_2",
+        "layer1.1.relu",
+        "layer1.1.relu_2",
+    ]
     assert len(names) == 17
 
 
@@ -247,7 +253,7 @@ def test_gradients_equal_the_models() -> None:
     for m in (model, net):
         m(x).square().sum().backward()
     for (name, p), (_, q) in zip(
-        model.named_parameters(), [p for p in net.named_parameters()], strict=True
+        model.named_parameters(), net.named_parameters(), strict=True
     ):
         torch.testing.assert_close(p.grad, q.grad, msg=name)
 
@@ -333,7 +339,16 @@ class Folds(nn.Module):
         (Functional(lambda x: F.threshold(x.relu(), 0, 0)), torch.randn(2, 3), "threshold"),
         (nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 4), r"shape \(2, 4\)"),
     ],
-    ids=["no relu", "untraceable", "folded batch", "hidden", "clamp", "clamp_min", "threshold", "size"],
+    ids=[
+        "no relu",
+        "untraceable",
+        "folded batch",
+        "hidden",
+        "clamp",
+        "clamp_min",
+        "threshold",
+        "size",
+    ],
 )
 def test_refusals_name_the_place(model, x, words) -> None:
     before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -345,7 +360,7 @@ def test_refusals_name_the_place(model, x, words) -> None:
 
 def test_bad_arguments() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    with pytest.raises(ValueError, match="replacement='square'.*identity.*poly"):
+    with pytest.raises(ValueError, match=r"replacement='square'.*identity.*poly"):
         convert(model, torch.randn(2, 3), replacement="square")
     with pytest.raises(ValueError, match="example_input must be a batch"):
         convert(model, torch.randn(3))
@@ -354,4 +369,8 @@ def test_bad_arguments() -> None:
 
 
 def test_public_signature() -> None:
-    assert list(inspect.signature(convert).parameters)[:3] == ["model", "example_input", "replacement"]
+    assert list(inspect.signature(convert).parameters)[:3] == [
+        "model",
+        "example_input",
+        "replacement",
+    ]

@@ -160,7 +160,10 @@ def test_sample_values_are_pinned() -> None:
     m = MaskSet.full({"s": (1000,)}).without(range(0, 1000, 3))
     assert m.sample(5, seed=1, step=2, trial=3).tolist() == PINNED
     other = subprocess.run(
-        [sys.executable, "-c", PINNED_IN_ANOTHER_PROCESS], capture_output=True, text=True, check=True
+        [sys.executable, "-c", PINNED_IN_ANOTHER_PROCESS],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert other.stdout.strip() == str(PINNED)
 

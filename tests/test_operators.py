@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
-from op_cases import TRIALS, equal, make_call
 
 from fastbcd import MaskedPoly, MaskedReLU, ops
+from op_cases import TRIALS, equal, make_call
 
 BOTH = pytest.mark.parametrize("poly", [False, True], ids=["relu", "poly"])
 ORDERS = pytest.mark.parametrize("order", ["contiguous", "channels_last", "sliced"])
@@ -23,7 +23,7 @@ def test_opcheck(poly, order, trials, device) -> None:
             (3, 4, 2), trials=trials, order=order, affine=affine, residual=residual, device=device
         )
         leaves = call.leaves(poly)
-        a = call._replace(**{k: v for k, v in leaves.items()})
+        a = call._replace(**leaves)
         tail = (a.scale, a.shift, a.residual, a.trials)
         op = torch.ops.fastbcd.masked_poly if poly else torch.ops.fastbcd.masked_relu
         arguments = (a.x, a.mask, a.coef, *tail) if poly else (a.x, a.mask, *tail)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from op_cases import SITES, TRIALS, Call, channels_last, equal, make_call
 
 from fastbcd import kernels, ops, reference
+from op_cases import SITES, TRIALS, Call, channels_last, equal, make_call
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 BOTH = pytest.mark.parametrize("poly", [False, True], ids=["relu", "poly"])
@@ -21,7 +21,10 @@ def dtypes_of(device: str) -> list[torch.dtype]:
 def test_kernels_are_in_use() -> None:
     """Without this the whole file would compare the reference with itself."""
     assert kernels.CPU.module is not None, kernels.CPU.reason
-    assert kernels.choose(torch.empty(1)) is (kernels.TRITON if kernels.INTERPRETED else kernels.CPU).module
+    assert (
+        kernels.choose(torch.empty(1))
+        is (kernels.TRITON if kernels.INTERPRETED else kernels.CPU).module
+    )
 
 
 @BOTH
@@ -31,13 +34,24 @@ def test_forward_equals_the_reference(site, trials, poly, device) -> None:
     for i, dtype in enumerate(dtypes_of(device)):
         for order in ("contiguous", "channels_last", "sliced"):
             for mask_order in ("contiguous", "channels_last", "uint8"):
-                for affine, residual in ((False, False), (True, False), (False, True), (True, True)):
+                for affine, residual in (
+                    (False, False),
+                    (True, False),
+                    (False, True),
+                    (True, True),
+                ):
                     call = make_call(
                         site, trials=trials, dtype=dtype, order=order, mask_order=mask_order,
                         affine=affine, residual=residual, special=i % 2 == 0, device=device, seed=i,
                     )  # fmt: skip
                     found = call.op(poly)
-                    assert equal(found, call.truth(poly)), (dtype, order, mask_order, affine, residual)
+                    assert equal(found, call.truth(poly)), (
+                        dtype,
+                        order,
+                        mask_order,
+                        affine,
+                        residual,
+                    )
 
 
 @BOTH
@@ -176,7 +190,9 @@ def test_like_torch_relu_at_special_values(device) -> None:
     grads = [torch.autograd.grad(t.sum(), x)[0] for t in (y, truth)]
     assert torch.equal(*grads)
     assert equal(ops.masked_relu(x, ~kept), x)
-    assert torch.equal(torch.autograd.grad(ops.masked_relu(x, ~kept).sum(), x)[0], torch.ones_like(x))
+    assert torch.equal(
+        torch.autograd.grad(ops.masked_relu(x, ~kept).sum(), x)[0], torch.ones_like(x)
+    )
 
 
 @BOTH
@@ -184,10 +200,10 @@ def test_like_torch_relu_at_special_values(device) -> None:
 def test_low_precision_error_is_at_most_twice_eagers(poly, dtype, device) -> None:
     """Against fp32 truth: no worse than eager in the same precision, forward and backward."""
     call = make_call((16, 8, 8), batch=8, dtype=dtype, device=device)
-    fp32 = call._replace(
-        x=call.x.float(), residual=call.residual.float()
+    fp32 = call._replace(x=call.x.float(), residual=call.residual.float())
+    eager = call._replace(
+        coef=call.coef.to(dtype), scale=call.scale.to(dtype), shift=call.shift.to(dtype)
     )
-    eager = call._replace(coef=call.coef.to(dtype), scale=call.scale.to(dtype), shift=call.shift.to(dtype))
 
     def run(c: Call, function) -> list[torch.Tensor]:
         leaves = c.leaves(poly)
@@ -220,7 +236,9 @@ def test_out_and_in_place(poly, device) -> None:
             small = {"scale": call.scale, "shift": call.shift, "trials": call.trials}
             arguments = (call.coef,) if poly else ()
             out = torch.full_like(call.x, float("nan"))
-            result = function(call.x, call.mask, *arguments, residual=call.residual, out=out, **small)
+            result = function(
+                call.x, call.mask, *arguments, residual=call.residual, out=out, **small
+            )
             assert result is out
             assert equal(out, truth)
             other = torch.full(call.x.shape, float("nan"), device=device)  # another memory order
@@ -284,7 +302,11 @@ X, M = torch.zeros(2, 3, 4), torch.ones(3, 4, dtype=torch.bool)
         ({"scale": torch.ones(3)}, ValueError, "scale was given without shift"),
         ({"shift": torch.ones(3)}, ValueError, "shift was given without scale"),
         ({"scale": torch.ones(3), "shift": torch.ones(2)}, ValueError, r"shift has shape \(2,\)"),
-        ({"scale": torch.ones(3).long(), "shift": torch.ones(3)}, TypeError, "scale is torch.int64"),
+        (
+            {"scale": torch.ones(3).long(), "shift": torch.ones(3)},
+            TypeError,
+            "scale is torch.int64",
+        ),
         ({"residual": torch.zeros(2, 3, 5)}, ValueError, r"residual has shape \(2, 3, 5\)"),
         ({"residual": X.double()}, ValueError, "residual is torch.float64"),
         ({"mask": M[None].expand(7, 3, 4), "trials": False}, ValueError, "expected"),

@@ -1,0 +1,77 @@
+"""Run the benchmarks and print one table: `make bench`, or `python benchmarks/table.py -k 14x14`.
+
+Arguments go to pytest. A row is a case; the columns are fastbcd's median time and how many
+times faster it is than each peer in the same run (above 1: fastbcd is faster).
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+
+
+def machine() -> str:
+    """One line that says where the numbers come from."""
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":", 1)[1].strip()
+            break
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
+    return (
+        f"{model}, {torch.get_num_threads()} threads{gpu}; torch {torch.__version__}, "
+        f"Python {platform.python_version()}"
+    )
+
+
+def run(arguments: list[str]) -> list[dict]:
+    """pytest-benchmark's results."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "results.json"
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", str(HERE), "-q", "--benchmark-only",
+             "--benchmark-columns=median", f"--benchmark-json={output}", *arguments],
+            stdout=subprocess.PIPE, text=True, cwd=HERE.parent,
+        )  # fmt: skip
+        if done.returncode:
+            sys.exit(done.stdout[-4000:])
+        return json.loads(output.read_text())["benchmarks"]
+
+
+def rows(results: list[dict]) -> dict[str, dict[str, float]]:
+    """Median milliseconds by group and implementation."""
+    table: dict[str, dict[str, float]] = defaultdict(dict)
+    for result in results:
+        table[result["group"]][result["extra_info"]["implementation"]] = (
+            1e3 * result["stats"]["median"]
+        )
+    return table
+
+
+def print_table(table: dict[str, dict[str, float]]) -> None:
+    """One block for each set of peers."""
+    blocks: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for group, times in table.items():
+        blocks[tuple(times)].append(group)
+    for implementations, groups in blocks.items():
+        peers = [p for p in implementations if p != "fastbcd"]
+        width = max(map(len, groups))
+        print(f"\n{'':<{width}}  {'fastbcd ms':>10}" + "".join(f"  {'÷ ' + p:>18}" for p in peers))
+        for group in groups:
+            times = table[group]
+            ratios = "".join(f"  {times[p] / times['fastbcd']:>17.2f}x" for p in peers)
+            print(f"{group:<{width}}  {times['fastbcd']:>10.2f}{ratios}")
+
+
+if __name__ == "__main__":
+    print(machine())
+    print_table(rows(run(sys.argv[1:])))
