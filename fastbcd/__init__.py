@@ -3,19 +3,27 @@
 from fastbcd import ops
 from fastbcd.activations import MaskedPoly, MaskedReLU
 from fastbcd.conversion import ConversionError, convert
+from fastbcd.data import ImageData
 from fastbcd.kernels import backends
 from fastbcd.masking import MaskSet, Site, masks, set_masks
+from fastbcd.scoring import Scores, score
+from fastbcd.scoring.choice import Choice, choose
 
 __version__ = "0.1.0"
 __all__ = [
+    "Choice",
     "ConversionError",
+    "ImageData",
     "MaskSet",
     "MaskedPoly",
     "MaskedReLU",
+    "Scores",
     "Site",
     "backends",
+    "choose",
     "convert",
     "masks",
     "ops",
+    "score",
     "set_masks",
 ]

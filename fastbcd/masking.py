@@ -20,6 +20,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from fastbcd.activations import MaskedActivation
+from fastbcd.files import write_atomically
 
 # Wrappers put these before every name; they say nothing about the network.
 WRAPPER_PREFIXES = ("module.", "_orig_mod.")
@@ -153,7 +154,8 @@ class MaskSet:
         """Write the bits of every site to a safetensors file, atomically."""
         sites = [[s.name, list(s.shape)] for s in self.sites]
         metadata = {"format": "fastbcd.masks", "version": "1", "sites": json.dumps(sites)}
-        write_atomically(Path(path), save({"bits": self.bits.to(torch.uint8)}, metadata))
+        content = save({"bits": self.bits.to(torch.uint8)}, metadata)
+        write_atomically(Path(path), lambda file: file.write(content))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> MaskSet:
@@ -245,19 +247,6 @@ def make_sites(shapes: dict[str, tuple[int, ...]]) -> tuple[Site, ...]:
         sites.append(Site(name, tuple(int(n) for n in shape), start))
         start += sites[-1].numel
     return tuple(sites)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """The old file or the new one, whole, whatever happens in between."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _distinct(n: int, k: int, seed: int, step: int, trial: int) -> np.ndarray:

@@ -23,6 +23,8 @@ state the derivatives as formulas, for use below autograd.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -96,7 +98,8 @@ def masked_relu_backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Derivatives of masked_relu: dx, dresidual, and d(scale, shift) [2, C] if x is given.
 
-    dz = grad, but 0 where the bit is 1 and y <= 0: the output alone tells.
+    dz = grad, but 0 where the bit is 1 and y <= 0: the output alone tells. (In 16-bit types a
+    positive z may round to y = 0, and then has no gradient, as in eager relu.)
     """
     y_, bits = _preactivation(y, mask, None, None, None, trials)
     dz = _expand(grad, mask, trials).masked_fill(bits & (y_ <= 0), 0)
@@ -180,6 +183,7 @@ def _spread(
         daffine = torch.stack([_sum_channels(products), _sum_channels(dz)])
 
     def collect(d: Tensor, shared: bool) -> Tensor:
-        return (d.sum(0) if shared or not trials else d).to(dtype)
+        # One trial after the other: torch.sum would choose an order of its own.
+        return (reduce(torch.add, d) if shared or not trials else d).to(dtype)
 
     return collect(dx, x_shared), collect(dz, residual_shared), daffine

@@ -252,9 +252,7 @@ def test_gradients_equal_the_models() -> None:
     net = convert(model, x)
     for m in (model, net):
         m(x).square().sum().backward()
-    for (name, p), (_, q) in zip(
-        model.named_parameters(), net.named_parameters(), strict=True
-    ):
+    for (name, p), (_, q) in zip(model.named_parameters(), net.named_parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, msg=name)
 
 

@@ -1,0 +1,239 @@
+"""score: the accuracy and the loss of every hypothesis on the train set.
+
+    scores = fastbcd.score(net, removals, data)     # removals: LongTensor[K, D] of flat ids
+    scores.drop                                     # accuracy drop in percentage points, [K]
+
+A hypothesis is a set of kept ReLUs to remove. All engines give the same numbers: `sequential`
+is the paper's loop, `stacked` runs all hypotheses in one pass per data batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastbcd.data import ImageData
+from fastbcd.masking import MaskSet, mask_modules, masks, set_masks
+from fastbcd.scoring.plan import ENGINES, Plan, make_plan
+from fastbcd.sources import as_data
+
+__all__ = ["Scores", "score"]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What `score` found: K hypotheses beside the base, the net as it stands."""
+
+    correct: Tensor  # LongTensor[K]
+    loss: Tensor  # DoubleTensor[K], mean cross-entropy
+    base_correct: int
+    base_loss: float
+    samples: int
+    engine: str
+
+    @property
+    def drop(self) -> Tensor:
+        """Accuracy drop of each hypothesis in percentage points, DoubleTensor[K]."""
+        return 100.0 * (self.base_correct - self.correct).double() / self.samples
+
+
+def score(
+    net: nn.Module,
+    removals: Tensor | Sequence[Tensor],
+    data: Any,
+    engine: str = "auto",
+    *,
+    batch_size: int | None = None,
+    memory: int | None = None,
+    explain: bool = False,
+) -> Scores:
+    """Score each removal on all of `data`, in eval mode and without augmentation.
+
+    Args:
+        net: with masked activations; its masks and its mode are as before afterwards.
+        removals: LongTensor[K, D] of flat ids of kept ReLUs, or K tensors of any lengths.
+        data: ImageData, a pair (images, labels), a Dataset or a DataLoader.
+        engine: "auto", "sequential" or "stacked". The numbers do not depend on it.
+        batch_size: images at a time; chosen from the cache or the memory if None.
+        memory: bytes that the values of a pass may take.
+        explain: print the plan first.
+
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
+    >>> images, labels = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
+    >>> scores = score(net, torch.tensor([[0, 1], [4, 5]]), (images, labels))
+    >>> scores.correct.shape, scores.samples
+    (torch.Size([2]), 50)
+    """
+    hypotheses = check_removals(masks(net), removals)
+    with prepared(net, hypotheses, data, engine, batch_size, memory) as (plan, images):
+        if explain:
+            print(plan)
+        tally = run_pass(plan, images, dict(enumerate(hypotheses)))
+    return Scores(
+        correct=torch.tensor([tally.correct[k] for k in range(len(hypotheses))], dtype=torch.int64),
+        loss=torch.tensor(
+            [tally.mean_loss(k) for k in range(len(hypotheses))], dtype=torch.float64
+        ),
+        base_correct=tally.correct[-1],
+        base_loss=tally.mean_loss(-1),
+        samples=len(images),
+        engine=plan.engine.name,
+    )
+
+
+# ------------------------------------------------------------------------------- the pass
+
+
+class Tally:
+    """Counts while the images go by; number -1 is the base."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.correct = dict.fromkeys([-1, *numbers], 0)
+        self.loss = dict.fromkeys([-1, *numbers], 0.0)
+        self.seen = 0
+
+    def mean_loss(self, number: int) -> float:
+        return self.loss[number] / self.seen
+
+
+Decide = Callable[[Tally], set[int]]
+
+
+def run_pass(
+    plan: Plan,
+    data: ImageData,
+    removals: dict[int, Tensor],
+    decide: Decide | None = None,
+    base: bool = True,
+) -> Tally:
+    """Score the hypotheses batch by batch, and the base too unless its numbers are known.
+
+    After each batch `decide` names those that still matter; the pass ends when none does.
+    """
+    tally = Tally(list(removals))
+    alive = dict(removals)
+    # A hypothesis that removes nothing is the base.
+    base = base or not all(ids.numel() for ids in removals.values())
+    work = plan.engine.prepare(alive, plan.lanes)
+    with torch.inference_mode():
+        for x, labels in data.batches(plan.batch, memory_format=plan.engine.memory_format):
+            found: dict[int, tuple[int, float]] = {}
+            for numbers, logits in plan.engine.logits(x, work, base):
+                for number, result in zip(numbers, _judge(logits, labels), strict=True):
+                    found[number] = result
+                    _check_finite(number, result[1], tally.seen, len(labels))
+            for number in [-1, *alive] if base else alive:
+                correct, loss = found[number] if number in found else found[-1]
+                tally.correct[number] += correct
+                tally.loss[number] += loss
+            tally.seen += len(labels)
+            if decide is None:
+                continue
+            still = decide(tally)
+            if not still:
+                break
+            if still != set(alive):
+                alive = {k: alive[k] for k in alive if k in still}
+                work = plan.engine.prepare(alive, plan.lanes)
+    return tally
+
+
+def _judge(logits: Tensor, labels: Tensor) -> list[tuple[int, float]]:
+    """logits [n, B, classes] -> (how many are right, summed cross-entropy) for each of n."""
+    n = logits.shape[0]
+    hits = (logits.argmax(-1) == labels).sum(1)
+    losses = F.cross_entropy(
+        logits.double().flatten(0, 1), labels.repeat(n), reduction="none"
+    ).view(n, -1)
+    return list(zip(hits.tolist(), losses.sum(1).tolist(), strict=True))
+
+
+def _check_finite(number: int, loss: float, seen: int, batch: int) -> None:
+    if loss != loss:
+        who = "the base net" if number == -1 else f"hypothesis {number}"
+        raise FloatingPointError(
+            f"{who} gives NaN logits in the batch of images {seen} to {seen + batch - 1}; "
+            f"look at the weights and at the range of the activations"
+        )
+
+
+# ---------------------------------------------------------------------------- preparation
+
+
+@contextmanager
+def prepared(
+    net: nn.Module,
+    removals: list[Tensor],
+    data: Any,
+    engine: str,
+    batch_size: int | None,
+    memory: int | None,
+) -> Iterator[tuple[Plan, ImageData]]:
+    """The plan and the checked data, with the net in eval mode; afterwards it is as it was."""
+    if engine not in ENGINES:
+        raise ValueError(f"engine={engine!r}; choose from {', '.join(ENGINES)}")
+    for name, value in (("batch_size", batch_size), ("memory", memory)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value}; it must be positive")
+    images = as_data(data)
+    if not len(images):
+        raise ValueError("there are no images to score on")
+    device = next(iter(mask_modules(net).values())).mask.device
+    if images.device != device:
+        raise ValueError(f"the data is on {images.device} and the net on {device}; data.to(device)")
+    before = MaskSet(masks(net).sites, masks(net).bits)
+    modes = {module: module.training for module in net.modules()}
+    net.eval()
+    try:
+        with torch.inference_mode():
+            example = next(images.batches(2))[0]
+            example = example if len(example) == 2 else example.repeat(2, 1, 1, 1)
+            _check_labels(net(example[:1]), images)
+            plan = make_plan(
+                net, before, removals, len(images), example, engine, batch_size, memory
+            )
+        yield plan, images
+    finally:
+        set_masks(net, before)
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _check_labels(logits: Any, data: ImageData) -> None:
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"the net must return logits [B, classes]; it returns {found}")
+    classes = logits.shape[1]
+    outside = ((data.labels < 0) | (data.labels >= classes)).nonzero().flatten()
+    if len(outside):
+        i = int(outside[0])
+        raise ValueError(
+            f"label {int(data.labels[i])} of image {i} is out of range: "
+            f"the net has {classes} classes"
+        )
+
+
+def check_removals(
+    current: MaskSet, removals: Tensor | Sequence[Tensor], first: int = 0
+) -> list[Tensor]:
+    """Each removal as a LongTensor of distinct kept ids; errors count from `first`."""
+    if isinstance(removals, Tensor) and removals.ndim != 2:
+        raise ValueError(
+            f"removals have shape {tuple(removals.shape)}; expected [K, D]: K hypotheses of D ids"
+        )
+    checked = []
+    for k, ids in enumerate(removals, first):
+        try:
+            ids = current.check_kept(torch.as_tensor(ids))
+        except (ValueError, IndexError, TypeError) as error:
+            raise type(error)(f"hypothesis {k}: {error}") from None
+        if len(ids.unique()) != len(ids):
+            raise ValueError(f"hypothesis {k} names a ReLU twice")
+        checked.append(ids)
+    return checked

@@ -1,0 +1,161 @@
+"""choose: the hypothesis that a step takes, scoring no more than the decision needs.
+
+The rule (Algorithm 1): the lowest-numbered hypothesis whose accuracy drops by less than ADT
+percentage points; if none does, the one that drops least, ties by smaller loss, then by number.
+
+What is certain is not computed. With `seen` images behind and r ahead, of which the base net
+gets w wrong, a hypothesis with d fewer correct answers than the base so far will end with a
+difference between d - w and d + (r - w). So
+
+    it is certain to pass   if d + (r - w) is below the tolerance: later numbers do not matter;
+    it is certain to fail   if d - w is not below the tolerance: it matters only as a fallback,
+                            and not even so once another is sure to have more correct answers.
+
+Both are facts about counts, not estimates: the choice is that of the one-by-one loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastbcd.data import ImageData
+from fastbcd.masking import masks
+from fastbcd.scoring import Tally, check_removals, prepared, run_pass
+from fastbcd.scoring.plan import Plan
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The hypothesis to take, and what the decision cost."""
+
+    number: int
+    removal: Tensor  # LongTensor[D]
+    accepted: bool  # its drop is below ADT; otherwise the best of all
+    tried: int  # hypotheses drawn from the source
+    drops: dict[int, float]  # by number, of those that were scored on all images
+    images: int  # hypothesis-images that were run, at most tried * samples
+    base_correct: int
+    base_loss: float
+    samples: int
+    engine: str
+
+
+def choose(
+    net: nn.Module,
+    hypotheses: Iterable[Tensor],
+    data: Any,
+    *,
+    adt: float,
+    wave: int = 8,
+    engine: str = "auto",
+    early: bool = True,
+    batch_size: int | None = None,
+    memory: int | None = None,
+) -> Choice:
+    """Take the first hypothesis with a drop below `adt` percentage points, else the best.
+
+    Args:
+        hypotheses: removals, LongTensor[D] each, drawn lazily: `wave` at a time, and no more
+            once one is accepted.
+        wave: how many are scored together. It changes the speed, never the choice.
+        early: stop scoring a hypothesis when its fate is certain. Never changes the choice.
+
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
+    >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
+    >>> choose(net, [torch.tensor([0]), torch.tensor([1])], data, adt=100.0).number
+    0
+    """
+    if wave < 1:
+        raise ValueError(f"wave={wave}; at least one hypothesis must be scored at a time")
+    source = _numbered(net, hypotheses)
+    first = dict(islice(source, wave))
+    if not first:
+        raise ValueError("there is no hypothesis to choose from")
+    with prepared(net, list(first.values()), data, engine, batch_size, memory) as (plan, images):
+        search = _Search(plan, images, adt, early)
+        removals = first
+        while removals:
+            accepted = search.wave(removals)
+            if accepted is not None:
+                return search.choice(accepted, True)
+            removals = dict(islice(source, wave))
+        return search.choice(search.best(), False)
+
+
+def _numbered(net: nn.Module, hypotheses: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    current = masks(net)
+    for number, ids in enumerate(hypotheses):
+        yield number, check_removals(current, [ids], first=number)[0]
+
+
+class _Search:
+    """One step's search: what the base gets right, and what is known of each hypothesis."""
+
+    def __init__(self, plan: Plan, data: ImageData, adt: float, early: bool) -> None:
+        self.plan, self.data, self.adt, self.early = plan, data, adt, early
+        self.samples = len(data)
+        self.removals: dict[int, Tensor] = {}
+        self.done: dict[int, tuple[int, float]] = {}  # scored on all images: correct, loss
+        self.images = 0
+        # After how many images the base has how many right.
+        self.base_after = {0: 0}
+
+        def note(tally: Tally) -> set[int]:
+            self.base_after[tally.seen] = tally.correct[-1]
+            return {-1}  # go on to the end
+
+        self.base_loss = run_pass(plan, data, {}, note).mean_loss(-1)
+        self.base_correct = self.base_after[self.samples]
+
+    def passes(self, difference: int) -> bool:
+        """Is a drop by this many correct answers below ADT?"""
+        return 100.0 * difference / self.samples < self.adt
+
+    def wave(self, removals: dict[int, Tensor]) -> int | None:
+        """Score some hypotheses; the number of the one to accept, or None."""
+        self.removals.update(removals)
+        alive, accepted, before = set(removals), None, 0
+
+        def decide(tally: Tally) -> set[int]:
+            nonlocal alive, accepted, before
+            self.images += len(alive) * (tally.seen - before)
+            before = tally.seen
+            ahead = self.samples - tally.seen
+            if not ahead:
+                self.done.update({k: (tally.correct[k], tally.mean_loss(k)) for k in alive})
+            elif not self.early:
+                return alive
+            base = self.base_after[tally.seen]
+            wrong = ahead - (self.base_correct - base)  # images ahead that the base gets wrong
+            behind = {k: base - tally.correct[k] for k in alive}
+            sure = [k for k in alive if self.passes(behind[k] + ahead - wrong)]
+            lost = {k for k in alive if not self.passes(behind[k] - wrong)}
+            if sure and lost >= {k for k in alive if k < min(sure)}:
+                accepted = min(sure)
+                return set()
+            # Somebody is sure to end with at least this many correct answers.
+            floor = max([tally.correct[k] for k in alive] + [c for c, _ in self.done.values()])
+            alive -= {k for k in lost if tally.correct[k] + ahead < floor}
+            alive -= {k for k in alive if sure and k > min(sure)}
+            return alive if ahead else set()
+
+        run_pass(self.plan, self.data, removals, decide, base=False)
+        return accepted
+
+    def best(self) -> int:
+        """The fallback: most correct answers, then smaller loss, then lower number."""
+        return min(self.done, key=lambda k: (-self.done[k][0], self.done[k][1], k))
+
+    def choice(self, number: int, accepted: bool) -> Choice:
+        drops = {
+            k: 100.0 * (self.base_correct - c) / self.samples for k, (c, _) in self.done.items()
+        }
+        return Choice(
+            number, self.removals[number], accepted, len(self.removals), drops, self.images,
+            self.base_correct, self.base_loss, self.samples, self.plan.engine.name,
+        )  # fmt: skip

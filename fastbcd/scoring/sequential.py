@@ -1,0 +1,36 @@
+"""sequential: the paper's loop, one hypothesis after the other through the net itself.
+
+The yardstick for the other engines, and the engine for nets that cannot be traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from fastbcd.masking import MaskSet, set_masks
+
+
+class Sequential:
+    """The engine: write a hypothesis's masks into the net and run it."""
+
+    name = "sequential"
+    memory_format = torch.contiguous_format
+
+    def __init__(self, net: nn.Module, masks: MaskSet) -> None:
+        self.net, self.masks = net, masks
+
+    def prepare(self, removals: dict[int, Tensor], lanes: int) -> dict[int, Tensor]:
+        """Removals by number; the engine takes them one at a time."""
+        return removals
+
+    def logits(
+        self, x: Tensor, removals: dict[int, Tensor], base: bool
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """([number], logits [1, B, classes]) of every hypothesis, and of the base as number -1."""
+        nothing = {-1: torch.empty(0, dtype=torch.int64)} if base else {}
+        for number, ids in {**nothing, **removals}.items():
+            set_masks(self.net, self.masks.without(ids))
+            yield [number], self.net(x).unsqueeze(0)

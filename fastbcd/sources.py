@@ -1,0 +1,101 @@
+"""Data by name, and as ImageData from whatever `score` and `bcd` are given."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from importlib import import_module, resources
+from pathlib import Path
+from typing import Any
+
+from torch.utils import data as torch_data
+
+from fastbcd import archives
+from fastbcd.data import ImageData
+from fastbcd.image_arrays import Stats
+from fastbcd.tiny_imagenet import read_tiny_imagenet
+
+# Mean and std of the train set, and the number of classes, of the data known by name.
+KNOWN: dict[str, tuple[tuple[float, ...], tuple[float, ...], int]] = {
+    "fashion-mnist-mini": ((0.2860,), (0.3530,), 10),
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010), 10),
+    "cifar100": ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761), 100),
+    "tiny-imagenet": ((0.480, 0.448, 0.398), (0.277, 0.269, 0.282), 200),
+}
+
+
+def as_data(data: Any, mean: Stats = None, std: Stats = None) -> ImageData:
+    """Whatever `score` and `bcd` take, as ImageData.
+
+    data: ImageData, an (images, labels) pair as for `ImageData.from_arrays` (also normalised
+    floats, which pass as they are), a Dataset or a DataLoader.
+
+    >>> as_data((torch.zeros(2, 3, 8, 8), torch.tensor([0, 1])))
+    ImageData(2 × 3×8×8 float32, 2 classes, cpu)
+    """
+    if isinstance(data, ImageData):
+        given = {k: tuple(v) for k, v in (("mean", mean), ("std", std)) if v is not None}
+        return dataclasses.replace(data, **given) if given else data  # type: ignore[arg-type]
+    if isinstance(data, torch_data.DataLoader):
+        return ImageData.from_loader(data, mean, std)
+    if isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[0], "shape"):
+        return ImageData.from_arrays(data[0], data[1], mean, std)
+    if isinstance(data, torch_data.Dataset):
+        return ImageData.from_dataset(data, mean, std)
+    raise TypeError(
+        f"data is a {type(data).__name__}; give ImageData, an (images, labels) pair of arrays, "
+        f"a torch Dataset or a DataLoader"
+    )
+
+
+def load(
+    name: str | Path, split: str = "train", root: str | Path | None = None, download: bool = False
+) -> ImageData:
+    """Data by name: "fashion-mnist-mini" (inside the package), "cifar10", "cifar100",
+    "tiny-imagenet", or the path of an .npz file. split: "train" or "test".
+
+    root: the folder that holds the data, or the archive itself; by default $FASTBCD_DATA, else
+    ./data. download: fetch CIFAR through torchvision.
+
+    >>> load("fashion-mnist-mini", "test")
+    ImageData(2000 × 1×28×28 uint8, 10 classes, cpu)
+    """
+    if str(name).endswith(".npz"):
+        return ImageData.from_npz(name, split)
+    if name not in KNOWN:
+        raise ValueError(f"no data is called {name!r}; there are {', '.join(KNOWN)} and .npz paths")
+    if split not in ("train", "test"):
+        raise ValueError(f"split is {split!r}; {name} has 'train' and 'test'")
+    mean, std, classes = KNOWN[str(name)]
+    if name == "fashion-mnist-mini":
+        with resources.as_file(resources.files("fastbcd") / "assets" / f"{name}.npz") as path:
+            return ImageData.from_npz(path, split, mean, std, classes)
+    root = Path(root or os.environ.get("FASTBCD_DATA") or "data")
+    if name == "tiny-imagenet":
+        inside = root / "tiny-imagenet-200"
+        arrays = read_tiny_imagenet(inside if inside.is_dir() else root, split)
+    else:
+        place = archives.find_cifar(root, classes)
+        if place is None and download:
+            _download_cifar(root, classes)
+            place = archives.find_cifar(root, classes)
+        if place is None:
+            names = ", ".join(layout.archive for layout in archives.CIFAR[classes])
+            raise FileNotFoundError(
+                f"there is no CIFAR-{classes} in {root}: neither {names} nor an unpacked folder of "
+                f"one; pass root=..., set FASTBCD_DATA, or download=True"
+            )
+        arrays = archives.read_cifar(place, classes, split)
+    return ImageData.from_arrays(*arrays, mean, std, classes, "NCHW")
+
+
+def _download_cifar(root: Path, classes: int) -> None:
+    try:
+        datasets = import_module("torchvision.datasets")
+    except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
+        raise ImportError(
+            f"downloading goes through torchvision, which cannot be imported ({error}); install it "
+            f"(pip install torchvision), or put cifar-{classes}-python.tar.gz from "
+            f"https://www.cs.toronto.edu/~kriz/cifar.html into {root}"
+        ) from error
+    getattr(datasets, f"CIFAR{classes}")(str(root), download=True)

@@ -1,0 +1,110 @@
+"""Tiny ImageNet, from the folder it unpacks to."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+from fastbcd.archives import Arrays, read_npz, save_npz
+
+
+def read_tiny_imagenet(folder: str | Path, split: str) -> Arrays:
+    """Tiny ImageNet from its unpacked folder, decoded once and kept beside it as .npz.
+
+    split: "train", or "test" for the val folder (the test folder has no labels). Class k is the
+    k-th class folder by name, as in torchvision's ImageFolder. Train images come one of each
+    class in turn, so that the first n are balanced.
+    """
+    folder = Path(folder)
+    wnids = sorted(_lines(folder / "wnids.txt"))
+    files = _train_files(folder, wnids) if split == "train" else _val_files(folder, wnids)
+    number = {wnid: k for k, wnid in enumerate(wnids)}
+    labels = np.array([number[wnid] for _, wnid in files], dtype=np.int64)
+    paths = [path for path, _ in files]
+    listing = "".join(f"{p.relative_to(folder).as_posix()} {p.stat().st_size}\n" for p in paths)
+    fingerprint = np.frombuffer(hashlib.sha256(listing.encode()).digest(), np.uint8)
+    cache = folder / f"fastbcd-{split}.npz"
+    images = _cached(cache, fingerprint, len(paths))
+    if images is None:
+        images = _decode_all(paths)
+        try:
+            save_npz(cache, images=images, fingerprint=fingerprint)
+        except OSError as error:  # a read-only folder still serves; it is only slow again
+            warnings.warn(f"the decoded images are not kept: {error}", stacklevel=2)
+    return images, labels
+
+
+def _train_files(folder: Path, wnids: list[str]) -> list[tuple[Path, str]]:
+    ranked = []
+    for wnid in wnids:
+        images = folder / "train" / wnid / "images"
+        files = sorted(images.glob("*.JPEG")) if images.is_dir() else []
+        if not files:
+            raise FileNotFoundError(f"{images} has no .JPEG files, but wnids.txt names {wnid}")
+        ranked += [(rank, wnid, file) for rank, file in enumerate(files)]
+    return [(file, wnid) for _, wnid, file in sorted(ranked)]
+
+
+def _val_files(folder: Path, wnids: list[str]) -> list[tuple[Path, str]]:
+    table, known, files = folder / "val" / "val_annotations.txt", set(wnids), []
+    for number, line in enumerate(_lines(table), 1):
+        name, wnid = [*line.split("\t"), ""][:2]
+        path = folder / "val" / "images" / name
+        if wnid not in known:
+            raise ValueError(f"{table}, line {number}: {wnid!r} is not in wnids.txt")
+        if not path.is_file():
+            raise FileNotFoundError(f"{table}, line {number}: there is no file {path}")
+        files.append((path, wnid))
+    return files
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a text file; at least one."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no {path}; unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip "
+            f"and give the folder tiny-imagenet-200 unchanged"
+        )
+    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} is empty; unpack tiny-imagenet-200.zip again")
+    return lines
+
+
+def _decode_all(paths: list[Path]) -> np.ndarray:
+    """RGB pixels of all files, uint8 [N,3,H,W]; all must have the size of the first."""
+    try:
+        pil = importlib.import_module("PIL.Image")
+    except ImportError as error:
+        raise ImportError(
+            "decoding JPEG files needs Pillow: pip install pillow (torchvision brings it too)"
+        ) from error
+    images = np.empty((0,), np.uint8)
+    for i, path in enumerate(paths):
+        try:
+            with pil.open(path) as file:
+                image = np.asarray(file.convert("RGB")).transpose(2, 0, 1)  # grey: three alike
+        except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises on bad files
+            raise ValueError(f"{path} cannot be decoded ({error}); unpack it again") from error
+        if i == 0:
+            images = np.empty((len(paths), *image.shape), np.uint8)
+        if image.shape != images.shape[1:]:
+            raise ValueError(f"{path} is {image.shape}, but {paths[0]} is {images.shape[1:]}")
+        images[i] = image
+    return images
+
+
+def _cached(path: Path, fingerprint: np.ndarray, count: int) -> np.ndarray | None:
+    """The images of a cache that was made from the same files; None if there is none."""
+    try:
+        if not np.array_equal(read_npz(path, "fingerprint"), fingerprint):
+            return None
+        images = read_npz(path, "images")
+    except (OSError, ValueError):  # absent or damaged: decode again
+        return None
+    whole = images.dtype == np.uint8 and images.ndim == 4 and images.shape[:2] == (count, 3)
+    return images if whole else None
