@@ -39,24 +39,27 @@ def item_order(t: Tensor, channel: int) -> bool | None:
     """
     if t.is_contiguous():
         return False
-    if t.movedim(channel, -1).is_contiguous():
-        return True
-    return None
+    expected = 1
+    for d in (channel, *range(t.ndim - 1, channel, -1), *range(channel - 1, -1, -1)):
+        if t.shape[d] != 1 and t.stride(d) != expected:
+            return None
+        expected *= t.shape[d]
+    return True
 
 
 def dense(t: Tensor, channel: int, last: bool | None = None) -> Tensor:
     """t itself if it is dense (in the order `last`, where that is given), else a dense copy."""
     order = item_order(t, channel)
-    if order is not None and (last is None or order == last or _orders_coincide(t, channel)):
+    if order is not None and (last is None or order == last or orders_coincide(t, channel)):
         return t
     if last is None:
         last = t.ndim > channel + 1 and t.stride(channel) == 1
     return t.movedim(channel, -1).contiguous().movedim(-1, channel) if last else t.contiguous()
 
 
-def _orders_coincide(t: Tensor, channel: int) -> bool:
+def orders_coincide(t: Tensor, channel: int) -> bool:
     """Both orders are the same memory: one channel, or one element per channel."""
-    return t.is_contiguous() and t.movedim(channel, -1).is_contiguous()
+    return t.shape[channel] == 1 or t.shape[channel + 1 :].numel() == 1
 
 
 def new_output(x: Tensor, mask: Tensor, trials: bool) -> Tensor:
@@ -75,7 +78,7 @@ def geometry(x: Tensor, mask: Tensor, residual: Tensor | None, trials: bool) -> 
     site = x.shape[lead:]
     channels_last = item_order(x, lead) is True
     mask_channel = 1 if trials else 0
-    coincide = _orders_coincide(mask, mask_channel)
+    coincide = orders_coincide(mask, mask_channel)
     return Geometry(
         trials=mask.shape[0] if trials else 1,
         batch=x.shape[lead - 1],

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastbcd import kernels, reference
 from fastbcd.checks import check_arguments, check_channelwise, check_out
-from fastbcd.layout import dense, geometry, item_order, new_output
+from fastbcd.layout import dense, geometry, item_order, new_output, orders_coincide
 from fastbcd.reference import compute_dtype, is_shared
 
 
@@ -176,8 +176,10 @@ def _forward_out(into, x, mask, *parameters) -> None:
     """The out= form: straight into `out` where its memory order allows."""
     *small, residual, trials, out = parameters
     x, mask, residual = _dense_inputs(x, mask, residual, trials)
-    channel = 2 if trials else 1
-    if item_order(out, channel) == item_order(new_output(x, mask, trials), channel):
+    channel, order = 2 if trials else 1, item_order(x, _channel(x, mask, trials))
+    if item_order(out, channel) == order or (
+        item_order(out, channel) is not None and orders_coincide(out, channel)
+    ):
         into(x, mask, *small, residual, trials, out)
     else:
         out.copy_(_forward(into, x, mask, *small, residual, trials))

@@ -100,7 +100,7 @@ def test_prefix_is_shared_until_the_first_change() -> None:
     late = {k: torch.tensor([masks.sites[-1].start + k]) for k in range(3)}
     early = {k: torch.tensor([k]) for k in range(3)}
     conv = F.conv2d
-    for removals, extra in ((late, 0), (early, 5)):
+    for removals, extra in ((late, 0), (early, 5)):  # every convolution but the first
         calls.clear()
         work = engine.prepare(removals, 3)
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():

@@ -99,8 +99,9 @@ def portions(
     together = limit // max(per_image, 1)
     if device.type == "cpu":
         # A value written by one step should still be in the cache when the next one reads it,
-        # and fresh memory beyond it costs more in page faults than the convolution.
-        together = min(together, cache_bytes() // (2 * largest))
+        # and fresh memory beyond it costs more in page faults than the convolution; but a
+        # convolution of fewer images than a batch is not efficient.
+        together = min(together, max(BATCH, cache_bytes() // (8 * largest)))
     together = max(together, 1)
     batch = batch_size or max(1, min(BATCH, together))
     lanes = max(1, min(hypotheses, together // batch))

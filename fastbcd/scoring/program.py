@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastbcd import ops
 from fastbcd.activations import MaskedActivation, MaskedPoly
 from fastbcd.conversion import trace
+from fastbcd.scoring.folding import fold_convolution, scale_and_shift
 
 _ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _SIZES = {"size", "shape", "numel", "dim", "ndim"}
@@ -111,6 +111,8 @@ def make_program(net: nn.Module, modules: dict[str, MaskedActivation], image: Te
     for step in steps:
         for node in step.inputs:
             uses[node] = uses.get(node, 0) + 1
+    for conv, norm in builder.absorbed_by.items():
+        survey.multiply_adds[norm] += survey.multiply_adds.pop(conv)
     constants = {n: _attribute(net, str(n.target)) for n in nodes if n.op == "get_attr"}
     fresh = {s.node for s in steps if uses.get(s.node) == 1 and builder.is_fresh(s.node)}
     return Program(
@@ -161,6 +163,7 @@ class _Builder:
         self.named, self.shapes = named, shapes
         self.site_of = {module: i for i, module in enumerate(modules)}
         self.absorbed: set[fx.Node] = set()
+        self.absorbed_by: dict[fx.Node, fx.Node] = {}  # convolution -> the batch norm it runs in
 
     def steps(self, nodes: list[fx.Node]) -> list[Activation | Call]:
         """Last node first, so that an activation absorbs its inputs before they become steps."""
@@ -186,10 +189,11 @@ class _Builder:
             self.absorbed.add(x)
             first, second = x.args
             # Of two batch norms one is folded here, the other into its convolution.
-            x, residual = (second, first) if self.is_norm(second) else (first, second)
-        if self.is_norm(x):
+            swap = self.is_norm(second) and not self.is_norm(first)
+            x, residual = (second, first) if swap else (first, second)
+        if self.is_norm(x) and len(x.users) == 1:
             self.absorbed.add(x)
-            scale, shift = _scale_and_shift(self.module(x))
+            scale, shift = scale_and_shift(self.module(x))
             x = x.args[0]
         return Activation(node, self.site_of[module], module, x, scale, shift, residual)
 
@@ -205,58 +209,36 @@ class _Builder:
         )
 
     def is_norm(self, node: Any) -> bool:
-        """A batch norm with running statistics that is used once."""
+        """A batch norm with running statistics."""
         norm = self.module(node)
-        return isinstance(norm, _NORMS) and norm.running_mean is not None and len(node.users) == 1
+        return isinstance(norm, _NORMS) and norm.running_mean is not None
 
     def is_fresh(self, node: fx.Node) -> bool:
         """Does this step write new memory, rather than a view of what it read?"""
         return isinstance(self.module(node), (nn.Linear, nn.modules.conv._ConvNd, *_NORMS))
 
+    def is_conv(self, node: Any) -> bool:
+        """A plain nn.Conv2d of one tensor."""
+        conv = self.module(node)
+        return type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and bool(node.args)
+
     def call(self, node: fx.Node) -> Call:
         run: Any = node.target
         if node.op == "call_module":
-            conv = node.args[0] if node.args else None
-            if self.is_norm(node) and _is_plain_conv(self.module(conv)) and len(conv.users) == 1:  # type: ignore[union-attr]
-                assert isinstance(conv, fx.Node)
-                self.absorbed.add(conv)
-                run = _convolution(self.module(conv), self.module(node))
-                return Call(node, run, conv.args, dict(conv.kwargs))
-            module = self.module(node)
-            run = _convolution(module, None) if _is_plain_conv(module) else _pure_module(module)
+            module: Any = self.module(node)
+            source: Any = node.args[0] if node.args else None
+            if self.is_norm(node) and self.is_conv(source) and len(source.users) == 1:
+                self.absorbed.add(source)
+                self.absorbed_by[source] = node
+                run = fold_convolution(self.module(source), module)
+                return Call(node, run, source.args, {})
+            if self.is_conv(node):
+                run = fold_convolution(module, None)
+            else:
+                run = _pure_module(module)
         elif node.op == "call_method":
             run = getattr(torch.Tensor, str(node.target))
         return Call(node, run, node.args, dict(node.kwargs))
-
-
-def _is_plain_conv(module: Any) -> bool:
-    return type(module) is nn.Conv2d and module.padding_mode == "zeros"
-
-
-def _convolution(conv: nn.Conv2d, norm: Any) -> Callable[[Tensor], Tensor]:
-    """conv, or norm(conv), with its weight laid out once for channels_last."""
-    weight = conv.weight.detach()
-    bias = None if conv.bias is None else conv.bias.detach()
-    if norm is not None:
-        # bn(w*x + b) = (scale*w)*x + (scale*b + shift)
-        scale, shift = _scale_and_shift(norm)
-        weight = weight * scale.reshape(-1, 1, 1, 1)
-        bias = shift if bias is None else bias * scale + shift
-    weight = weight.contiguous(memory_format=torch.channels_last)
-    tail: Any = (conv.stride, conv.padding, conv.dilation, conv.groups)
-    return lambda input: F.conv2d(input, weight, bias, *tail)
-
-
-def _scale_and_shift(norm: Any) -> tuple[Tensor, Tensor]:
-    """bn(x) = x*scale + shift, scale = weight / sqrt(var + eps), shift = bias - mean*scale."""
-    scale = (norm.running_var.double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight.detach().double()
-    shift = -norm.running_mean.double() * scale
-    if norm.bias is not None:
-        shift = shift + norm.bias.detach().double()
-    dtype = norm.running_mean.dtype
-    return scale.to(dtype), shift.to(dtype)
 
 
 def _without_inplace(net: nn.Module, original: fx.Graph) -> fx.Graph:

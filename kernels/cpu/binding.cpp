@@ -9,6 +9,7 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <limits>
 #include <optional>
 #include <string>
 #include <type_traits>
@@ -80,12 +81,33 @@ struct Arguments {
   compute* by_channel(const char* name, const MaybeTensor& t, int64_t rows) const {
     return pointer<compute>(name, t, rows * g.channels, compute_type);
   }
-  const uint8_t* mask(const Tensor& m) const {
-    STD_TORCH_CHECK(m.numel() == g.trials * g.items(), "mask has ", m.numel(), " elements");
-    STD_TORCH_CHECK(m.element_size() == 1, "mask must be bool or uint8");
-    return static_cast<const uint8_t*>(m.data_ptr());
-  }
 };
+
+// The masks [T, n] in x's memory order: themselves, or transposed once into `scratch`.
+const uint8_t* ordered_mask(const Tensor& m, const Geometry& g, std::vector<uint8_t>& scratch) {
+  STD_TORCH_CHECK(m.numel() == g.trials * g.items(), "mask has ", m.numel(), " elements");
+  STD_TORCH_CHECK(m.element_size() == 1, "mask must be bool or uint8");
+  const uint8_t* mask = static_cast<const uint8_t*>(m.data_ptr());
+  if (g.mask_matches()) return mask;
+  scratch.resize(m.numel());
+  // x lies as rows of `width`, the mask as rows of `height`.
+  int64_t width = g.channels_last ? g.channels : g.inner;
+  int64_t height = g.channels_last ? g.inner : g.channels;
+  constexpr int64_t block = 32;
+  int64_t blocks = (height + block - 1) / block;
+  torch::stable::parallel_for(0, g.trials * blocks, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k) {
+      const uint8_t* from = mask + k / blocks * g.items();
+      uint8_t* to = scratch.data() + k / blocks * g.items();
+      int64_t r0 = k % blocks * block, r1 = std::min(height, r0 + block);
+      for (int64_t c0 = 0; c0 < width; c0 += block)
+        for (int64_t r = r0; r < r1; ++r)
+          for (int64_t c = c0; c < std::min(width, c0 + block); ++c)
+            to[r * width + c] = from[c * height + r];
+    }
+  });
+  return scratch.data();
+}
 
 template <class F>
 void by_dtype(ScalarType type, const Geometry& g, F&& f) {
@@ -116,10 +138,12 @@ void forward(
     const MaybeTensor& scale, const MaybeTensor& shift, const MaybeTensor& residual,
     const std::vector<int64_t>& numbers) {
   Geometry g = geometry(numbers);
+  std::vector<uint8_t> scratch;
+  const uint8_t* bits = ordered_mask(mask, g, scratch);
   by_dtype(x.scalar_type(), g, [&]<class scalar, class compute>(Arguments<scalar, compute> a) {
     Forward<scalar, compute> call{
         g, a.stacked("y", y), a.maybe_shared("x", x, g.x_shared),
-        a.maybe_shared("residual", residual, g.residual_shared), a.mask(mask),
+        a.maybe_shared("residual", residual, g.residual_shared), bits,
         a.by_channel("scale", scale, 1), a.by_channel("shift", shift, 1),
         a.by_channel("coef", coef, 3)};
     Cut cut(g);
@@ -152,6 +176,8 @@ void backward(
     const Tensor& mask, const MaybeTensor& coef, const MaybeTensor& scale,
     const MaybeTensor& shift, const MaybeTensor& residual, const std::vector<int64_t>& numbers) {
   Geometry g = geometry(numbers);
+  std::vector<uint8_t> scratch;
+  const uint8_t* bits = ordered_mask(mask, g, scratch);
   by_dtype(grad.scalar_type(), g, [&]<class scalar, class compute>(Arguments<scalar, compute> a) {
     Cut cut(g);
     int64_t rows = (poly ? 3 : 0) + (daffine ? 2 : 0);
@@ -160,7 +186,7 @@ void backward(
         g, a.maybe_shared("dx", dx, g.x_shared),
         a.maybe_shared("dresidual", dresidual, g.residual_shared), a.stacked("grad", grad),
         a.stacked("y", y), a.maybe_shared("x", x, g.x_shared),
-        a.maybe_shared("residual", residual, g.residual_shared), a.mask(mask),
+        a.maybe_shared("residual", residual, g.residual_shared), bits,
         a.by_channel("scale", scale, 1), a.by_channel("shift", shift, 1),
         a.by_channel("coef", coef, 3), rows ? sums.data() : nullptr};
     in_parallel(g, cut, [&](int64_t begin, int64_t end) {

@@ -17,19 +17,13 @@ void by_channel(compute* dst, const compute* v, const Geometry& g, int64_t first
   }
 }
 
-// The mask of a tile in x's memory order: in place where the orders agree, else gathered.
-inline const uint8_t* mask_tile(
-    uint8_t* scratch, const uint8_t* mask, const Geometry& g, int64_t first, int64_t m) {
-  if (g.mask_matches()) return mask + first;
-  // x lies as rows of `width`, the mask as the transpose.
-  int64_t width = g.channels_last ? g.channels : g.inner;
-  int64_t height = g.channels_last ? g.inner : g.channels;
-  int64_t row = first / width, column = first % width;
-  for (int64_t i = 0; i < m; ++i) {
-    scratch[i] = mask[column * height + row];
-    if (++column == width) column = 0, ++row;
-  }
-  return scratch;
+// A bit as a number: 0 where the ReLU is kept, NaN where it was removed. Comparisons with it
+// then do the masking: `bound > z` is `kept and z < 0`, `y <= bound` is `kept and y <= 0`.
+template <class compute>
+void bound_tile(compute* dst, const uint8_t* mask, int64_t m) {
+  constexpr compute removed = std::numeric_limits<compute>::quiet_NaN();
+#pragma GCC ivdep
+  for (int64_t i = 0; i < m; ++i) dst[i] = mask[i] ? compute(0) : removed;
 }
 
 template <class compute>
@@ -69,17 +63,18 @@ inline compute preactivation(
 // relu: y = 0 where the bit is 1 and z < 0, else z.  poly: y = (c2*z + c1)*z + c0 where it is 0.
 template <bool poly, bool affine, bool residual, class scalar, class compute>
 void forward_tile(
-    scalar* y, const scalar* x, const scalar* r, const uint8_t* mask,
+    scalar* y, const scalar* x, const scalar* r, const compute* bound,
     const TileParameters<compute>& p, int64_t m) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < m; ++i) {
     compute z = preactivation<affine, residual, compute>(
         x[i], residual ? r[i] : x[i], p.scale[i], p.shift[i]);
-    bool kept = mask[i] != 0;
-    compute rectified = z < 0 ? compute(0) : z;
-    compute other = z;
-    if constexpr (poly) other = (p.c2[i] * z + p.c1[i]) * z + p.c0[i];
-    y[i] = static_cast<scalar>(kept ? rectified : other);
+    compute rectified = bound[i] > z ? bound[i] : z;
+    if constexpr (poly) {
+      compute other = (p.c2[i] * z + p.c1[i]) * z + p.c0[i];
+      rectified = bound[i] == 0 ? rectified : other;
+    }
+    y[i] = static_cast<scalar>(rectified);
   }
 }
 
@@ -87,20 +82,19 @@ template <bool poly, bool affine, bool residual, class scalar, class compute>
 void forward_items(const Forward<scalar, compute>& a, const Cut& cut, int64_t begin, int64_t end) {
   const Geometry& g = a.g;
   TileParameters<compute> parameters;
-  std::vector<uint8_t> scratch(g.mask_matches() ? 0 : g.trials * Cut::tile);
-  std::vector<const uint8_t*> masks(g.trials);
+  std::vector<compute> bounds(g.trials * Cut::tile);
   for (int64_t item = begin; item < end; ++item) {
     int64_t first = item % cut.tiles * Cut::tile, m = std::min(Cut::tile, g.items() - first);
     int64_t b0 = item / cut.tiles * cut.per_chunk, b1 = std::min(g.batch, b0 + cut.per_chunk);
     parameters.load(a, first, m);
     for (int64_t t = 0; t < g.trials; ++t)
-      masks[t] = mask_tile(scratch.data() + t * Cut::tile, a.mask + t * g.items(), g, first, m);
+      bound_tile(bounds.data() + t * Cut::tile, a.mask + t * g.items() + first, m);
     for (int64_t b = b0; b < b1; ++b)
       for (int64_t t = 0; t < g.trials; ++t)
         forward_tile<poly, affine, residual>(
             a.y + at(g, false, t, b, first), a.x + at(g, g.x_shared, t, b, first),
-            residual ? a.residual + at(g, g.residual_shared, t, b, first) : nullptr, masks[t],
-            parameters, m);
+            residual ? a.residual + at(g, g.residual_shared, t, b, first) : nullptr,
+            bounds.data() + t * Cut::tile, parameters, m);
   }
 }
 
@@ -119,16 +113,16 @@ struct TileSums {
 template <bool poly, bool affine, bool residual, bool sums, class result, class scalar, class compute>
 void backward_tile(
     result* dx, result* dresidual, TileSums<compute>& s, const scalar* grad, const scalar* y,
-    const scalar* x, const scalar* r, const uint8_t* mask, const TileParameters<compute>& p,
+    const scalar* x, const scalar* r, const compute* bound, const TileParameters<compute>& p,
     int64_t m) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < m; ++i) {
     compute g = static_cast<compute>(grad[i]);
-    bool kept = mask[i] != 0;
     compute dz;
     if constexpr (poly) {
       compute z = preactivation<affine, residual, compute>(
           x[i], residual ? r[i] : x[i], p.scale[i], p.shift[i]);
+      bool kept = bound[i] == 0;
       compute rectified = z <= 0 ? compute(0) : g;
       // 0 instead of z under a kept ReLU: an infinite z must not turn the sums into NaN.
       compute q = kept ? compute(0) : z, cleared = kept ? compute(0) : g;
@@ -137,8 +131,7 @@ void backward_tile(
       s.of[1][i] += cleared * q;
       s.of[2][i] += cleared * (q * q);
     } else {
-      compute rectified = static_cast<compute>(y[i]) <= 0 ? compute(0) : g;
-      dz = kept ? rectified : g;
+      dz = static_cast<compute>(y[i]) <= bound[i] ? compute(0) : g;
     }
     if constexpr (sums) {
       s.of[3][i] += dz * static_cast<compute>(x[i]);
@@ -169,8 +162,7 @@ void backward_items(const Backward<scalar, compute>& a, const Cut& cut, int64_t 
   alignas(64) compute dx[Cut::tile], dz[Cut::tile];
   alignas(64) scalar unwanted[Cut::tile];  // dresidual, where nobody asked for it
   const bool summed_over_trials = g.x_shared || g.residual_shared;
-  std::vector<uint8_t> scratch(g.mask_matches() ? 0 : g.trials * Cut::tile);
-  std::vector<const uint8_t*> masks(g.trials);
+  std::vector<compute> bounds(g.trials * Cut::tile);
   constexpr int first_sum = poly ? 0 : 3, last_sum = sums ? 5 : 3;
   for (int64_t item = begin; item < end; ++item) {
     int64_t first = item % cut.tiles * Cut::tile, m = std::min(Cut::tile, g.items() - first);
@@ -179,7 +171,7 @@ void backward_items(const Backward<scalar, compute>& a, const Cut& cut, int64_t 
     parameters.load(a, first, m);
     for (int k = first_sum; k < last_sum; ++k) std::fill(s.of[k], s.of[k] + m, compute(0));
     for (int64_t t = 0; t < g.trials; ++t)
-      masks[t] = mask_tile(scratch.data() + t * Cut::tile, a.mask + t * g.items(), g, first, m);
+      bound_tile(bounds.data() + t * Cut::tile, a.mask + t * g.items() + first, m);
     for (int64_t b = b0; b < b1; ++b) {
       if (g.x_shared) std::fill(s.dx, s.dx + m, compute(0));
       if (g.residual_shared) std::fill(s.dresidual, s.dresidual + m, compute(0));
@@ -187,14 +179,15 @@ void backward_items(const Backward<scalar, compute>& a, const Cut& cut, int64_t 
         int64_t here = at(g, false, t, b, first), x_at = at(g, g.x_shared, t, b, first);
         const scalar *grad = a.grad + here, *y = a.y + here, *x = a.x + x_at;
         const scalar* r = a.residual + at(g, g.residual_shared, t, b, first);
+        const compute* bound = bounds.data() + t * Cut::tile;
         if (!summed_over_trials) {
           backward_tile<poly, affine, residual, sums>(
-              a.dx + here, a.dresidual ? a.dresidual + here : unwanted, s, grad, y, x, r, masks[t],
+              a.dx + here, a.dresidual ? a.dresidual + here : unwanted, s, grad, y, x, r, bound,
               parameters, m);
           continue;
         }
         backward_tile<poly, affine, residual, sums>(
-            dx, dz, s, grad, y, x, r, masks[t], parameters, m);
+            dx, dz, s, grad, y, x, r, bound, parameters, m);
         if (g.x_shared)
           accumulate(s.dx, dx, m);
         else

@@ -40,7 +40,7 @@ struct Forward {
   Geometry g;
   scalar* y;
   const scalar *x, *residual;  // residual may be null
-  const uint8_t* mask;
+  const uint8_t* mask;  // in x's memory order
   const compute *scale, *shift, *coef;  // null without affine; coef [3, C] for poly, else null
 };
 
