@@ -6,22 +6,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import images, make, thinned
 
 import fastbcd
 from fastbcd import choose, score
+from nets import images, make, thinned
 
 
 def one_by_one(net, hypotheses, data, adt):
     """Algorithm 1's inner loop, word for word: (number, accepted, tried)."""
-    best = None
+    best, least = 0, (-1, 0.0)
     for number, ids in enumerate(hypotheses):
         s = score(net, [ids], data, engine="sequential")
         if s.drop[0] < adt:
             return number, True, number + 1
-        key = (s.drop[0].item(), s.loss[0].item(), number)
-        best = key if best is None else min(best, key)
-    return best[2], False, len(hypotheses)
+        correct, loss = int(s.correct[0]), s.loss[0].item()
+        tie = correct == least[0] and loss < least[1] - 1e-5 * max(1.0, least[1])
+        if correct > least[0] or tie:
+            best, least = number, (correct, loss)
+    return best, False, len(hypotheses)
 
 
 def trained(name: str, n: int, noise: int, seed: int):

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import TRACEABLE, Block, images, make, randomize, thinned
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,6 +16,7 @@ import fastbcd
 from fastbcd import ImageData, score
 from fastbcd.scoring.plan import peak_bytes, portions
 from fastbcd.scoring.stacked import Stacked, first_change
+from nets import TRACEABLE, Block, images, make, randomize, thinned
 
 
 def naive(net, removals, x, labels):

@@ -2,6 +2,8 @@
 
 The rule (Algorithm 1): the lowest-numbered hypothesis whose accuracy drops by less than ADT
 percentage points; if none does, the one that drops least, ties by smaller loss, then by number.
+Losses count as equal within 1e-5, the rounding that engines and batch sizes may differ by, so
+that hypotheses which change no answer at all are ranked by their numbers and not by rounding.
 
 What is certain is not computed. With `seen` images behind and r ahead, of which the base net
 gets w wrong, a hypothesis with d fewer correct answers than the base so far will end with a
@@ -27,6 +29,8 @@ from fastbcd.data import ImageData
 from fastbcd.masking import masks
 from fastbcd.scoring import Tally, check_removals, prepared, run_pass
 from fastbcd.scoring.plan import Plan
+
+ROUNDING = 1e-5  # losses closer than this are equal
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,17 @@ def _numbered(net: nn.Module, hypotheses: Iterable[Tensor]) -> Iterator[tuple[in
         yield number, check_removals(current, [ids], first=number)[0]
 
 
+def beats(one: tuple[int, float], other: tuple[int, float]) -> bool:
+    """Is (correct, loss) better than that of a lower-numbered hypothesis?
+
+    >>> beats((9, 1.0), (8, 0.5)), beats((9, 1.0), (9, 1.1)), beats((9, 1.0), (9, 1.0 + 1e-9))
+    (True, True, False)
+    """
+    if one[0] != other[0]:
+        return one[0] > other[0]
+    return one[1] < other[1] - ROUNDING * max(1.0, other[1])
+
+
 class _Search:
     """One step's search: what the base gets right, and what is known of each hypothesis."""
 
@@ -149,7 +164,12 @@ class _Search:
 
     def best(self) -> int:
         """The fallback: most correct answers, then smaller loss, then lower number."""
-        return min(self.done, key=lambda k: (-self.done[k][0], self.done[k][1], k))
+        numbers = iter(sorted(self.done))
+        best = next(numbers)
+        for k in numbers:
+            if beats(self.done[k], self.done[best]):
+                best = k
+        return best
 
     def choice(self, number: int, accepted: bool) -> Choice:
         drops = {

@@ -232,10 +232,7 @@ class _Builder:
                 self.absorbed_by[source] = node
                 run = fold_convolution(self.module(source), module)
                 return Call(node, run, source.args, {})
-            if self.is_conv(node):
-                run = fold_convolution(module, None)
-            else:
-                run = _pure_module(module)
+            run = fold_convolution(module, None) if self.is_conv(node) else _pure_module(module)
         elif node.op == "call_method":
             run = getattr(torch.Tensor, str(node.target))
         return Call(node, run, node.args, dict(node.kwargs))

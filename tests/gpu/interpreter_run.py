@@ -14,6 +14,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from triton.runtime.interpreter import InterpretedFunction
+
+from fastbcd import kernels, ops
 from triton_cases import (
     Case,
     differences,
@@ -24,8 +26,6 @@ from triton_cases import (
     run,
     tensors,
 )
-
-from fastbcd import kernels, ops
 
 triton_kernels = kernels.TRITON.module
 ULPS = 1  # the interpreter truncates to bf16, a GPU rounds

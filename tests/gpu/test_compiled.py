@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+
 from triton_cases import KERNELS, Case, run, tensors
 
 pytest.importorskip("triton.language", reason="triton is not installed")

@@ -6,6 +6,9 @@ from itertools import product
 
 import pytest
 import torch
+
+from fastbcd import reference
+from fastbcd.layout import geometry, new_output
 from triton_cases import (
     DTYPES,
     KERNELS,
@@ -19,9 +22,6 @@ from triton_cases import (
     run,
     tensors,
 )
-
-from fastbcd import reference
-from fastbcd.layout import geometry, new_output
 
 pytest.importorskip("triton.language", reason="triton is not installed")
 kernels = pytest.importorskip("fastbcd.kernels.triton")

@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+
 from triton_cases import DTYPES, KERNELS, TRIALS, grid, odd_cases, op_cases
 
 pytest.importorskip("triton.language", reason="triton is not installed")
