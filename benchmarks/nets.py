@@ -49,19 +49,23 @@ class ResNet(nn.Module):
         self.conv1 = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.stem_relu = small
-        layers: list[nn.Module] = []
         c_in = widths[0]
+        self.stages = [f"layer{i + 1}" for i in range(len(widths))]
         for i, width in enumerate(widths):
-            for j in range(blocks):
-                stride = 2 if i and not j else 1
-                layers.append(BasicBlock(c_in, width, stride, option_a=small))
-                c_in = width
-        self.layers = nn.Sequential(*layers)
+            strides = [2 if i else 1] + [1] * (blocks - 1)
+            stage = [
+                BasicBlock(c_in if not j else width, width, stride, option_a=small)
+                for j, stride in enumerate(strides)
+            ]
+            self.add_module(self.stages[i], nn.Sequential(*stage))
+            c_in = width
         self.linear = nn.Linear(c_in, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn1(self.conv1(x))
-        x = self.layers(F.relu(x) if self.stem_relu else x)
+        x = F.relu(x) if self.stem_relu else x
+        for stage in self.stages:
+            x = getattr(self, stage)(x)
         return self.linear(x.mean((2, 3)))
 
 

@@ -1,7 +1,7 @@
 """Run the benchmarks and print one table: `make bench`, or `python benchmarks/table.py -k 14x14`.
 
-Arguments go to pytest. A row is a case; the columns are fastbcd's median time and how many
-times faster it is than each peer in the same run (above 1: fastbcd is faster).
+Arguments go to pytest. A row is a case; the columns are fastbcd's median time and each peer's as
+a multiple of it in the same run (above 1: fastbcd is faster).
 """
 
 from __future__ import annotations
@@ -47,29 +47,32 @@ def run(arguments: list[str]) -> list[dict]:
         return json.loads(output.read_text())["benchmarks"]
 
 
-def rows(results: list[dict]) -> dict[str, dict[str, float]]:
-    """Median milliseconds by group and implementation."""
-    table: dict[str, dict[str, float]] = defaultdict(dict)
+def rows(results: list[dict]) -> dict[str, dict[str, dict]]:
+    """Results by group and implementation."""
+    table: dict[str, dict[str, dict]] = defaultdict(dict)
     for result in results:
-        table[result["group"]][result["extra_info"]["implementation"]] = (
-            1e3 * result["stats"]["median"]
-        )
+        table[result["group"]][result["extra_info"]["implementation"]] = result
     return table
 
 
-def print_table(table: dict[str, dict[str, float]]) -> None:
-    """One block for each set of peers."""
+def print_table(table: dict[str, dict[str, dict]]) -> None:
+    """One block for each set of peers: fastbcd's median, and the peers' as multiples of it."""
     blocks: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for group, times in table.items():
-        blocks[tuple(times)].append(group)
-    for implementations, groups in blocks.items():
-        peers = [p for p in implementations if p != "fastbcd"]
+    for group, implementations in table.items():
+        blocks[tuple(implementations)].append(group)
+    for names, groups in blocks.items():
+        peers = [p for p in names if p != "fastbcd"]
         width = max(map(len, groups))
-        print(f"\n{'':<{width}}  {'fastbcd ms':>10}" + "".join(f"  {'÷ ' + p:>18}" for p in peers))
+        heads = "".join(f"  {p:>{len(p) + 1}}" for p in peers)
+        print(f"\n{'':<{width}}  {'fastbcd ms':>10}{heads}")
         for group in groups:
-            times = table[group]
-            ratios = "".join(f"  {times[p] / times['fastbcd']:>17.2f}x" for p in peers)
+            times = {p: 1e3 * r["stats"]["median"] for p, r in table[group].items()}
+            ratios = "".join(f"  {times[p] / times['fastbcd']:>{len(p)}.2f}x" for p in peers)
             print(f"{group:<{width}}  {times['fastbcd']:>10.2f}{ratios}")
+            memory = {p: r["extra_info"].get("memory") for p, r in table[group].items()}
+            if memory["fastbcd"] is not None:
+                sizes = "".join(f"  {memory[p]:>{len(p) + 1}.0f}" for p in peers)
+                print(f"{'  peak memory, MiB':<{width}}  {memory['fastbcd']:>10.0f}{sizes}")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from fastbcd.scoring.stacked import Stacked
 from nets import build
 
 K, D = 8, 100
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 CASES = [("resnet18", 491_520, 32), ("resnet18", 100_000, 32), ("resnet20", 188_416, 128),
          ("resnet20", 20_000, 128)]  # fmt: skip
 PEERS = ["authors", "authors, NHWC", "vmap", "compiled", "sequential", "fastbcd"]
@@ -64,8 +65,9 @@ class Loop:
         masks = fastbcd.masks(net)
         base = fastbcd.MaskSet(masks.sites, masks.bits)
         self.names = [s.name for s in masks.sites]
+        device = next(net.parameters()).device
         self.hypotheses = [
-            [m.float().unsqueeze(0) for m in base.without(ids).split()]
+            [m.float().unsqueeze(0).to(device) for m in base.without(ids).split()]
             for ids in [torch.empty(0, dtype=torch.int64), *removals]
         ]
         self.net = authors_net(net)
@@ -127,8 +129,13 @@ def make(implementation: str, net, removals, x) -> tuple[Callable[[Tensor], Tens
     return loop, nhwc if last else x
 
 
-def peak_memory(function: Callable[[], object]) -> float:
-    """MiB by which the process grows while `function` runs, sampled every millisecond."""
+def peak_memory(function: Callable[[], object], device: str) -> float:
+    """MiB that `function` takes at its worst moment; on the CPU sampled every millisecond."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        function()
+        return (torch.cuda.max_memory_allocated() - start) / 2**20
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier calls freed goes back first
     page = resource.getpagesize() / 2**20
@@ -156,22 +163,29 @@ def truths() -> dict:
     return {}
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "relus", "images"), CASES)
 @pytest.mark.parametrize("implementation", PEERS)
-def test_score(benchmark, truths, implementation, name, relus, images) -> None:
-    x = torch.randn(images, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    net = fastbcd.convert(build(name), x[:2])
+def test_score(benchmark, truths, implementation, name, relus, images, device) -> None:
+    x = torch.randn(images, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    net = fastbcd.convert(build(name).to(device), x[:2])
     masks = fastbcd.masks(net)
     gone = masks.sample(masks.total - relus, seed=0, step=0, trial=0)
     fastbcd.set_masks(net, masks.without(gone))
     removals = [masks.sample(D, seed=1, step=0, trial=t) for t in range(K)]
-    benchmark.group = f"score {name}, {relus:,} ReLUs, {K} x {D}, {images} images"
+    benchmark.group = f"score {name}, {relus:,} ReLUs, {K} x {D}, {images} images, {device}"
     benchmark.extra_info["implementation"] = implementation
     with torch.inference_mode():
         run, images_in = make(implementation, net, removals, x)
         logits = run(images_in)
-        truth = truths.setdefault((name, relus), logits)
+        truth = truths.setdefault((name, relus, device), logits)
         scale = truth.abs().max()
         assert ((logits - truth).abs() <= 1e-3 * scale).all(), "all peers compute the same logits"
-        benchmark.pedantic(lambda: run(images_in), rounds=5, warmup_rounds=1)
-        benchmark.extra_info["memory"] = peak_memory(lambda: run(images_in))
+
+        def once() -> None:
+            run(images_in)
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        benchmark.pedantic(once, rounds=5, warmup_rounds=1)
+        benchmark.extra_info["memory"] = peak_memory(once, device)

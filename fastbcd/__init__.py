@@ -8,6 +8,7 @@ from fastbcd.kernels import backends
 from fastbcd.masking import MaskSet, Site, masks, set_masks
 from fastbcd.scoring import Scores, score
 from fastbcd.scoring.choice import Choice, choose
+from fastbcd.sources import load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "backends",
     "choose",
     "convert",
+    "load",
     "masks",
     "ops",
     "score",
