@@ -35,10 +35,12 @@ def machine() -> str:
 
 def run(arguments: list[str]) -> list[dict]:
     """pytest-benchmark's results."""
+    if not any(a.endswith(".py") for a in arguments):
+        arguments = [str(HERE), *arguments]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "results.json"
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", str(HERE), "-q", "--benchmark-only",
+            [sys.executable, "-m", "pytest", "-q", "--benchmark-only",
              "--benchmark-columns=median", f"--benchmark-json={output}", *arguments],
             stdout=subprocess.PIPE, text=True, cwd=HERE.parent,
         )  # fmt: skip

@@ -102,13 +102,13 @@ EACH = [
 ]
 
 
-def measure(benchmark, function: Callable[[], object], device: str) -> None:
+def measure(benchmark, function: Callable[[], object], trials: int, device: str) -> None:
     def synchronised() -> None:
         function()
         if device == "cuda":
             torch.cuda.synchronize()
 
-    benchmark.pedantic(synchronised, rounds=15, warmup_rounds=3)
+    benchmark.pedantic(synchronised, rounds=15 if trials == 1 else 5, warmup_rounds=2)
 
 
 def describe(benchmark, mode: str, shape, order, trials, device, implementation) -> None:
@@ -119,14 +119,18 @@ def describe(benchmark, mode: str, shape, order, trials, device, implementation)
     )  # fmt: skip
 
 
-def each(test):
-    for mark in EACH:
-        test = mark(test)
-    return test
+def each(implementations: list[str]):
+    """All cases; the implementations outermost, so that those of a case run one after the other."""
+
+    def apply(test):
+        for mark in [*EACH, pytest.mark.parametrize("implementation", implementations)]:
+            test = mark(test)
+        return test
+
+    return apply
 
 
-@each
-@pytest.mark.parametrize("implementation", FORWARD)
+@each(FORWARD)
 def test_forward(benchmark, implementation, shape, order, trials, device) -> None:
     t = Tensors(shape, order, trials, device)
     describe(benchmark, "forward", shape, order, trials, device, implementation)
@@ -134,11 +138,10 @@ def test_forward(benchmark, implementation, shape, order, trials, device) -> Non
     with torch.inference_mode():
         if implementation != "copy" and not (implementation.endswith("place") and trials == 1):
             torch.testing.assert_close(run(t.x, t.residual), t.snl(t.x, t.residual))
-        measure(benchmark, lambda: run(t.x, t.residual), device)
+        measure(benchmark, lambda: run(t.x, t.residual), trials, device)
 
 
-@each
-@pytest.mark.parametrize("implementation", BACKWARD)
+@each(BACKWARD)
 def test_forward_backward(benchmark, implementation, shape, order, trials, device) -> None:
     t = Tensors(shape, order, trials, device)
     describe(benchmark, "forward+backward", shape, order, trials, device, implementation)
@@ -148,4 +151,4 @@ def test_forward_backward(benchmark, implementation, shape, order, trials, devic
     def step() -> tuple[Tensor, ...]:
         return torch.autograd.grad(run(x, residual), (x, residual), t.grad)
 
-    measure(benchmark, step, device)
+    measure(benchmark, step, trials, device)

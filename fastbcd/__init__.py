@@ -3,12 +3,11 @@
 from fastbcd import ops
 from fastbcd.activations import MaskedPoly, MaskedReLU
 from fastbcd.conversion import ConversionError, convert
-from fastbcd.data import ImageData
+from fastbcd.data import ImageData, load
 from fastbcd.kernels import backends
 from fastbcd.masking import MaskSet, Site, masks, set_masks
 from fastbcd.scoring import Scores, score
 from fastbcd.scoring.choice import Choice, choose
-from fastbcd.sources import load
 
 __version__ = "0.1.0"
 __all__ = [

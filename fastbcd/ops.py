@@ -190,79 +190,79 @@ def _forward_shape(x, mask, *parameters) -> Tensor:
     return new_output(x, mask, parameters[-1])
 
 
-def _new_gradients(grad, mask, trials, x_shared, residual_shared, want_residual) -> tuple:
+# Each backward comes in two halves: lay out inputs and empty outputs, which is all that shape
+# inference needs, then fill the outputs.
+
+
+def _new_gradients(grad, trials, x_shared, residual_shared, want_residual) -> list:
     """Empty dx and dresidual in the memory order of the dense grad [.., B, *S]."""
     one = grad[0] if trials else grad
     dx = torch.empty_like(one if x_shared else grad)
-    dresidual = torch.empty_like(one if residual_shared else grad) if want_residual else None
-    return dx, dresidual
+    return [dx, torch.empty_like(one if residual_shared else grad) if want_residual else None]
 
 
-def _none_to_empty(like: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(like.new_empty(0) if t is None else t for t in tensors)
-
-
-def _relu_backward(grad, y, mask, x, scale, trials, x_shared, residual_shared, want_residual):
+def _lay_out_relu(
+    grad, y, mask, x, scale, trials, x_shared, residual_shared, want_residual
+) -> tuple[list, Any]:
     channel = 2 if trials else 1
     y = dense(y, channel)
     grad = dense(grad, channel, item_order(y, channel))
     mask = dense(mask, 1 if trials else 0)
     if x is not None:
         x = dense(x, _channel(x, mask, trials), item_order(y, channel))
-    dx, dr = _new_gradients(grad, mask, trials, x_shared, residual_shared, want_residual)
-    daffine = None if x is None else x.new_zeros((2, scale.numel()), dtype=scale.dtype)
+    outputs = _new_gradients(grad, trials, x_shared, residual_shared, want_residual)
+    outputs.append(None if x is None else scale.new_zeros((2, scale.numel())))
+    return outputs, (grad, y, mask, x, scale)
+
+
+def _relu_backward(*arguments) -> tuple[Tensor, ...]:
+    trials, x_shared, residual_shared = arguments[5:8]
+    outputs, inputs = _lay_out_relu(*arguments)
+    grad, y, mask, _, _ = inputs
     kernel = kernels.choose(grad)
     if kernel is None:
-        found = reference.masked_relu_backward(
-            grad, y, mask, x, scale, trials, x_shared, residual_shared
-        )
-        _copy_found((dx, dr, daffine), found)
+        found = reference.masked_relu_backward(*inputs, *arguments[5:8])
+        _copy(outputs, found)
     elif grad.numel():
         g = geometry(y, mask, None, trials)
         g = g._replace(x_shared=x_shared, residual_shared=residual_shared)
-        kernel.relu_backward(dx, dr, daffine, grad, y, mask, x, scale, g)
-    return _none_to_empty(grad, dx, dr, daffine)
+        kernel.relu_backward(*outputs, *inputs, g)
+    return _none_to_empty(outputs)
 
 
-def _poly_backward(grad, x, mask, coef, scale, shift, residual, trials, want_residual):
+def _lay_out_poly(
+    grad, x, mask, coef, scale, shift, residual, trials, want_residual
+) -> tuple[list, Any]:
     x, mask, residual = _dense_inputs(x, mask, residual, trials)
     grad = dense(grad, 2 if trials else 1, item_order(x, _channel(x, mask, trials)))
-    g = geometry(x, mask, residual, trials)
-    dx, dr = _new_gradients(grad, mask, trials, g.x_shared, g.residual_shared, want_residual)
-    dcoef = torch.zeros_like(coef, memory_format=torch.contiguous_format)
-    daffine = None if scale is None else coef.new_zeros((2, g.channels))
+    shared = is_shared(x, mask, trials), residual is not None and is_shared(residual, mask, trials)
+    outputs = _new_gradients(grad, trials, *shared, want_residual)
+    outputs.append(coef.new_zeros(coef.shape))
+    outputs.append(None if scale is None else coef.new_zeros((2, coef.shape[1])))
+    return outputs, (grad, x, mask, coef.contiguous(), scale, shift, residual)
+
+
+def _poly_backward(*arguments) -> tuple[Tensor, ...]:
+    trials = arguments[7]
+    outputs, inputs = _lay_out_poly(*arguments)
+    grad, x, mask, *_, residual = inputs
     kernel = kernels.choose(grad)
     if kernel is None:
-        found = reference.masked_poly_backward(grad, x, mask, coef, scale, shift, residual, trials)
-        _copy_found((dx, dr, dcoef, daffine), found)
+        found = reference.masked_poly_backward(*inputs, *arguments[7:8])
+        _copy(outputs, found)
     elif grad.numel():
-        kernel.poly_backward(
-            dx, dr, dcoef, daffine, grad, x, mask, coef.contiguous(), scale, shift, residual, g
-        )
-    return _none_to_empty(grad, dx, dr, dcoef, daffine)
+        kernel.poly_backward(*outputs, *inputs, geometry(x, mask, residual, trials))
+    return _none_to_empty(outputs)
 
 
-def _copy_found(outputs: tuple, found: tuple) -> None:
+def _copy(outputs: list, found: tuple) -> None:
     for out, value in zip(outputs, found, strict=True):
         if out is not None:
             out.copy_(value)
 
 
-def _relu_backward_shape(grad, y, mask, x, scale, trials, x_shared, residual_shared, want_residual):
-    channel = 2 if trials else 1
-    grad = dense(grad, channel, item_order(dense(y, channel), channel))
-    dx, dr = _new_gradients(grad, mask, trials, x_shared, residual_shared, want_residual)
-    daffine = None if x is None else scale.new_empty((2, scale.numel()))
-    return _none_to_empty(grad, dx, dr, daffine)
-
-
-def _poly_backward_shape(grad, x, mask, coef, scale, shift, residual, trials, want_residual):
-    x, mask, residual = _dense_inputs(x, mask, residual, trials)
-    grad = dense(grad, 2 if trials else 1, item_order(x, _channel(x, mask, trials)))
-    g = geometry(x, mask, residual, trials)
-    dx, dr = _new_gradients(grad, mask, trials, g.x_shared, g.residual_shared, want_residual)
-    daffine = None if scale is None else coef.new_empty((2, g.channels))
-    return _none_to_empty(grad, dx, dr, coef.new_empty(coef.shape), daffine)
+def _none_to_empty(outputs: list) -> tuple[Tensor, ...]:
+    return tuple(outputs[0].new_empty(0) if t is None else t for t in outputs)
 
 
 def _register(name: str, implementation: Any, fake: Any) -> None:
@@ -274,8 +274,8 @@ _register("masked_relu", lambda *a: _forward(_relu_into, *a), _forward_shape)
 _register("masked_poly", lambda *a: _forward(_poly_into, *a), _forward_shape)
 _register("masked_relu_out", lambda *a: _forward_out(_relu_into, *a), lambda *a: None)
 _register("masked_poly_out", lambda *a: _forward_out(_poly_into, *a), lambda *a: None)
-_register("masked_relu_backward", _relu_backward, _relu_backward_shape)
-_register("masked_poly_backward", _poly_backward, _poly_backward_shape)
+_register("masked_relu_backward", _relu_backward, lambda *a: _none_to_empty(_lay_out_relu(*a)[0]))
+_register("masked_poly_backward", _poly_backward, lambda *a: _none_to_empty(_lay_out_poly(*a)[0]))
 
 
 # -------------------------------------------------------------------------------- autograd

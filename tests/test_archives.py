@@ -14,9 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fastbcd import archives, unpickling
-from fastbcd.sources import load
-from fastbcd.tiny_imagenet import read_tiny_imagenet
+from fastbcd.data import archives, load, unpickling
+from fastbcd.data.tiny_imagenet import read_tiny_imagenet
 
 # ---------------------------------------------------------------------- writing the formats
 

@@ -19,9 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fastbcd import archives
-from fastbcd.data import ImageData, view_count
-from fastbcd.sources import as_data, load
+from fastbcd.data import ImageData, archives, as_data, load, view_count
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 SHAPES = [(1, 1, 1, 1), (5, 3, 8, 8), (7, 1, 5, 9), (4, 4, 7, 3), (9, 2, 1, 6)]

@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastbcd.data import ImageData
+from fastbcd.data import ImageData, as_data
 from fastbcd.masking import MaskSet, mask_modules, masks, set_masks
 from fastbcd.scoring.plan import ENGINES, Plan, make_plan
-from fastbcd.sources import as_data
 
 __all__ = ["Scores", "score"]
 

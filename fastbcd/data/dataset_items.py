@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from fastbcd.image_arrays import Stats, channels_last
+from fastbcd.data.image_arrays import Stats, channels_last
 
 # Samplers that stand for all of their dataset, in whatever order.
 WHOLE = (torch_data.SequentialSampler, torch_data.RandomSampler, torch_data.DistributedSampler)

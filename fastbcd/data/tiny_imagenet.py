@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fastbcd.archives import Arrays, read_npz, save_npz
+from fastbcd.data.archives import Arrays, read_npz, save_npz
 
 
 def read_tiny_imagenet(folder: str | Path, split: str) -> Arrays:

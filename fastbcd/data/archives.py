@@ -18,9 +18,9 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from fastbcd.data.image_arrays import check_labels
+from fastbcd.data.unpickling import as_text, unpickle_arrays
 from fastbcd.files import write_atomically
-from fastbcd.image_arrays import check_labels
-from fastbcd.unpickling import as_text, unpickle_arrays
 
 Arrays = tuple[np.ndarray, np.ndarray]  # images, uint8 [N,C,H,W], and labels, int64 [N]
 DAMAGE = (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile, tarfile.TarError)

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch.utils import data as torch_data
 
-from fastbcd import archives
-from fastbcd.data import ImageData
-from fastbcd.image_arrays import Stats
-from fastbcd.tiny_imagenet import read_tiny_imagenet
+from fastbcd.data import archives
+from fastbcd.data.image_arrays import Stats
+from fastbcd.data.images import ImageData
+from fastbcd.data.tiny_imagenet import read_tiny_imagenet
 
 # Mean and std of the train set, and the number of classes, of the data known by name.
 KNOWN: dict[str, tuple[tuple[float, ...], tuple[float, ...], int]] = {
@@ -68,7 +68,7 @@ def load(
         raise ValueError(f"split is {split!r}; {name} has 'train' and 'test'")
     mean, std, classes = KNOWN[str(name)]
     if name == "fashion-mnist-mini":
-        with resources.as_file(resources.files("fastbcd") / "assets" / f"{name}.npz") as path:
+        with resources.as_file(resources.files("fastbcd.data") / "assets" / f"{name}.npz") as path:
             return ImageData.from_npz(path, split, mean, std, classes)
     root = Path(root or os.environ.get("FASTBCD_DATA") or "data")
     if name == "tiny-imagenet":
