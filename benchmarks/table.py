@@ -40,12 +40,12 @@ def run(arguments: list[str]) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "results.json"
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "--benchmark-only",
-             "--benchmark-columns=median", f"--benchmark-json={output}", *arguments],
-            stdout=subprocess.PIPE, text=True, cwd=HERE.parent,
+            [sys.executable, "-m", "pytest", "-q", "--benchmark-only", "--benchmark-quiet",
+             f"--benchmark-json={output}", *arguments],
+            stdout=sys.stderr, cwd=HERE.parent,
         )  # fmt: skip
         if done.returncode:
-            sys.exit(done.stdout[-4000:])
+            sys.exit(done.returncode)
         return json.loads(output.read_text())["benchmarks"]
 
 

@@ -108,7 +108,7 @@ def measure(benchmark, function: Callable[[], object], trials: int, device: str)
         if device == "cuda":
             torch.cuda.synchronize()
 
-    benchmark.pedantic(synchronised, rounds=15 if trials == 1 else 5, warmup_rounds=2)
+    benchmark.pedantic(synchronised, rounds=15 if trials == 1 else 3, warmup_rounds=2)
 
 
 def describe(benchmark, mode: str, shape, order, trials, device, implementation) -> None:

@@ -17,21 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fastbcd.activations import MaskedActivation, MaskedPoly, MaskedReLU
 from fastbcd.masking import plain_name
+from fastbcd.uncaptured import run_watched, same_outputs
 
 REPLACEMENTS: dict[str, type[MaskedActivation]] = {"identity": MaskedReLU, "poly": MaskedPoly}
 
 _RELU_FUNCTIONS = {F.relu, F.relu_, torch.relu, torch.relu_}
 _RELU_METHODS = {"relu", "relu_"}
 _RELU6_FUNCTIONS = {F.relu6}
-# What a ReLU in another disguise looks like by the time it reaches the kernels.
-_ATEN_RELU = {"aten::relu", "aten::relu_", "aten::threshold", "aten::threshold_"}
-_ATEN_CLAMP = {"aten::clamp", "aten::clamp_", "aten::clamp_min", "aten::clamp_min_"}
-_ATEN_RELU6 = {"aten::hardtanh", "aten::hardtanh_", "aten::relu6", "aten::relu6_"}
 
 
 class ConversionError(ValueError):
@@ -94,8 +89,9 @@ def convert(
         _mask_call(graph, node, twin, place, activation)
     graph.lint()
     net.recompile()
-    found = _run_watched(net, example_input, skipped)
-    if not _same(found, expected):
+    output, uncaptured = run_watched(net, example_input, _call_name)
+    _refuse_uncaptured(net, uncaptured, skipped)
+    if not same_outputs(output, expected):
         raise ConversionError(
             f"{type(twin).__name__} gives other outputs after conversion: an in-place ReLU changes "
             f"a tensor that is used again through a view; use inplace=False, or {BY_HAND}"
@@ -239,6 +235,16 @@ def _refuse_relu6(graph: fx.Graph, twin: nn.Module, skipped: tuple) -> None:
         )
 
 
+def _refuse_uncaptured(net: nn.Module, found: list[tuple[str, str]], skipped: tuple) -> None:
+    modules = dict(net.named_modules())
+    for place, op in found:
+        if not _skips(place, modules.get(place), skipped):
+            raise ConversionError(
+                f"a ReLU was not captured: {place!r} ({type(modules.get(place)).__name__}) "
+                f"computes {op} inside; {BY_HAND}"
+            )
+
+
 class _Place(NamedTuple):
     """What is known of a ReLU call before it is replaced."""
 
@@ -321,57 +327,3 @@ def _strip_prefixes(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
         for key in list(state_dict):
             if plain_name(key) != key:
                 state_dict[plain_name(key)] = state_dict.pop(key)
-
-
-class _ReLUWatch(TorchDispatchMode):
-    """Notes every ReLU that reaches the kernels in another way than through a masked op."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place = ""
-        self.found: list[tuple[str, str]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name
-        low = args[1] if len(args) > 1 else kwargs.get("min")
-        bounded = name in _ATEN_CLAMP and isinstance(low, (int, float)) and low == 0
-        if name in _ATEN_RELU or name in _ATEN_RELU6 or bounded:
-            self.found.append((self.place, name.split("::")[1]))
-        return func(*args, **kwargs)
-
-
-def _run_watched(net: fx.GraphModule, example_input: Tensor, skipped: tuple) -> Any:
-    """Run the converted net once; refuse it if a ReLU is still computed inside a module."""
-    watch = _ReLUWatch()
-
-    class Run(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            watch.place = _call_name(n)
-            return super().run_node(n)
-
-    # The fused path of transformer layers would hide their ReLU in one kernel.
-    fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.no_grad(), watch:
-            output = Run(net).run(example_input.clone())
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fused)
-    modules = dict(net.named_modules())
-    for place, op in watch.found:
-        if not _skips(place, modules.get(place), skipped):
-            raise ConversionError(
-                f"a ReLU was not captured: {place!r} ({type(modules.get(place)).__name__}) "
-                f"computes {op} inside; {BY_HAND}"
-            )
-    return output
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Equal outputs: tensors bit for bit, NaN equal to NaN, inside any nesting."""
-    mine, theirs = tree_leaves(a), tree_leaves(b)
-    return len(mine) == len(theirs) and all(
-        torch.equal(p.nan_to_num(), q.nan_to_num()) if isinstance(p, Tensor) else p == q
-        for p, q in zip(mine, theirs, strict=True)
-    )

@@ -356,6 +356,14 @@ def test_refusals_name_the_place(model, x, words) -> None:
     assert model.training
 
 
+def test_other_bounded_functions_are_left_alone() -> None:
+    model = nn.Sequential(nn.Hardtanh(), Functional(lambda x: x.clamp(0, 1).relu()), nn.LeakyReLU())
+    x = torch.randn(4, 3)
+    net = convert(model, x)
+    assert fastbcd.masks(net).total == 3
+    assert torch.equal(net(x), model(x))
+
+
 def test_bad_arguments() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     with pytest.raises(ValueError, match=r"replacement='square'.*identity.*poly"):

@@ -9,7 +9,7 @@ is the paper's loop, `stacked` runs all hypotheses in one pass per data batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +44,7 @@ class Scores:
 
 def score(
     net: nn.Module,
-    removals: Tensor | Sequence[Tensor],
+    removals: Tensor | Iterable[Tensor],
     data: Any,
     engine: str = "auto",
     *,
@@ -219,7 +219,7 @@ def _check_labels(logits: Any, data: ImageData) -> None:
 
 
 def check_removals(
-    current: MaskSet, removals: Tensor | Sequence[Tensor], first: int = 0
+    current: MaskSet, removals: Tensor | Iterable[Tensor], first: int = 0
 ) -> list[Tensor]:
     """Each removal as a LongTensor of distinct kept ids; errors count from `first`."""
     if isinstance(removals, Tensor) and removals.ndim != 2:

@@ -15,6 +15,7 @@ from fastbcd.scoring.sequential import Sequential
 from fastbcd.scoring.stacked import Lanes, Stacked, first_change
 
 ENGINES = ("auto", "sequential", "stacked")
+BATCH = 32  # images at a time, where nothing forbids it
 _said: set[str] = set()
 
 
@@ -108,12 +109,13 @@ def portions(
     return batch, lanes
 
 
-BATCH = 32
-
-
 def peak_bytes(program: Program) -> int:
-    """Bytes alive at once for one image, at the worst step."""
+    """Bytes for one image at the worst step, and of the buffers that are held for all steps."""
     left = dict(program.uses)
+    sites = [s for s in program.steps if isinstance(s, Activation)]
+    held = sum(program.bytes_per_image[s.node] for s in sites if s.x not in program.fresh)
+    # Where lanes begin an activation cannot be in place: the largest such, to be safe.
+    held += max((program.bytes_per_image[s.node] for s in sites if s.x in program.fresh), default=0)
     alive = program.bytes_per_image.get(program.placeholder, 0)
     worst = alive
     for step in program.steps:
@@ -124,7 +126,7 @@ def peak_bytes(program: Program) -> int:
             left[node] -= 1
             if not left[node] and node not in program.constants:
                 alive -= 0 if node is reused else program.bytes_per_image.get(node, 0)
-    return worst
+    return worst + held
 
 
 def default_memory(device: torch.device) -> int:

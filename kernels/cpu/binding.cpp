@@ -146,7 +146,7 @@ void forward(
         a.maybe_shared("residual", residual, g.residual_shared), bits,
         a.by_channel("scale", scale, 1), a.by_channel("shift", shift, 1),
         a.by_channel("coef", coef, 3)};
-    Cut cut(g);
+    Cut cut(g, 4 * torch::stable::get_num_threads());
     in_parallel(g, cut, [&](int64_t begin, int64_t end) {
       FASTBCD_RUN(template forward<poly>, call, cut, begin, end);
     });
@@ -179,7 +179,8 @@ void backward(
   std::vector<uint8_t> scratch;
   const uint8_t* bits = ordered_mask(mask, g, scratch);
   by_dtype(grad.scalar_type(), g, [&]<class scalar, class compute>(Arguments<scalar, compute> a) {
-    Cut cut(g);
+    // Sums follow the cut, so it must not depend on the number of threads.
+    Cut cut(g, 64);
     int64_t rows = (poly ? 3 : 0) + (daffine ? 2 : 0);
     std::vector<compute> sums(rows * cut.chunks * g.items());
     Backward<scalar, compute> call{

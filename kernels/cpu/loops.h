@@ -6,8 +6,11 @@
 template <class compute>
 void by_channel(compute* dst, const compute* v, const Geometry& g, int64_t first, int64_t m) {
   if (g.channels_last) {
-    for (int64_t i = 0, c = first % g.channels; i < m; ++i, c = c + 1 == g.channels ? 0 : c + 1)
-      dst[i] = v[c];
+    for (int64_t i = 0, c = first % g.channels; i < m; c = 0) {
+      int64_t run = std::min(g.channels - c, m - i);
+      std::copy(v + c, v + c + run, dst + i);
+      i += run;
+    }
     return;
   }
   for (int64_t i = 0; i < m;) {

@@ -18,15 +18,14 @@ struct Geometry {
 
 // A work item is a tile of an item's elements over a chunk of the batch, for all trials: what
 // belongs to the tile (mask, scale, shift, coefficients) is prepared once and stays in cache.
-// The cut depends on the shape alone, never on the number of threads, so sums do not either.
 struct Cut {
   static constexpr int64_t tile = 2048;
   int64_t tiles, chunks, per_chunk;
 
-  explicit Cut(const Geometry& g) {
-    constexpr int64_t enough_work_items = 64, least_batch = 8;
+  Cut(const Geometry& g, int64_t least_work_items) {
+    constexpr int64_t least_batch = 8;
     tiles = (g.items() + tile - 1) / tile;
-    int64_t wanted = (enough_work_items + tiles - 1) / tiles;
+    int64_t wanted = (least_work_items + tiles - 1) / tiles;
     int64_t most = (g.batch + least_batch - 1) / least_batch;
     per_chunk = (g.batch + std::min(wanted, most) - 1) / std::min(wanted, most);
     chunks = (g.batch + per_chunk - 1) / per_chunk;

@@ -1,0 +1,67 @@
+"""ReLUs that `convert` did not see: in another disguise, or inside a module that is one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# What a ReLU looks like by the time it reaches the kernels: always, or if it cuts off below 0.
+_ATEN_RELU = {"relu", "relu6"}
+_ATEN_BOUNDED = {"clamp", "clamp_min", "threshold", "hardtanh"}
+
+
+class _Watch(TorchDispatchMode):
+    """Notes every ReLU that reaches the kernels in another way than through a masked op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = ""
+        self.found: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1].rstrip("_")
+        low, high = (*args[1:3], None, None)[:2]
+        low = kwargs.get("min", low)
+        # clamp(0, 1) is something else than a ReLU; hardtanh(0, 6) is a ReLU6.
+        one_sided = name != "clamp" or kwargs.get("max", high) is None
+        bounded = name in _ATEN_BOUNDED and isinstance(low, (int, float)) and low == 0
+        if name in _ATEN_RELU or (bounded and one_sided):
+            self.found.append((self.place, name))
+        return func(*args, **kwargs)
+
+
+def run_watched(
+    net: fx.GraphModule, example_input: Tensor, name_of: Callable[[fx.Node], str]
+) -> tuple[Any, list[tuple[str, str]]]:
+    """The net's output, and (place, operator) of every ReLU computed besides the masked ones."""
+    watch = _Watch()
+
+    class Run(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            watch.place = name_of(n)
+            return super().run_node(n)
+
+    # The fused path of transformer layers would hide their ReLU in one kernel.
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), watch:
+            output = Run(net).run(example_input.clone())
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+    return output, watch.found
+
+
+def same_outputs(a: Any, b: Any) -> bool:
+    """Equal outputs: tensors bit for bit, NaN equal to NaN, inside any nesting."""
+    mine, theirs = tree_leaves(a), tree_leaves(b)
+    return len(mine) == len(theirs) and all(
+        torch.equal(p.nan_to_num(), q.nan_to_num()) if isinstance(p, Tensor) else p == q
+        for p, q in zip(mine, theirs, strict=True)
+    )
