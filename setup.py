@@ -16,7 +16,6 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).parent
-REPORT = HERE / "kernels" / "cpu" / "build.json"
 
 
 def find_torch() -> Path | None:
@@ -35,7 +34,11 @@ class BuildKernels(build_ext):
 
     def run(self) -> None:
         reason = self.build_or_reason()
-        REPORT.write_text(json.dumps({"built": reason is None, "reason": reason}) + "\n")
+        built = Path(self.build_lib) / "fastbcd" / "kernels" / "cpu"
+        place = HERE / "kernels" / "cpu" if self.inplace else built
+        place.mkdir(parents=True, exist_ok=True)
+        report = json.dumps({"built": reason is None, "reason": reason})
+        (place / "build.json").write_text(report + "\n")
         if reason:
             print(f"fastbcd: C++ kernels not built: {reason}")
             self.extensions = []  # nothing to copy or to list as an output

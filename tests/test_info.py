@@ -132,7 +132,8 @@ def build(source: Path, **env: str) -> dict:
         cwd=source, capture_output=True, text=True, env={**os.environ, **env},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return json.loads((source / "kernels" / "cpu" / "build.json").read_text())
+    installed = source / "out" / "fastbcd" / "kernels" / "cpu"
+    return json.loads((installed / "build.json").read_text())
 
 
 def test_a_build_without_a_compiler_goes_on_and_keeps_the_reason(tmp_path) -> None:
