@@ -12,6 +12,7 @@ from torch import nn
 
 import fastbcd
 from fastbcd import ConversionError, MaskedPoly, MaskedReLU, convert
+from nets import randomize
 
 TORCHVISION = [
     ("resnet18", 64), ("resnet50", 64), ("wide_resnet50_2", 64), ("vgg11_bn", 64),
@@ -39,18 +40,6 @@ def relu_shapes(model: nn.Module, x: torch.Tensor) -> list[tuple[int, ...]]:
     with torch.no_grad(), Counter() as counter:
         model(x)
     return counter.shapes
-
-
-def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Batch-norm statistics and biases that make every ReLU matter."""
-    torch.manual_seed(seed)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.running_mean, -0.2, 0.2)
-            nn.init.uniform_(module.running_var, 0.5, 1.5)
-            nn.init.uniform_(module.weight, 0.5, 1.5)
-            nn.init.uniform_(module.bias, -0.2, 0.2)
-    return model
 
 
 def identity_twin(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
