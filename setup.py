@@ -10,6 +10,7 @@ import importlib.util
 import json
 import site
 import sysconfig
+from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -61,7 +62,7 @@ setup(
     ext_modules=[
         Extension(
             "fastbcd.kernels.cpu._kernels",
-            sources=["kernels/cpu/binding.cpp"],
+            sources=sorted(glob("kernels/cpu/*.cpp", root_dir=HERE)),
             depends=[str(p) for p in sorted((HERE / "kernels" / "cpu").glob("*.h"))],
             libraries=["torch_cpu", "c10"],
             # No fused multiply-add: every backend rounds as the reference does.

@@ -42,6 +42,15 @@ def check_arguments(
     return trials
 
 
+def check_soft(x: Tensor, alpha: Tensor, residual: Tensor | None, name: str = "alpha") -> None:
+    """Refuse what the soft activations cannot do; alpha is a number for each unit of x."""
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x is {x.dtype}; the soft activations take {_names(DTYPES)}")
+    check_channelwise(name, alpha, x, tuple(x.shape[1:]))
+    if residual is not None:
+        _check_residual(x, alpha, residual, False)
+
+
 def infer_trials(x: Tensor, mask: Tensor, trials: bool | None) -> bool:
     """Does mask carry a trial dimension? By shape, unless the caller says.
 

@@ -22,6 +22,13 @@ import fastbcd
 from fastbcd import kernels, ops, reference
 from fastbcd.reference import compute_dtype
 
+# Each op's differentiable arguments; the soft ones take no trials and no scale.
+OPS = {
+    "masked_relu": ("x", "scale", "shift", "residual"),
+    "masked_poly": ("x", "coef", "scale", "shift", "residual"),
+    "soft_relu": ("x", "alpha", "residual"),
+    "indicator_poly": ("x", "coef", "aux", "residual"),
+}
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "torchvision", "matplotlib")
 
 
@@ -70,25 +77,24 @@ def cases(device: str) -> Iterator[dict[str, Any]]:
             "shift": draw(site[0], dtype=small) if extras else None,
             "residual": residual,
             "trials": trials,
+            "alpha": (units := draw(*site, dtype=small)),
+            "aux": units,
         }
 
 
-def compare(case: dict[str, Any], poly: bool) -> list[str]:
+def compare(case: dict[str, Any], op: str) -> list[str]:
     """One case through the op and through the reference's formulas; what differs, by name.
 
     Elementwise results must be equal to the last bit, sums over batch or trials nearly so.
     """
-    names = (
-        ("x", "coef", "scale", "shift", "residual") if poly else ("x", "scale", "shift", "residual")
-    )
-    leaves = {k: case[k].clone().requires_grad_() for k in names if case[k] is not None}
-    ours = (ops.masked_poly if poly else ops.masked_relu)(
-        mask=case["mask"], trials=case["trials"], **leaves
-    )
+    leaves = {k: case[k].clone().requires_grad_() for k in OPS[op] if case[k] is not None}
+    fixed = {"mask": case["mask"]} if op != "soft_relu" else {}
+    fixed |= {"trials": case["trials"]} if op.startswith("masked") else {}
+    ours = getattr(ops, op)(**fixed, **leaves)
     grad = ours.detach().cos()
     ours.backward(grad)
     found = {"y": ours.detach(), **{f"d{k}": v.grad for k, v in leaves.items()}}
-    truth = _truth(case, grad, poly)
+    truth = (_truth if op.startswith("masked") else _soft_truth)(case, grad, op)
     shared = case["trials"] and case["x"].ndim == case["mask"].ndim
     exact = {"y", "dresidual"} | (set() if shared else {"dx"})
     bad = []
@@ -100,11 +106,11 @@ def compare(case: dict[str, Any], poly: bool) -> list[str]:
     return bad
 
 
-def _truth(case: dict[str, Any], grad: Tensor, poly: bool) -> dict[str, Any]:
+def _truth(case: dict[str, Any], grad: Tensor, op: str) -> dict[str, Any]:
     x, mask, coef, scale, shift, residual, trials = (
         case[k] for k in ("x", "mask", "coef", "scale", "shift", "residual", "trials")
     )
-    if poly:
+    if op == "masked_poly":
         y = reference.masked_poly(x, mask, coef, scale, shift, residual, trials)
         dx, dresidual, dcoef, daffine = reference.masked_poly_backward(
             grad, x, mask, coef, scale, shift, residual, trials
@@ -121,6 +127,17 @@ def _truth(case: dict[str, Any], grad: Tensor, poly: bool) -> dict[str, Any]:
             "dscale": dscale, "dshift": dshift}  # fmt: skip
 
 
+def _soft_truth(case: dict[str, Any], grad: Tensor, op: str) -> dict[str, Any]:
+    x, mask, coef, units, residual = (case[k] for k in ("x", "mask", "coef", "aux", "residual"))
+    if op == "soft_relu":
+        dx, dalpha = reference.soft_relu_backward(grad, x, units, residual)
+        y = reference.soft_relu(x, units, residual)
+        return {"y": y, "dx": dx, "dresidual": dx, "dalpha": dalpha}
+    dx, dcoef, daux = reference.indicator_poly_backward(grad, x, mask, coef, units, residual)
+    y = reference.masked_poly(x, mask, coef, None, None, residual)
+    return {"y": y, "dx": dx, "dresidual": dx, "dcoef": dcoef, "daux": daux}
+
+
 def _close(a: Tensor, b: Tensor) -> bool:
     """Equal up to the order of a sum, in the tensor's own precision."""
     tolerance = 4 * torch.finfo(a.dtype).eps
@@ -135,12 +152,13 @@ def check() -> int:
         start, done = time.perf_counter(), 0
         module = kernels.choose(torch.empty(0, device=device))
         name = module.DESCRIPTION if module else "the reference itself"
-        for case, poly in itertools.product(cases(device), (False, True)):
-            bad = compare(case, poly)
+        for case, op in itertools.product(cases(device), OPS):
+            if case["trials"] and not op.startswith("masked"):
+                continue
+            bad = compare(case, op)
             done += 1
             if bad:
                 failures += 1
-                op = "masked_poly" if poly else "masked_relu"
                 print(f"  FAILED {device} {op} {case['label']}: {'; '.join(bad)}")
         seconds = time.perf_counter() - start
         print(f"{device}: {done} cases of {name} against the reference in {seconds:.1f} s")

@@ -6,7 +6,8 @@
 `fastbcd::masked_relu` and `fastbcd::masked_poly`, which autograd, torch.compile and
 torch.export see as one node each. An operator lays its tensors out as dense memory
 (`layout.py`) and hands them to a kernel: C++ for CPU tensors, Triton for CUDA tensors,
-`reference.py` where neither can serve. All of them give the same bits.
+`reference.py` where neither can serve. All of them give the same bits. `soft_relu` and
+`indicator_poly`, which train masks, stand in `soft.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from fastbcd import kernels, reference
 from fastbcd.checks import check_arguments, check_channelwise, check_out
 from fastbcd.layout import dense, geometry, item_order, new_output, orders_coincide
 from fastbcd.reference import compute_dtype, is_shared
+from fastbcd.soft import indicator_poly, soft_relu
+
+__all__ = ["indicator_poly", "masked_poly", "masked_relu", "soft_relu"]
 
 
 def masked_relu(

@@ -3,6 +3,7 @@
     z = x * scale + shift + residual          (each optional; scale and shift per channel)
     masked_relu(z) = relu(z)  where the bit is 1, else z
     masked_poly(z) = relu(z)  where the bit is 1, else c2*z² + c1*z + c0
+    soft_relu(z)   = a*relu(z) + (1 - a)*z    (SNL: a real number a unit in place of the bit)
 
 Arithmetic is in fp32 (fp64 for fp64 inputs) with one rounding per operation and none fused,
 and one rounding to the input's dtype at the end. Every backend keeps that rule, so it is
@@ -15,6 +16,7 @@ Shapes, for a site of shape S = (C, *spatial):
     residual  the same choice, independently of x
     mask      [*S]; with trials [T, *S]                    bool or uint8, 1 = this ReLU is kept
     scale     [C], shift [C], coef [3, C]                  coef[i] belongs to z**i
+    alpha     [*S], aux [*S]                               no trials with these
     y         [B, *S]; with trials [T, B, *S]
 
 `masked_relu` and `masked_poly` are differentiable by autograd; their `_backward` companions
@@ -27,6 +29,7 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -187,3 +190,87 @@ def _spread(
         return (reduce(torch.add, d) if shared or not trials else d).to(dtype)
 
     return collect(dx, x_shared), collect(dz, residual_shared), daffine
+
+
+# ------------------------------------------------------- the activations of SNL and AutoReP
+
+
+def soft_relu(x: Tensor, alpha: Tensor, residual: Tensor | None = None) -> Tensor:
+    """y = a*relu(z) + (1 - a)*z, z = x + residual: z where z > 0, else (1 - a)*z.
+
+    >>> soft_relu(torch.tensor([[-1.0, -1.0, 2.0]]), torch.tensor([1.0, 0.25, 0.5]))
+    tensor([[-0.0000, -0.7500,  2.0000]])
+    """
+    z = _sum(x, residual)
+    return torch.where(z > 0, z, (1 - alpha) * z).to(x.dtype)
+
+
+def soft_relu_backward(
+    grad: Tensor, x: Tensor, alpha: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Derivatives of soft_relu: dx (which is dresidual too) and dalpha [*S].
+
+    dz = grad * (a*1[z > 0] + 1 - a)
+    dalpha = sum over the batch of grad * relu(-z)
+    """
+    z, g = _sum(x, residual), grad.to(alpha.dtype)
+    dx = torch.where(z > 0, g, g * (1 - alpha)).to(grad.dtype)
+    return dx, _sum_batch((g * -z).masked_fill(z > 0, 0))
+
+
+def indicator_poly_backward(
+    grad: Tensor, x: Tensor, mask: Tensor, coef: Tensor, aux: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """AutoReP's derivatives of masked_poly, whose mask follows aux: dx, dcoef [3, C], daux [*S].
+
+    dx and dcoef are masked_poly's; the gradient of the bit goes straight through to aux:
+    daux = softplus(aux) * sum over the batch of grad * (relu(z) - poly(z))
+    """
+    dx, _, dcoef, _ = masked_poly_backward(grad, x, mask, coef, None, None, residual, False)
+    return dx, dcoef, softplus(aux) * indicator_sums(grad, x, coef, residual)
+
+
+def indicator_sums(grad: Tensor, x: Tensor, coef: Tensor, residual: Tensor | None) -> Tensor:
+    """The gradient of the bits [*S], as if they were numbers m: y = m*relu(z) + (1 - m)*poly(z)."""
+    z = _sum(x, residual)
+    c0, c1, c2 = (c.reshape(-1, *(1,) * (z.ndim - 2)) for c in coef)
+    poly = (c2 * z + c1) * z + c0
+    return _sum_batch(grad.to(coef.dtype) * (torch.relu(z) - poly))
+
+
+# --------------------------------------------------------------- what a removal would change
+
+
+def saliency_backward(
+    grad: Tensor,
+    x: Tensor,
+    mask: Tensor,
+    coef: Tensor | None,
+    residual: Tensor | None,
+    absolute: bool,
+) -> tuple[Tensor, Tensor]:
+    """dx of a masked activation, and what removals change to first order, summed over the batch.
+
+    A removal adds min(z, 0) to the output of a kept unit, or poly(z) - relu(z) if there is coef:
+    sums [*S] = sum of grad * added, or of |grad * added|, where the bit is 1; 0 where it is 0
+    """
+    z, g, bits = _sum(x, residual), grad.to(compute_dtype(grad.dtype)), mask.bool()
+    added, other = z.masked_fill(z > 0, 0), g
+    if coef is not None:
+        c0, c1, c2 = (c.reshape(-1, *(1,) * (z.ndim - 2)) for c in coef)
+        added = ((c2 * z + c1) * z + c0) - torch.relu(z)
+        other = g * (2 * c2 * z + c1)
+    dx = torch.where(bits, g.masked_fill(z <= 0, 0), other).to(grad.dtype)
+    effect = (g * added).abs() if absolute else g * added
+    return dx, _sum_batch(effect.masked_fill(~bits, 0))
+
+
+def _sum(x: Tensor, residual: Tensor | None) -> Tensor:
+    """z = x + residual [B, *S] in the compute dtype."""
+    z = x.to(compute_dtype(x.dtype))
+    return z if residual is None else z + residual.to(z.dtype)
+
+
+def _sum_batch(t: Tensor) -> Tensor:
+    """[B, *S] -> [*S], in double."""
+    return t.double().sum(0).to(t.dtype)

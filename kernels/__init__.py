@@ -1,7 +1,8 @@
 """The kernels behind `fastbcd.ops`, and why one of them may not be in use.
 
-Two backends with the same four functions (`relu_forward`, `relu_backward`, `poly_forward`,
-`poly_backward`) on dense memory described by a `fastbcd.layout.Geometry`:
+Two backends with the same functions (`relu_forward`, `relu_backward`, `poly_forward`,
+`poly_backward`, `soft_forward`, `soft_backward`, `indicator_backward`, `saliency_backward`) on
+dense memory described by a `fastbcd.layout.Geometry`:
 
     fastbcd.kernels.cpu      C++ (cpu/*.cpp), CPU tensors, built when the package is installed
     fastbcd.kernels.triton   Triton, CUDA tensors; with TRITON_INTERPRET=1 also CPU tensors
@@ -38,6 +39,9 @@ def _load(name: str, device: str) -> Backend:
         module = importlib.import_module(f"{__name__}.{name}")
     except (ImportError, OSError, RuntimeError) as error:
         return Backend(name, device, None, f"{error}")
+    except AttributeError as error:  # an operator that the built library does not have
+        reason = f"it was built from older sources ({error}); install fastbcd again"
+        return Backend(name, device, None, reason)
     return Backend(name, device, module, module.DESCRIPTION)
 
 

@@ -57,11 +57,6 @@ def test_unknown_command(capsys) -> None:
     assert "nonsense" in capsys.readouterr().err
 
 
-def test_demo_runs(capsys) -> None:
-    assert cli.main(["demo"]) == 0
-    assert "ReLUs kept" in capsys.readouterr().out
-
-
 WITHOUT_EXTENSION = """
 import warnings, torch
 with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""The C++ kernels for CPU tensors (binding.cpp, loops.h), loaded as the ops `fastbcd_cpu::*`."""
+"""The C++ kernels for CPU tensors (*.cpp), loaded as the ops `fastbcd_cpu::*`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ relu_forward = _ops.relu_forward.default
 relu_backward = _ops.relu_backward.default
 poly_forward = _ops.poly_forward.default
 poly_backward = _ops.poly_backward.default
+soft_forward = _ops.soft_forward.default
+soft_backward = _ops.soft_backward.default
+indicator_backward = _ops.indicator_backward.default
+saliency_backward = _ops.saliency_backward.default
+kinks = _ops.kinks.default
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 DESCRIPTION = f"C++, {_ops.instruction_set()}, {torch.get_num_threads()} threads"

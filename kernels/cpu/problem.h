@@ -33,6 +33,16 @@ struct Cut {
   int64_t work_items() const { return tiles * chunks; }
 };
 
+// A work item: elements first .. first + m - 1 of the batch items b0 .. b1 - 1.
+struct Part {
+  int64_t first, m, chunk, b0, b1;
+
+  Part(const Geometry& g, const Cut& cut, int64_t item)
+      : first(item % cut.tiles * Cut::tile), m(std::min(Cut::tile, g.items() - first)),
+        chunk(item / cut.tiles), b0(chunk * cut.per_chunk),
+        b1(std::min(g.batch, b0 + cut.per_chunk)) {}
+};
+
 // scalar: the tensors' type. compute: float, or double for double.
 template <class scalar, class compute>
 struct Forward {

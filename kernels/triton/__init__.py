@@ -9,10 +9,24 @@ import torch
 import triton
 
 from .. import INTERPRETED
+from .kinks import kinks
 from .poly import poly_backward, poly_forward
 from .relu import relu_backward, relu_forward
+from .saliency import saliency_backward
+from .soft import indicator_backward, soft_backward, soft_forward
 
-__all__ = ["DTYPES", "poly_backward", "poly_forward", "relu_backward", "relu_forward"]
+__all__ = [
+    "DTYPES",
+    "indicator_backward",
+    "kinks",
+    "poly_backward",
+    "poly_forward",
+    "relu_backward",
+    "relu_forward",
+    "saliency_backward",
+    "soft_backward",
+    "soft_forward",
+]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -68,8 +68,8 @@ def plan(g: Geometry, itemsize: int, reduces: bool = False) -> Plan:
     return Plan(per_warp * num_warps, num_warps, chunk, slots, tiles * slots, all_trials)
 
 
-def launch(kernel: Any, p: Plan, g: Geometry, *tensors: Tensor | None) -> None:
-    """Run `kernel` on tensors, of which the optional ones may be None."""
+def launch(kernel: Any, p: Plan, g: Geometry, *tensors: Tensor | None, **own: bool) -> None:
+    """Run `kernel` on tensors, of which the optional ones may be None; `own` are its constants."""
     options = {"num_warps": p.num_warps, "enable_fp_fusion": False}  # x*s + b rounds twice
     if WARP_SIZE == 32:  # CUDA
         options["maxnreg"] = MAX_REGISTERS
@@ -80,7 +80,7 @@ def launch(kernel: Any, p: Plan, g: Geometry, *tensors: Tensor | None) -> None:
             CHANNELS_LAST=g.channels_last, MASK_LAST=g.mask_last,
             X_SHARED=g.x_shared, RESIDUAL_SHARED=g.residual_shared,
             ALL_TRIALS=p.all_trials, PACKED=not p.all_trials or g.trials <= WORD,
-            BLOCK=p.block, **options,
+            BLOCK=p.block, **own, **options,
         )  # fmt: skip
 
 
@@ -95,6 +95,11 @@ def reduce_partials(partials: Tensor, out: Tensor, g: Geometry) -> None:
     sizes = (g.inner, g.channels) if g.channels_last else (g.channels, g.inner)
     inner = 2 if g.channels_last else 3
     torch.sum(partials.view(*partials.shape[:2], *sizes), dim=(1, inner), out=out)
+
+
+def reduce_slots(partials: Tensor, out: Tensor) -> None:
+    """out = sum of partials [slots, n] over the slots; out is dense in the kernel's item order."""
+    torch.sum(partials, dim=0, out=out.as_strided((out.numel(),), (1,)))
 
 
 def as_bytes(mask: Tensor) -> Tensor:

@@ -10,9 +10,11 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from triton.runtime.interpreter import InterpretedFunction
 
 from fastbcd import kernels, ops
@@ -24,6 +26,8 @@ from triton_cases import (
     odd_cases,
     op_cases,
     run,
+    saliency_arguments,
+    soft_op_cases,
     tensors,
 )
 
@@ -70,6 +74,30 @@ def check_op(case: Case) -> list[str]:
         return lines + differences(found, expected(case, t._replace(y=y)), ULPS)
 
 
+def check_soft_op(case: Case) -> list[str]:
+    """The same for what SNL and AutoReP train, and for the saliency."""
+    t = tensors(case)
+    if case.op in ("saliency", "saliency_poly"):
+        found = torch.ops.fastbcd.saliency_backward.default(*saliency_arguments(case, t))
+        return differences(dict(zip(("dx", "sums"), found, strict=True)), expected(case, t), ULPS)
+    units, rest = ("alpha", {}) if case.op == "soft" else ("aux", {"coef": t.coef})
+    parameters = {"x": t.x, units: t.units, **rest}
+    parameters |= {} if t.residual is None else {"residual": t.residual}
+    for p in parameters.values():
+        p.requires_grad_()
+    act = ops.soft_relu if case.op == "soft" else partial(ops.indicator_poly, mask=t.mask)
+    y = act(**parameters)
+    grads = torch.autograd.grad(y, list(parameters.values()), t.grad)
+    found = dict(zip((f"d{name}" for name in parameters), grads, strict=True))
+    with torch.no_grad():
+        wanted = expected(case, t)
+        if case.op == "indicator":  # y is the masked polynomial
+            wanted["daux"] = F.softplus(t.units) * wanted.pop("dmask")
+        if case.residual:
+            wanted["dresidual"] = wanted["dx"]
+        return differences({"y": y.detach(), **found}, {"y": t.y, **wanted}, ULPS)
+
+
 def prepare_helpers_once() -> None:
     """Spare half of the time: a jitted helper prepares triton.language anew in every call.
 
@@ -95,6 +123,7 @@ def results() -> dict[str, list[str]]:
     np.seterr(all="ignore")  # overflow is part of the cases
     groups: list[tuple[str, list[Case], Callable[[Case], list[str]]]] = [
         ("op ", op_cases(), check_op),
+        ("soft op ", soft_op_cases(), check_soft_op),
         ("", [*grid(), *odd_cases()], check),
     ]
     found = {}

@@ -22,7 +22,7 @@ from unittest import mock
 
 import pytest
 
-from triton_cases import KERNELS, Case, run, tensors
+from triton_cases import KERNELS, SOFT_KERNELS, Case, run, tensors
 
 pytest.importorskip("triton.language", reason="triton is not installed")
 kernels = pytest.importorskip("fastbcd.kernels.triton")
@@ -78,10 +78,35 @@ def part(op: str, direction: str) -> list[Case]:
     ]
 
 
+def soft_variants(op: str, direction: str) -> list[Case]:
+    """The kernels without trials and affine."""
+    first = Case(op, direction, affine=False, sizes=ALIGNED)
+    last = first._replace(last=True, mask_last=True)
+    common = [first, last]
+    common += [last._replace(mask_last=False)] if op != "soft" else []
+    only_float32 = [
+        first._replace(residual=False),
+        first._replace(sizes=SEVEN),
+        first._replace(sizes=UNALIGNED, mask_last=True),
+        first._replace(sizes=FEATURES),
+    ]
+    half = [c._replace(dtype="float16") for c in (*common, last._replace(sizes=SMALL))]
+    return [*common, *only_float32, *half, last._replace(dtype="bfloat16")]
+
+
+def soft_part(op: str, direction: str) -> list[Case]:
+    case = Case(op, direction, affine=False, sizes=ALIGNED, last=True)
+    return [case, case._replace(dtype="float16"), case._replace(dtype="bfloat16", last=False)]
+
+
+PARTS = [c for k in KERNELS for c in part(*k)] + [c for k in SOFT_KERNELS for c in soft_part(*k)]
 CASES = {
-    **{name: [c for k in KERNELS for c in variants(*k)] for name in FULL},
-    **{name: [c for k in KERNELS for c in part(*k)] for name in PART},
-    "gfx942": [c for k in KERNELS for c in part(*k)],
+    **{
+        name: [c for k in KERNELS for c in variants(*k)]
+        + [c for k in SOFT_KERNELS for c in soft_variants(*k)]
+        for name in FULL
+    },
+    **dict.fromkeys((*PART, "gfx942"), PARTS),
 }
 TARGETS = {**FULL, **PART, "gfx942": HIP}
 
@@ -216,7 +241,8 @@ def code_of(name: str, case: Case) -> Code:
 
 def reduces(case: Case) -> bool:
     """The call writes partial sums."""
-    return case.direction == "backward" and (case.op == "poly" or (case.affine and not case.frozen))
+    affine = case.affine and not case.frozen
+    return case.direction == "backward" and (case.op != "relu" or affine)
 
 
 @cuda_cases()
@@ -239,21 +265,26 @@ def test_accesses_are_wide(name: str, case: Case):
     tiles = 1 + (case.residual and not (relu and backward)) + backward  # x or y, residual, grad
     tiles += backward and relu and reduces(case)  # x
     parameters = case.affine * (1 if relu and backward else 2)
-    parameters += 0 if relu else (2 if backward else 3)  # coef
+    parameters += {"poly": 2 if backward else 3, "indicator": 3, "saliency_poly": 3}.get(case.op, 0)
     in_order = case.last == case.mask_last
     mask = 8 * found.per_thread if in_order else 8
+    masks = 1 if in_order else found.per_thread
+    if case.op == "soft":  # numbers of 32 bits instead of bytes, always in x's order
+        mask, masks = 128, found.per_thread * 32 // 128
     parameter = 128 if case.last else 32
 
     loads = found.widths("LDG")
     assert loads.keys() <= {wide, mask, *([parameter] if parameters else [])}
     least = Counter({wide: tiles})
     least[parameter] += parameters * found.per_thread * 32 // parameter
-    least[mask] += 1 if in_order else found.per_thread
+    least[mask] += masks
     assert loads >= least, f"{loads}, at least {least}"
 
     stores = found.widths("STG")
-    sums = 0 if not reduces(case) else (0 if relu else 3) + 2 * case.affine
-    outputs = 1 + (backward and case.residual and not case.frozen)
+    sums = {"relu": 0, "poly": 3, "indicator": 4}.get(case.op, 1) + 2 * case.affine
+    sums *= reduces(case)
+    both = case.residual and not case.frozen and (case.op, "backward") in KERNELS  # dresidual
+    outputs = 1 + (backward and both)
     assert stores.keys() <= {wide, *([128] if sums else [])}
     least = Counter({wide: outputs})
     least[128] += sums
@@ -271,7 +302,7 @@ def test_every_operation_rounds(name: str, case: Case):
 def test_offsets_of_items_are_64_bit(name: str, case: Case):
     pattern = r"tt\.addptr %(\w+)_ptr, \S+ : !tt\.ptr<\w+>, (i\d+)"
     found = re.findall(pattern, code_of(name, case).ttir)
-    assert "mask" in dict(found)
+    assert ("alpha" if case.op == "soft" else "mask") in dict(found)
     assert {width for pointer, width in found if pointer != "coef"} == {"i64"}
 
 

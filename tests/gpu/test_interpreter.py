@@ -10,18 +10,16 @@ import json
 import os
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
 
-from triton_cases import DTYPES, KERNELS, TRIALS, grid, odd_cases, op_cases
+from triton_cases import GROUPS, grid, odd_cases, op_cases, soft_op_cases
 
 pytest.importorskip("triton.language", reason="triton is not installed")
 
 RUN = Path(__file__).with_name("interpreter_run.py")
 CASES = [*grid(), *odd_cases()]
-GROUPS = list(product(KERNELS, DTYPES, TRIALS))
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +51,8 @@ def test_kernels_equal_the_reference(results, kernel, dtype, trials):
 @pytest.mark.parametrize("op", ["relu", "poly"])
 def test_the_public_ops_run_on_them(results, op):
     report(results, [f"op {c}" for c in op_cases() if c.op == op])
+
+
+@pytest.mark.parametrize("op", ["soft", "indicator", "saliency", "saliency_poly"])
+def test_the_soft_ops_run_on_them(results, op):
+    report(results, [f"soft op {c}" for c in soft_op_cases() if c.op == op])

@@ -21,7 +21,17 @@ from fastbcd.layout import geometry, new_output
 
 TRIALS = ("none", "stacked", "shared x", "shared residual", "both shared")
 KERNELS = tuple(product(("relu", "poly"), ("forward", "backward")))
+# What SNL and AutoReP train; without trials and affine. The indicator's forward is poly's.
+# The saliency's is absolute for ReLU and signed for poly.
+SOFT_KERNELS = (
+    ("soft", "forward"),
+    ("soft", "backward"),
+    ("indicator", "backward"),
+    ("saliency", "backward"),
+    ("saliency_poly", "backward"),
+)
 DTYPES = ("float32", "float16", "bfloat16")
+GROUPS = [*product(KERNELS, DTYPES, TRIALS), *product(SOFT_KERNELS, DTYPES, TRIALS[:1])]
 
 
 class Case(NamedTuple):
@@ -62,6 +72,9 @@ def grid() -> Iterator[Case]:
         for affine, residual, last, mask_last in product(flags, repeat=4):
             if residual or trials not in ("shared residual", "both shared"):
                 yield Case(*kernel, dtype, affine, residual, last, mask_last, trials)
+    for kernel, dtype in product(SOFT_KERNELS, DTYPES):
+        for residual, last, mask_last in product(flags, repeat=3):
+            yield Case(*kernel, dtype, False, residual, last, mask_last)
 
 
 def odd_cases() -> Iterator[Case]:
@@ -83,6 +96,9 @@ def odd_cases() -> Iterator[Case]:
         for trials, count in product(TRIALS[2:], (32, 33)):  # a full word of bits, and beyond
             yield Case(*kernel, "float16", True, True, False, True, trials, (count, 1, 2, 3))
         yield Case(*kernel, "float16", True, True, True, False, "stacked", sizes["many tiles"])
+    for kernel, size, last in product(SOFT_KERNELS, sizes.values(), (False, True)):
+        yield Case(*kernel, "float32", False, True, last, True, sizes=size)
+        yield Case(*kernel, "float16", False, False, last, False, sizes=size)
 
 
 def op_cases() -> Iterator[Case]:
@@ -92,6 +108,14 @@ def op_cases() -> Iterator[Case]:
     for op, dtype in product(("relu", "poly"), ("float32", "bfloat16")):
         for (last, mask_last), sharing in product(orders, trials):
             yield Case(op, "backward", dtype, True, True, last, mask_last, sharing)
+
+
+def soft_op_cases() -> Iterator[Case]:
+    """The same of the ops without trials."""
+    ops = ("soft", "indicator", "saliency", "saliency_poly")
+    for op, dtype in product(ops, ("float32", "bfloat16")):
+        for residual, last in product((False, True), repeat=2):
+            yield Case(op, "backward", dtype, False, residual, last)
 
 
 class Tensors(NamedTuple):
@@ -105,6 +129,7 @@ class Tensors(NamedTuple):
     residual: Tensor | None
     grad: Tensor
     y: Tensor
+    units: Tensor  # alpha or aux, a number a unit, in x's memory order
 
 
 def tensors(case: Case, seed: int = 0) -> Tensors:
@@ -137,10 +162,11 @@ def tensors(case: Case, seed: int = 0) -> Tensors:
     mask = ordered(mask, len(lead), case.mask_last)
     coef, affine = random(3, channels), random(2, channels)
     scale, shift = affine if case.affine else (None, None)
-    y = forward_reference(case, x, mask, coef, scale, shift, residual)
+    units = ordered(random(channels, *space), 0, case.last)
+    y = forward_reference(case, x, mask, coef, scale, shift, residual, units)
     y = ordered(y, len(lead) + 1, case.last)
     grad = ordered(random(*y.shape).to(dtype), len(lead) + 1, case.last)
-    return Tensors(x, mask, coef, scale, shift, residual, grad, y)
+    return Tensors(x, mask, coef, scale, shift, residual, grad, y, units)
 
 
 def ordered(t: Tensor, channel: int, last: bool) -> Tensor:
@@ -148,9 +174,11 @@ def ordered(t: Tensor, channel: int, last: bool) -> Tensor:
     return t.movedim(channel, -1).contiguous().movedim(-1, channel) if last else t.contiguous()
 
 
-def forward_reference(case, x, mask, coef, scale, shift, residual) -> Tensor:
+def forward_reference(case, x, mask, coef, scale, shift, residual, units) -> Tensor:
     trials = case.trials != "none"
-    if case.op == "relu":
+    if case.op == "soft":
+        return reference.soft_relu(x, units, residual)
+    if case.op in ("relu", "saliency"):
         return reference.masked_relu(x, mask, scale, shift, residual, trials)
     return reference.masked_poly(x, mask, coef, scale, shift, residual, trials)
 
@@ -159,6 +187,16 @@ def expected(case: Case, t: Tensors) -> dict[str, Tensor]:
     """What the call must write, by the reference."""
     if case.direction == "forward":
         return {"y": t.y}
+    if case.op == "soft":
+        values = reference.soft_relu_backward(t.grad, t.x, t.units, t.residual)
+        return dict(zip(("dx", "dalpha"), values, strict=True))
+    if case.op == "indicator":
+        found = backward_reference(case, t, False)
+        dmask = reference.indicator_sums(t.grad, t.x, t.coef, t.residual)
+        return {"dx": found["dx"], "dcoef": found["dcoef"], "dmask": dmask}
+    if case.op in ("saliency", "saliency_poly"):
+        values = reference.saliency_backward(*saliency_arguments(case, t))
+        return dict(zip(("dx", "sums"), values, strict=True))
     found = backward_reference(case, t, case.trials != "none")
     for name, shared in (("dx", case.x_shared), ("dresidual", case.residual_shared)):
         if shared:
@@ -166,6 +204,12 @@ def expected(case: Case, t: Tensors) -> dict[str, Tensor]:
     if not case.residual or case.frozen:
         del found["dresidual"]
     return {name: value for name, value in found.items() if value is not None}
+
+
+def saliency_arguments(case: Case, t: Tensors) -> tuple:
+    """grad, x, mask, coef, residual, absolute."""
+    poly = case.op == "saliency_poly"
+    return t.grad, t.x, t.mask, t.coef if poly else None, t.residual, not poly
 
 
 def backward_reference(case: Case, t: Tensors, trials: bool) -> dict[str, Tensor | None]:
@@ -200,6 +244,8 @@ def run(case: Case, t: Tensors, kernels: ModuleType, y: Tensor | None = None) ->
     trials = case.trials != "none"
     g = geometry(t.x, t.mask, t.residual, trials)
     affine = (t.scale, t.shift)
+    if (case.op, case.direction) in SOFT_KERNELS:
+        return run_soft(case, t, kernels, y)
     if case.direction == "forward":
         y = nan(new_output(t.x, t.mask, trials)) if y is None else y
         if case.op == "relu":
@@ -224,6 +270,25 @@ def run(case: Case, t: Tensors, kernels: ModuleType, y: Tensor | None = None) ->
     return {name: value for name, value in found.items() if value is not None}
 
 
+def run_soft(case: Case, t: Tensors, kernels: ModuleType, y: Tensor | None) -> dict[str, Tensor]:
+    g = geometry(t.x, t.mask, None, False)
+    if case.direction == "forward":
+        y = nan(torch.empty_like(t.x)) if y is None else y
+        kernels.soft_forward(y, t.x, t.units, t.residual, g)
+        return {"y": y}
+    dx, dunits = nan(torch.empty_like(t.x)), nan(torch.empty_like(t.units))
+    if case.op == "soft":
+        kernels.soft_backward(dx, dunits, t.grad, t.x, t.units, t.residual, g)
+        return {"dx": dx, "dalpha": dunits}
+    if case.op != "indicator":
+        kernels.saliency_backward(dx, dunits, *saliency_arguments(case, t), g)
+        return {"dx": dx, "sums": dunits}
+    dcoef = nan(torch.empty_like(t.coef))
+    operands = (t.grad, t.x, t.mask, t.coef, t.residual)
+    kernels.indicator_backward(dx, dcoef, dunits, *operands, g)
+    return {"dx": dx, "dcoef": dcoef, "dmask": dunits}
+
+
 def nan(t: Tensor) -> Tensor:
     return t.fill_(math.nan)
 
@@ -245,6 +310,12 @@ def differences(found: dict[str, Tensor], wanted: dict[str, Tensor], ulps: int =
             finite = want[want.isfinite()].abs()
             atol = 1e-5 * finite.max().item() if finite.numel() else 0.0
             same = torch.isclose(got, want, rtol=1e-5, atol=atol, equal_nan=True)
+            lines += _report(name, got, want, same)
+        elif name in ("dalpha", "daux", "dmask", "sums"):  # by channel: the first has huge values
+            finite = want.nan_to_num(0, 0, 0).abs().flatten(1 if want.ndim > 1 else 0)
+            largest = finite.amax(-1).reshape(-1, *(1,) * (want.ndim - 1))
+            near = (got - want).abs() <= 1e-5 * (largest + want.abs())
+            same = near | (got == want) | (got.isnan() & want.isnan())
             lines += _report(name, got, want, same)
         else:
             same = (got == want) | (got.isnan() & want.isnan())

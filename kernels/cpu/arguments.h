@@ -1,0 +1,156 @@
+// What the operators of all .cpp files share: a call's tensors checked and turned into pointers,
+// the choice of a dtype and of an instruction set, the split over threads, the last stage of sums.
+//
+// Geometry comes as int[]: trials, batch, channels, inner, channels_last, mask_last, x_shared,
+// residual_shared. Tensors are dense memory; only sizes and types are checked here, since
+// fastbcd/ops.py and fastbcd/soft.py are the callers and have checked the rest.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <limits>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "problem.h"
+
+// Each .cpp includes its loops twice: for any machine, and for AVX2 under a target pragma.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define FASTBCD_X86 1
+#endif
+
+namespace fastbcd {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+
+#ifdef FASTBCD_X86
+inline const bool has_avx2 = __builtin_cpu_supports("x86-64-v3");
+#define FASTBCD_RUN(function, ...) \
+  (has_avx2 ? avx2::function(__VA_ARGS__) : baseline::function(__VA_ARGS__))
+#else
+constexpr bool has_avx2 = false;
+#define FASTBCD_RUN(function, ...) baseline::function(__VA_ARGS__)
+#endif
+
+inline Geometry geometry(const std::vector<int64_t>& v) {
+  STD_TORCH_CHECK(v.size() == 8, "geometry has ", v.size(), " numbers instead of 8");
+  return {v[0], v[1], v[2], v[3], v[4] != 0, v[5] != 0, v[6] != 0, v[7] != 0};
+}
+
+inline void check(const char* name, const Tensor& t, int64_t numel, ScalarType type) {
+  STD_TORCH_CHECK(t.is_cpu(), name, " is not on the CPU");
+  STD_TORCH_CHECK(t.numel() == numel, name, " has ", t.numel(), " elements instead of ", numel);
+  STD_TORCH_CHECK(t.scalar_type() == type, name, " has another dtype than the call");
+}
+
+template <class T>
+T* pointer(const char* name, const MaybeTensor& t, int64_t numel, ScalarType type) {
+  if (!t) return nullptr;
+  check(name, *t, numel, type);
+  return static_cast<T*>(t->data_ptr());
+}
+
+// The tensors of one call, checked against its geometry and turned into pointers.
+template <class scalar, class compute>
+struct Arguments {
+  Geometry g;
+  ScalarType type, compute_type;
+  int64_t full = g.trials * g.batch * g.items(), single = g.batch * g.items();
+
+  scalar* stacked(const char* name, const MaybeTensor& t) const {
+    return pointer<scalar>(name, t, full, type);
+  }
+  scalar* maybe_shared(const char* name, const MaybeTensor& t, bool shared) const {
+    return pointer<scalar>(name, t, shared ? single : full, type);
+  }
+  compute* by_channel(const char* name, const MaybeTensor& t, int64_t rows) const {
+    return pointer<compute>(name, t, rows * g.channels, compute_type);
+  }
+};
+
+// The masks [T, n] in x's memory order: themselves, or transposed once into `scratch`.
+inline const uint8_t* ordered_mask(const Tensor& m, const Geometry& g, std::vector<uint8_t>& scratch) {
+  STD_TORCH_CHECK(m.numel() == g.trials * g.items(), "mask has ", m.numel(), " elements");
+  STD_TORCH_CHECK(m.element_size() == 1, "mask must be bool or uint8");
+  const uint8_t* mask = static_cast<const uint8_t*>(m.data_ptr());
+  if (g.mask_matches()) return mask;
+  scratch.resize(m.numel());
+  // x lies as rows of `width`, the mask as rows of `height`.
+  int64_t width = g.channels_last ? g.channels : g.inner;
+  int64_t height = g.channels_last ? g.inner : g.channels;
+  constexpr int64_t block = 32;
+  int64_t blocks = (height + block - 1) / block;
+  torch::stable::parallel_for(0, g.trials * blocks, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k) {
+      const uint8_t* from = mask + k / blocks * g.items();
+      uint8_t* to = scratch.data() + k / blocks * g.items();
+      int64_t r0 = k % blocks * block, r1 = std::min(height, r0 + block);
+      for (int64_t c0 = 0; c0 < width; c0 += block)
+        for (int64_t r = r0; r < r1; ++r)
+          for (int64_t c = c0; c < std::min(width, c0 + block); ++c)
+            to[r * width + c] = from[c * height + r];
+    }
+  });
+  return scratch.data();
+}
+
+template <class F>
+void by_dtype(ScalarType type, const Geometry& g, F&& f) {
+  using torch::headeronly::BFloat16;
+  using torch::headeronly::Half;
+  switch (type) {
+    case ScalarType::Float: return f(Arguments<float, float>{g, type, type});
+    case ScalarType::Double: return f(Arguments<double, double>{g, type, type});
+    case ScalarType::Half: return f(Arguments<Half, float>{g, type, ScalarType::Float});
+    case ScalarType::BFloat16: return f(Arguments<BFloat16, float>{g, type, ScalarType::Float});
+    default: STD_TORCH_CHECK(false, "the CPU kernels take float32, float64, float16, bfloat16");
+  }
+}
+
+// run(begin, end) over the work items, on torch's own threads; small calls stay on one.
+template <class F>
+void in_parallel(const Geometry& g, const Cut& cut, F&& run) {
+  constexpr int64_t least_elements = 32768;
+  int64_t per_item = std::max<int64_t>(
+      1, std::min(Cut::tile, g.items()) * cut.per_chunk * g.trials);
+  int64_t grain = (least_elements + per_item - 1) / per_item;
+  torch::stable::parallel_for(0, cut.work_items(), grain, run);
+}
+
+// out[row][c] = sum of partial sums [row][chunk][element] over chunks and the channel's elements,
+// in double and in one fixed order.
+template <class compute>
+void sum_channels(compute* out, const compute* sums, const Geometry& g, const Cut& cut, int64_t row) {
+  int64_t step = g.channels_last ? g.channels : 1;
+  for (int64_t c = 0; c < g.channels; ++c) {
+    double total = 0;
+    for (int64_t k = 0; k < cut.chunks; ++k) {
+      const compute* p = sums + (row * cut.chunks + k) * g.items() +
+                         (g.channels_last ? c : c * g.inner);
+      for (int64_t i = 0; i < g.inner; ++i) total += p[i * step];
+    }
+    out[c] = static_cast<compute>(total);
+  }
+}
+
+// out[i] = sum of partial sums [chunk][i] over chunks, in double and in their order.
+template <class compute>
+void sum_chunks(compute* out, const compute* sums, const Geometry& g, const Cut& cut) {
+  torch::stable::parallel_for(0, g.items(), 16384, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      double total = 0;
+      for (int64_t k = 0; k < cut.chunks; ++k) total += sums[k * g.items() + i];
+      out[i] = static_cast<compute>(total);
+    }
+  });
+}
+
+}  // namespace fastbcd

@@ -1,0 +1,72 @@
+// The backward of a masked activation that also says what each removal would cost, to first
+// order, as the operator `fastbcd_cpu::saliency_backward`.
+//
+// Both come from one pass over grad and x. The sums over the batch follow its cut, which does not
+// depend on the number of threads, and are added up in the order of its chunks.
+#include <memory>
+
+#include "arguments.h"
+
+namespace fastbcd {
+
+// Flat arrays in x's memory order; the residual may be null, and coef [3, C] but for poly.
+template <class scalar, class compute>
+struct SaliencyBackward {
+  Geometry g;
+  scalar* dx;
+  const scalar *grad, *x, *residual;
+  const uint8_t* mask;
+  const compute *scale, *shift, *coef;  // no affine: scale and shift are null
+  bool absolute;
+  compute* sums;  // [chunks, n]
+};
+
+}  // namespace fastbcd
+
+namespace fastbcd::baseline {
+#include "loops.h"
+#include "saliency_loops.h"
+}
+#ifdef FASTBCD_X86
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v3")
+namespace fastbcd::avx2 {
+#include "loops.h"
+#include "saliency_loops.h"
+}
+#pragma GCC pop_options
+#endif
+
+namespace fastbcd {
+
+void saliency_backward(
+    Tensor dx, Tensor sums, Tensor grad, Tensor x, Tensor mask, MaybeTensor coef,
+    MaybeTensor residual, bool absolute, std::vector<int64_t> numbers) {
+  Geometry g = geometry(numbers);
+  std::vector<uint8_t> scratch;
+  const uint8_t* bits = ordered_mask(mask, g, scratch);
+  by_dtype(grad.scalar_type(), g, [&]<class scalar, class compute>(Arguments<scalar, compute> a) {
+    Cut cut(g, 64);
+    auto partial = std::make_unique_for_overwrite<compute[]>(cut.chunks * g.items());
+    SaliencyBackward<scalar, compute> call{
+        g, a.stacked("dx", dx), a.stacked("grad", grad), a.stacked("x", x),
+        a.stacked("residual", residual), bits, nullptr, nullptr, a.by_channel("coef", coef, 3),
+        absolute, partial.get()};
+    in_parallel(g, cut, [&](int64_t begin, int64_t end) {
+      FASTBCD_RUN(saliency_backward, call, cut, begin, end);
+    });
+    sum_chunks(
+        pointer<compute>("sums", sums, g.items(), a.compute_type), partial.get(), g, cut);
+  });
+}
+
+}  // namespace fastbcd
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fastbcd_cpu, m) {
+  m.def("saliency_backward(Tensor(a!) dx, Tensor(b!) sums, Tensor grad, Tensor x, Tensor mask, "
+        "Tensor? coef, Tensor? residual, bool absolute, int[] geometry) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastbcd_cpu, CPU, m) {
+  m.impl("saliency_backward", TORCH_BOX(&fastbcd::saliency_backward));
+}
