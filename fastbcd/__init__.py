@@ -1,6 +1,6 @@
 """fastbcd: remove ReLUs from trained networks by Block Coordinate Descent, fast."""
 
-from fastbcd import ops
+from fastbcd import models, ops
 from fastbcd.activations import MaskedPoly, MaskedReLU
 from fastbcd.conversion import ConversionError, convert
 from fastbcd.data import ImageData, load
@@ -24,6 +24,7 @@ __all__ = [
     "convert",
     "load",
     "masks",
+    "models",
     "ops",
     "score",
     "set_masks",
