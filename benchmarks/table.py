@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+import engines
+
 HERE = Path(__file__).parent
 
 
@@ -57,6 +59,11 @@ def rows(results: list[dict]) -> dict[str, dict[str, dict]]:
     return table
 
 
+def per_item(result: dict) -> float:
+    """The median in seconds, of one item where a round handles many."""
+    return result["stats"]["median"] / result["extra_info"].get("divide", 1)
+
+
 def print_table(table: dict[str, dict[str, dict]]) -> None:
     """One block for each set of peers: fastbcd's median, and the peers' as multiples of it."""
     blocks: dict[tuple[str, ...], list[str]] = defaultdict(list)
@@ -68,7 +75,7 @@ def print_table(table: dict[str, dict[str, dict]]) -> None:
         heads = "".join(f"  {p:>{len(p) + 1}}" for p in peers)
         print(f"\n{'':<{width}}  {'fastbcd ms':>10}{heads}")
         for group in groups:
-            times = {p: 1e3 * r["stats"]["median"] for p, r in table[group].items()}
+            times = {p: 1e3 * per_item(r) for p, r in table[group].items()}
             ratios = "".join(f"  {times[p] / times['fastbcd']:>{len(p)}.2f}x" for p in peers)
             print(f"{group:<{width}}  {times['fastbcd']:>10.2f}{ratios}")
             memory = {p: r["extra_info"].get("memory") for p, r in table[group].items()}
@@ -79,4 +86,9 @@ def print_table(table: dict[str, dict[str, dict]]) -> None:
 
 if __name__ == "__main__":
     print(machine())
-    print_table(rows(run(sys.argv[1:])))
+    found = rows(run(sys.argv[1:]))
+    print_table(found)
+    engines.print_calls(found, per_item)
+    picture = engines.plot(found, per_item, HERE / "engines.png", machine())
+    if picture:
+        print(f"\n{picture}: time for one hypothesis and image against the ReLUs left")

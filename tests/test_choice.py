@@ -66,7 +66,9 @@ def test_hypotheses_are_drawn_lazily() -> None:
 
     found = choose(net, source(), data, adt=100.0, wave=4)
     assert found.number == 0
-    assert drawn == [0, 1, 2, 3]
+    assert drawn == [0]
+    found = choose(net, source(), data, adt=-100.0, wave=4)
+    assert (found.tried, found.accepted, drawn) == (50, False, [0, *range(50)])
 
 
 def test_hopeless_hypotheses_are_dropped_early() -> None:

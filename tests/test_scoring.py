@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastbcd
 from fastbcd import ImageData, score
-from fastbcd.scoring.plan import peak_bytes, portions
+from fastbcd.scoring import plan
+from fastbcd.scoring.portions import peak_bytes, portions
 from fastbcd.scoring.stacked import Stacked, first_change
 from nets import TRACEABLE, Block, images, make, randomize, thinned
 
@@ -166,7 +167,8 @@ def test_kinds_of_data_give_the_same_scores() -> None:
         torch.testing.assert_close(found.loss, truth.loss, rtol=0, atol=1e-5)
 
 
-def test_untraceable_nets_score_sequentially_and_say_so_once() -> None:
+def test_untraceable_nets_score_sequentially_and_say_so_once(monkeypatch) -> None:
+    monkeypatch.setattr(plan, "_said", set())
     net, (x, labels) = make("untraceable"), images(7)
     removals = hypotheses(net, 3, 4)
     rows = naive(net, removals, x, labels)

@@ -163,6 +163,10 @@ class ImageData:
             raise ValueError(f"first({n}): there are {len(self)} samples")
         return self._cut(slice(0, n))
 
+    def rest(self, n: int) -> ImageData:
+        """All but the first n samples, sharing memory; none if there are no more."""
+        return self._cut(slice(max(n, 0), None))
+
     def shard(self, rank: int, world: int) -> ImageData:
         """Part `rank` of `world` contiguous parts whose sizes differ by at most one.
 

@@ -4,11 +4,13 @@
     scores.drop                                     # accuracy drop in percentage points, [K]
 
 A hypothesis is a set of kept ReLUs to remove. All engines give the same numbers: `sequential`
-is the paper's loop, `stacked` runs all hypotheses in one pass per data batch.
+is the paper's loop, `stacked` runs all hypotheses in one pass per data batch, `collapsed` runs
+them on the net's collapsed form, which is cheap when few ReLUs are left.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +22,11 @@ from torch import Tensor, nn
 
 from fastbcd.data import ImageData, as_data
 from fastbcd.masking import MaskSet, mask_modules, masks, set_masks
-from fastbcd.scoring.plan import ENGINES, Plan, make_plan
+from fastbcd.modes import evaluating
+from fastbcd.ranks import all_sum, from_first, rank, world
+from fastbcd.scoring.plan import ENGINES, Plan, Request, make_plan
+from fastbcd.scoring.portions import default_memory
+from fastbcd.scoring.precision import products
 
 __all__ = ["Scores", "score"]
 
@@ -50,6 +56,7 @@ def score(
     *,
     batch_size: int | None = None,
     memory: int | None = None,
+    tf32: bool = False,
     explain: bool = False,
 ) -> Scores:
     """Score each removal on all of `data`, in eval mode and without augmentation.
@@ -58,9 +65,10 @@ def score(
         net: with masked activations; its masks and its mode are as before afterwards.
         removals: LongTensor[K, D] of flat ids of kept ReLUs, or K tensors of any lengths.
         data: ImageData, a pair (images, labels), a Dataset or a DataLoader.
-        engine: "auto", "sequential" or "stacked". The numbers do not depend on it.
+        engine: "auto", "sequential", "stacked" or "collapsed". The numbers do not depend on it.
         batch_size: images at a time; chosen from the cache or the memory if None.
-        memory: bytes that the values of a pass may take.
+        memory: bytes that the values of a pass, and a collapsed form, may take.
+        tf32: let a GPU round the factors of products; faster, and engines then differ more.
         explain: print the plan first.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
@@ -70,7 +78,8 @@ def score(
     (torch.Size([2]), 50)
     """
     hypotheses = check_removals(masks(net), removals)
-    with prepared(net, hypotheses, data, engine, batch_size, memory) as (plan, images):
+    options = (engine, batch_size, memory, tf32)
+    with prepared(net, hypotheses, data, *options) as (plan, images):
         if explain:
             print(plan)
         tally = run_pass(plan, images, dict(enumerate(hypotheses)))
@@ -95,10 +104,27 @@ class Tally:
     def __init__(self, numbers: Sequence[int]) -> None:
         self.correct = dict.fromkeys([-1, *numbers], 0)
         self.loss = dict.fromkeys([-1, *numbers], 0.0)
-        self.seen = 0
+        self.seen = 0  # images
+        self.rounds = 0  # batches, a rank
 
     def mean_loss(self, number: int) -> float:
         return self.loss[number] / self.seen
+
+    def alone(self, number: int) -> Tally:
+        """What stands here for one hypothesis."""
+        one = Tally([number])
+        one.correct[number], one.loss[number] = self.correct[number], self.loss[number]
+        one.seen, one.rounds = self.seen, self.rounds
+        return one
+
+    @staticmethod
+    def together(parts: dict[int, Tally]) -> Tally:
+        """The tallies of hypotheses that were left at the same place, as one."""
+        tally = Tally(list(parts))
+        for number, part in parts.items():
+            tally.correct[number], tally.loss[number] = part.correct[number], part.loss[number]
+            tally.seen, tally.rounds = part.seen, part.rounds
+        return tally
 
 
 Decide = Callable[[Tally], set[int]]
@@ -110,28 +136,35 @@ def run_pass(
     removals: dict[int, Tensor],
     decide: Decide | None = None,
     base: bool = True,
+    begun: Tally | None = None,
 ) -> Tally:
     """Score the hypotheses batch by batch, and the base too unless its numbers are known.
 
-    After each batch `decide` names those that still matter; the pass ends when none does.
+    begun: the tally of a pass over these hypotheses that was broken off, to go on from.
+    After each batch `decide` names those that still matter; the pass ends when none does. Each
+    rank runs its shard of the images; the tally is that of all ranks, so they decide alike.
     """
-    tally = Tally(list(removals))
+    tally = Tally(list(removals)) if begun is None else begun
     alive = dict(removals)
     # A hypothesis that removes nothing is the base.
     base = base or not all(ids.numel() for ids in removals.values())
     work = plan.engine.prepare(alive, plan.lanes)
     with torch.inference_mode():
-        for x, labels in data.batches(plan.batch, memory_format=plan.engine.memory_format):
-            found: dict[int, tuple[int, float]] = {}
-            for numbers, logits in plan.engine.logits(x, work, base):
-                for number, result in zip(numbers, _judge(logits, labels), strict=True):
-                    found[number] = result
-                    _check_finite(number, result[1], tally.seen, len(labels))
-            for number in [-1, *alive] if base else alive:
-                correct, loss = found[number] if number in found else found[-1]
-                tally.correct[number] += correct
+        for x, labels in _rounds(data, plan, tally.rounds):
+            tally.rounds += 1
+            numbers = [-1, *alive] if base else list(alive)
+            found: dict[int, tuple[int, float]] = dict.fromkeys(numbers, (0, 0.0))
+            if len(labels):
+                found = {}
+                for some, logits in plan.engine.logits(x, work, base):
+                    found.update(zip(some, _judge(logits, labels), strict=True))
+            mine = [(*(found[k] if k in found else found[-1]), len(labels)) for k in numbers]
+            total = all_sum(torch.tensor(mine, dtype=torch.float64)).tolist()
+            for number, (correct, loss, images) in zip(numbers, total, strict=True):
+                _check_finite(number, loss, tally.seen, int(images))
+                tally.correct[number] += int(correct)
                 tally.loss[number] += loss
-            tally.seen += len(labels)
+            tally.seen += int(total[0][2])
             if decide is None:
                 continue
             still = decide(tally)
@@ -141,6 +174,16 @@ def run_pass(
                 alive = {k: alive[k] for k in alive if k in still}
                 work = plan.engine.prepare(alive, plan.lanes)
     return tally
+
+
+def _rounds(data: ImageData, plan: Plan, first: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's batches from `first` on, and an empty one for each that another has more."""
+    shard = data.shard(rank(), world())
+    todo = shard.rest(first * plan.batch)
+    yield from todo.batches(plan.batch, memory_format=plan.engine.memory_format)
+    most = math.ceil(math.ceil(len(data) / world()) / plan.batch)
+    for _ in range(most - max(first, math.ceil(len(shard) / plan.batch))):
+        yield shard.images[:0], shard.labels[:0]
 
 
 def _judge(logits: Tensor, labels: Tensor) -> list[tuple[int, float]]:
@@ -173,8 +216,37 @@ def prepared(
     engine: str,
     batch_size: int | None,
     memory: int | None,
+    tf32: bool,
+    expected: int | None = None,
 ) -> Iterator[tuple[Plan, ImageData]]:
-    """The plan and the checked data, with the net in eval mode; afterwards it is as it was."""
+    """The plan and the checked data, with the net in eval mode; afterwards it is as it was.
+
+    removals: those to come, or some that stand for the `expected` number of them.
+    """
+    images = check_scorable(net, data, engine, batch_size, memory)
+    before = MaskSet(masks(net).sites, masks(net).bits)
+    with evaluating(net), products(tf32):
+        try:
+            with torch.inference_mode():
+                example = next(images.batches(2))[0]
+                example = example if len(example) == 2 else example.repeat(2, 1, 1, 1)
+                limit = default_memory(example.device) if memory is None else memory
+                # Ranks plan alike, whatever memory each of them sees.
+                limit = int(from_first(torch.tensor(limit)))
+                number = len(removals) if expected is None else expected
+                request = Request(
+                    net, before, removals, number, len(images), example, batch_size, limit
+                )
+                plan = make_plan(request, engine)
+            yield plan, images
+        finally:
+            set_masks(net, before)
+
+
+def check_scorable(
+    net: nn.Module, data: Any, engine: str, batch_size: int | None, memory: int | None
+) -> ImageData:
+    """The data in memory, or an error if this net cannot be scored on it in this way."""
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r}; choose from {', '.join(ENGINES)}")
     for name, value in (("batch_size", batch_size), ("memory", memory)):
@@ -186,22 +258,9 @@ def prepared(
     device = next(iter(mask_modules(net).values())).mask.device
     if images.device != device:
         raise ValueError(f"the data is on {images.device} and the net on {device}; data.to(device)")
-    before = MaskSet(masks(net).sites, masks(net).bits)
-    modes = {module: module.training for module in net.modules()}
-    net.eval()
-    try:
-        with torch.inference_mode():
-            example = next(images.batches(2))[0]
-            example = example if len(example) == 2 else example.repeat(2, 1, 1, 1)
-            _check_labels(net(example[:1]), images)
-            plan = make_plan(
-                net, before, removals, len(images), example, engine, batch_size, memory
-            )
-        yield plan, images
-    finally:
-        set_masks(net, before)
-        for module, mode in modes.items():
-            module.training = mode
+    with evaluating(net), torch.inference_mode():
+        _check_labels(net(next(images.batches(1))[0]), images)
+    return images
 
 
 def _check_labels(logits: Any, data: ImageData) -> None:

@@ -10,8 +10,8 @@ gets w wrong, a hypothesis with d fewer correct answers than the base so far wil
 difference between d - w and d + (r - w). So
 
     it is certain to pass   if d + (r - w) is below the tolerance: later numbers do not matter;
-    it is certain to fail   if d - w is not below the tolerance: it matters only as a fallback,
-                            and not even so once another is sure to have more correct answers.
+    it is certain to fail   if d - w is not below the tolerance: it waits, and goes on only if no
+                            hypothesis passes, and no other is sure to have more correct answers.
 
 Both are facts about counts, not estimates: the choice is that of the one-by-one loop.
 """
@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastbcd.data import ImageData
-from fastbcd.masking import masks
+from fastbcd.masking import MaskSet, masks
 from fastbcd.scoring import Tally, check_removals, prepared, run_pass
 from fastbcd.scoring.plan import Plan
 
@@ -43,6 +43,8 @@ class Choice:
     tried: int  # hypotheses drawn from the source
     drops: dict[int, float]  # by number, of those that were scored on all images
     images: int  # hypothesis-images that were run, at most tried * samples
+    correct: int  # of the chosen hypothesis, on all images
+    loss: float
     base_correct: int
     base_loss: float
     samples: int
@@ -60,14 +62,16 @@ def choose(
     early: bool = True,
     batch_size: int | None = None,
     memory: int | None = None,
+    tf32: bool = False,
 ) -> Choice:
     """Take the first hypothesis with a drop below `adt` percentage points, else the best.
 
     Args:
-        hypotheses: removals, LongTensor[D] each, drawn lazily: `wave` at a time, and no more
-            once one is accepted.
-        wave: how many are scored together. It changes the speed, never the choice.
+        hypotheses: removals, LongTensor[D] each, drawn lazily, in waves of 1, 2, 4, ... `wave`,
+            and no more once one is accepted: where the first one is, nothing else is scored.
+        wave: how many are scored together at most. It changes the speed, never the choice.
         early: stop scoring a hypothesis when its fate is certain. Never changes the choice.
+        engine, batch_size, memory, tf32: as in `score`.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
@@ -77,22 +81,25 @@ def choose(
     if wave < 1:
         raise ValueError(f"wave={wave}; at least one hypothesis must be scored at a time")
     source = _numbered(net, hypotheses)
-    first = dict(islice(source, wave))
-    if not first:
+    removals = dict(islice(source, 1))
+    if not removals:
         raise ValueError("there is no hypothesis to choose from")
-    with prepared(net, list(first.values()), data, engine, batch_size, memory) as (plan, images):
+    options = (engine, batch_size, memory, tf32)
+    with prepared(net, list(removals.values()), data, *options, wave) as (plan, images):
         search = _Search(plan, images, adt, early)
-        removals = first
+        size = 1
         while removals:
             accepted = search.wave(removals)
             if accepted is not None:
                 return search.choice(accepted, True)
-            removals = dict(islice(source, wave))
+            size = min(2 * size, wave)
+            removals = dict(islice(source, size))
         return search.choice(search.best(), False)
 
 
 def _numbered(net: nn.Module, hypotheses: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    current = masks(net)
+    # A copy: while a wave is scored the net's own masks may be those of a hypothesis.
+    current = MaskSet(masks(net).sites, masks(net).bits)
     for number, ids in enumerate(hypotheses):
         yield number, check_removals(current, [ids], first=number)[0]
 
@@ -116,6 +123,7 @@ class _Search:
         self.samples = len(data)
         self.removals: dict[int, Tensor] = {}
         self.done: dict[int, tuple[int, float]] = {}  # scored on all images: correct, loss
+        self.waiting: dict[int, Tally] = {}  # certain to fail; where their passes were left
         self.images = 0
         # After how many images the base has how many right.
         self.base_after = {0: 0}
@@ -151,19 +159,41 @@ class _Search:
             sure = [k for k in alive if self.passes(behind[k] + ahead - wrong)]
             lost = {k for k in alive if not self.passes(behind[k] - wrong)}
             if sure and lost >= {k for k in alive if k < min(sure)}:
+                # Nothing is left to decide; its own numbers are still wanted.
                 accepted = min(sure)
+                alive = {accepted}
+                return alive if ahead else set()
+            if not ahead:
                 return set()
-            # Somebody is sure to end with at least this many correct answers.
-            floor = max([tally.correct[k] for k in alive] + [c for c, _ in self.done.values()])
-            alive -= {k for k in lost if tally.correct[k] + ahead < floor}
+            self.waiting.update({k: tally.alone(k) for k in lost})
+            alive -= lost
             alive -= {k for k in alive if sure and k > min(sure)}
-            return alive if ahead else set()
+            return alive
 
         run_pass(self.plan, self.data, removals, decide, base=False)
         return accepted
 
+    def finish(self) -> None:
+        """Score those that wait to the end, but for those that cannot be the best."""
+        while self.waiting:
+            # Somebody is sure to end with at least this many correct answers.
+            floor = max([t.correct[k] for k, t in self.waiting.items()]
+                        + [c for c, _ in self.done.values()])  # fmt: skip
+            k, begun = min(self.waiting.items(), key=lambda item: item[1].seen)
+            if begun.correct[k] + self.samples - begun.seen < floor:
+                del self.waiting[k]
+                continue
+            # Those that were left at the same place go on together.
+            group = [j for j, t in self.waiting.items() if t.seen == begun.seen]
+            tally = Tally.together({j: self.waiting.pop(j) for j in group})
+            self.images += len(group) * (self.samples - tally.seen)
+            removals = {j: self.removals[j] for j in group}
+            tally = run_pass(self.plan, self.data, removals, base=False, begun=tally)
+            self.done.update({j: (tally.correct[j], tally.mean_loss(j)) for j in group})
+
     def best(self) -> int:
         """The fallback: most correct answers, then smaller loss, then lower number."""
+        self.finish()
         numbers = iter(sorted(self.done))
         best = next(numbers)
         for k in numbers:
@@ -177,5 +207,6 @@ class _Search:
         }
         return Choice(
             number, self.removals[number], accepted, len(self.removals), drops, self.images,
-            self.base_correct, self.base_loss, self.samples, self.plan.engine.name,
+            *self.done[number], self.base_correct, self.base_loss, self.samples,
+            self.plan.engine.name,
         )  # fmt: skip

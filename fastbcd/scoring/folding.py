@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +21,24 @@ def scale_and_shift(norm: Any) -> tuple[Tensor, Tensor]:
     return scale.to(dtype), shift.to(dtype)
 
 
-def fold_convolution(conv: nn.Conv2d, norm: Any) -> Callable[[Tensor], Tensor]:
-    """x -> conv(x), or norm(conv(x)), for x in channels_last order."""
+class Convolution(NamedTuple):
+    """x -> conv2d(x) with its constants at hand, for x in channels_last order."""
+
+    weight: Tensor  # [C_out, C_in / groups, kh, kw]
+    bias: Tensor | None  # [C_out]
+    stride: tuple[int, int]
+    padding: tuple[int, int] | str
+    dilation: tuple[int, int]
+    groups: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.conv2d(
+            x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups
+        )
+
+
+def folded(conv: nn.Conv2d, norm: Any) -> Convolution:
+    """conv, or norm(conv(x)), as one convolution."""
     weight = conv.weight.detach()
     bias = None if conv.bias is None else conv.bias.detach()
     if norm is not None:
@@ -33,4 +48,4 @@ def fold_convolution(conv: nn.Conv2d, norm: Any) -> Callable[[Tensor], Tensor]:
         bias = shift if bias is None else bias * scale + shift
     weight = weight.contiguous(memory_format=torch.channels_last)
     tail: Any = (conv.stride, conv.padding, conv.dilation, conv.groups)
-    return lambda x: F.conv2d(x, weight, bias, *tail)
+    return Convolution(weight, bias, *tail)

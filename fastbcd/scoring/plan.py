@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from fastbcd.masking import MaskSet
-from fastbcd.scoring.program import Activation, NotTraceable, Program
+from fastbcd.ranks import world
+from fastbcd.scoring.collapsed import Collapsed, keep_form
+from fastbcd.scoring.costs import Bill, stacked_multiply_adds
+from fastbcd.scoring.linear import NotAffine
+from fastbcd.scoring.portions import peak_bytes, portions
+from fastbcd.scoring.program import NotTraceable
 from fastbcd.scoring.sequential import Sequential
-from fastbcd.scoring.stacked import Lanes, Stacked, first_change
+from fastbcd.scoring.stacked import Stacked
 
-ENGINES = ("auto", "sequential", "stacked")
-BATCH = 32  # images at a time, where nothing forbids it
+ENGINES = ("auto", "sequential", "stacked", "collapsed")
+WORTH = 2e10  # multiply-adds below which no form is built: the call is over in a moment anyway
+ROWS = {"cpu": 1024, "cuda": 8192}  # hypotheses × images in a GEMM of collapsed
 _said: set[str] = set()
 
 
@@ -29,131 +33,129 @@ class Plan(NamedTuple):
     batch: int  # images at a time
     lanes: int  # hypotheses at a time
     multiply_adds: int  # of the whole call; 0 if unknown
-    prefix_saved: float  # share of the multiply-adds that shared prefixes save
     bytes: int  # largest amount of memory that values take at a time
+    details: str = ""
 
     def __str__(self) -> str:
         cost = f"{self.multiply_adds / 1e9:,.1f} G multiply-adds" if self.multiply_adds else "?"
         return (
             f"engine      {self.engine.name}: {self.why}\n"
             f"work        {self.hypotheses} hypotheses + base, {self.images:,} images, {cost}\n"
-            f"prefix      {self.prefix_saved:.1%} of the multiply-adds saved by shared prefixes\n"
+            f"{self.details}"
             f"chunk       {self.batch} images x {self.lanes} hypotheses, "
             f"{self.bytes / 2**20:,.1f} MiB of values at a time"
         )
 
 
-def make_plan(
-    net: nn.Module,
-    masks: MaskSet,
-    removals: list[Tensor],
-    images: int,
-    example: Tensor,
-    engine: str,
-    batch_size: int | None,
-    memory: int | None,
-) -> Plan:
-    """Choose the engine and the portions. example: two images as the net sees them."""
-    chosen: Any
+class Request(NamedTuple):
+    """What is to be scored: example holds two images as the net sees them."""
+
+    net: nn.Module
+    masks: MaskSet
+    removals: list[Tensor]  # all of them, or some that stand for all
+    hypotheses: int
+    images: int
+    example: Tensor
+    batch_size: int | None
+    memory: int  # bytes that this call may take
+
+
+def make_plan(request: Request, engine: str) -> Plan:
+    """Choose the engine and the portions."""
     if engine == "sequential":
-        chosen, why = Sequential(net, masks), "asked for"
-    else:
-        try:
-            chosen = Stacked(net, masks, example)
-            why = "asked for" if engine == "stacked" else "the net can be traced"
-        except NotTraceable as reason:
-            if engine == "stacked":
-                raise ValueError(
-                    f"engine='stacked' cannot score {type(net).__name__}: {reason}; "
-                    f"use engine='sequential'"
-                ) from None
-            chosen, why = Sequential(net, masks), f"stacked cannot: {reason}"
-            _say_once(f"fastbcd scores {type(net).__name__} one hypothesis at a time: {reason}")
-    if isinstance(chosen, Sequential):
-        batch = batch_size or 128
-        return Plan(chosen, why, images, len(removals), batch, 1, 0, 0.0, 0)
-    program = chosen.program
-    total = sum(program.multiply_adds.values())
-    begins = [first_change(masks, ids) for ids in removals]
-    spent = total + _lane_multiply_adds(program, begins)
-    full = total * (1 + len(removals))
+        return sequential_plan(request, "asked for")
+    try:
+        stacked = Stacked(request.net, request.masks, request.example)
+    except NotTraceable as reason:
+        name = type(request.net).__name__
+        if engine != "auto":
+            raise ValueError(
+                f"engine={engine!r} cannot score {name}: {reason}; use engine='sequential'"
+            ) from None
+        _say_once(f"fastbcd scores {name} one hypothesis at a time: {reason}")
+        return sequential_plan(request, f"stacked cannot: {reason}")
+    if engine == "stacked":
+        return stacked_plan(request, stacked, "asked for")
+    try:
+        bill = Bill(request, stacked.program)
+        if engine == "collapsed":
+            return collapsed_plan(request, bill, "asked for")
+        cost = stacked_multiply_adds(request, stacked.program)
+        if cost < WORTH or not bill.could_be_below(cost):
+            return stacked_plan(request, stacked, "the least multiply-adds")
+        ours = bill.weighted()
+        if ours >= cost or bill.bytes > request.memory:
+            why = f"collapsed would cost {ours / 1e9:,.0f} G multiply-adds and {_mib(bill.bytes)}"
+            return stacked_plan(request, stacked, why)
+        why = f"stacked would cost {cost / 1e9:,.0f} G multiply-adds"
+        return collapsed_plan(request, bill, why)
+    except NotAffine as reason:
+        if engine == "collapsed":
+            raise ValueError(
+                f"engine='collapsed' cannot score {type(request.net).__name__}: {reason}; "
+                f"use engine='stacked'"
+            ) from None
+        return stacked_plan(request, stacked, f"collapsed cannot: {reason}")
+
+
+def sequential_plan(request: Request, why: str) -> Plan:
+    chosen = Sequential(request.net, request.masks)
+    batch = request.batch_size or 128
+    return Plan(chosen, why, request.images, request.hypotheses, batch, 1, 0, 0)
+
+
+def stacked_plan(request: Request, engine: Stacked, why: str) -> Plan:
+    program, hypotheses = engine.program, request.hypotheses
+    spent = stacked_multiply_adds(request, program)
+    full = sum(program.multiply_adds.values()) * (1 + hypotheses) * request.images
     per_image = peak_bytes(program)
-    batch, lanes = portions(per_image, max(program.bytes_per_image.values()), len(removals),
-                            example.device, batch_size, memory)  # fmt: skip
-    batch = min(batch, max(images, 1))
+    batch, lanes = portions(per_image, max(program.bytes_per_image.values()), hypotheses,
+                            request.example.device, request.batch_size, request.memory)  # fmt: skip
+    batch = min(batch, max(request.images, 1))
+    saved = 1 - spent / full if full else 0.0
+    details = f"prefix      {saved:.1%} of the multiply-adds saved by shared prefixes\n"
     return Plan(
-        chosen, why, images, len(removals), batch, lanes, spent * images,
-        1 - spent / full if full else 0.0, per_image * batch * (1 + lanes),
+        engine, why, request.images, hypotheses, batch, lanes, spent,
+        per_image * batch * (1 + lanes), details,
     )  # fmt: skip
 
 
-def portions(
-    per_image: int, largest: int, hypotheses: int, device: torch.device,
-    batch_size: int | None, memory: int | None,
-) -> tuple[int, int]:  # fmt: skip
-    """(images, hypotheses) at a time.
-
-    per_image: bytes of all values alive at once, largest: bytes of the largest single value.
-    """
-    hypotheses = max(hypotheses, 1)
-    limit = memory if memory is not None else default_memory(device)
-    together = limit // max(per_image, 1)
-    if device.type == "cpu":
-        # A value written by one step should still be in the cache when the next one reads it,
-        # and fresh memory beyond it costs more in page faults than the convolution; but a
-        # convolution of fewer images than a batch is not efficient.
-        together = min(together, max(BATCH, cache_bytes() // (8 * largest)))
-    together = max(together, 1)
-    batch = batch_size or max(1, min(BATCH, together))
-    lanes = max(1, min(hypotheses, together // batch))
-    return batch, lanes
-
-
-def peak_bytes(program: Program) -> int:
-    """Bytes for one image at the worst step, and of the buffers that are held for all steps."""
-    left = dict(program.uses)
-    sites = [s for s in program.steps if isinstance(s, Activation)]
-    held = sum(program.bytes_per_image[s.node] for s in sites if s.x not in program.fresh)
-    # Where lanes begin an activation cannot be in place: the largest such, to be safe.
-    held += max((program.bytes_per_image[s.node] for s in sites if s.x in program.fresh), default=0)
-    alive = program.bytes_per_image.get(program.placeholder, 0)
-    worst = alive
-    for step in program.steps:
-        reused = step.x if isinstance(step, Activation) and step.x in program.fresh else None
-        alive += 0 if reused else program.bytes_per_image.get(step.node, 0)
-        worst = max(worst, alive)
-        for node in step.inputs:
-            left[node] -= 1
-            if not left[node] and node not in program.constants:
-                alive -= 0 if node is reused else program.bytes_per_image.get(node, 0)
-    return worst + held
+def collapsed_plan(request: Request, bill: Bill, why: str) -> Plan:
+    """Take the form at hand or build it, if it fits into memory."""
+    if bill.bytes > request.memory:
+        raise ValueError(
+            f"the collapsed form of {bill.kinks:,} ReLUs takes {_mib(bill.bytes)}, and "
+            f"{_mib(request.memory)} may be used; pass memory=... or use engine='stacked'"
+        )
+    form = bill.form
+    if form is None:
+        form = bill.builder.build(bill.with_image)
+        keep_form(request.net, form)
+    left = request.memory - bill.bytes
+    form.known.begin(request.example, left // 2)
+    engine = Collapsed(form, bill.builder)
+    engine.check(request.net, request.example)
+    share = -(-request.images // world())
+    rows = ROWS.get(request.example.device.type, 1024)
+    batch = request.batch_size or max(1, min(share, 128))
+    # A row holds c, and its GEMM's output is a part of it.
+    affordable = max(1, left // 4 // (max(bill.kinks, 1) * request.example.element_size()))
+    lanes = max(1, min(request.hypotheses, rows // batch, affordable // batch))
+    total = bill.build + bill.affine + bill.trials
+    details = (
+        f"form        {bill.kinks:,} kinks, {_mib(bill.bytes)}, "
+        f"{'at hand' if bill.form is not None else 'built'}\n"
+        f"spent on    form {bill.build / 1e9:,.1f} G, affine part {bill.affine / 1e9:,.1f} G, "
+        f"hypotheses {bill.trials / 1e9:,.1f} G\n"
+    )
+    values = (lanes + 2) * batch * bill.kinks * request.example.element_size()
+    return Plan(
+        engine, why, request.images, request.hypotheses, batch, lanes, total, values, details
+    )
 
 
-def default_memory(device: torch.device) -> int:
-    """Bytes that values may take: most of what a GPU has free, half of what a CPU has."""
-    if device.type == "cuda":
-        return int(0.7 * torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(line for line in lines if line.startswith("MemAvailable"))
-        return int(available.split()[1]) * 1024 // 2
-    except (OSError, StopIteration):
-        return 2**31
-
-
-def cache_bytes() -> int:
-    """The largest cache of this CPU."""
-    units = {"K": 2**10, "M": 2**20}
-    sizes = []
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text().strip()
-        sizes.append(int(text[:-1]) * units.get(text[-1], 1))
-    return max(sizes, default=16 * 2**20)
-
-
-def _lane_multiply_adds(program: Program, begins: list[int]) -> int:
-    lanes = Lanes(program, begins, list(range(len(begins))))
-    return sum(program.multiply_adds[node] * n for node, n in lanes.count.items())
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"
 
 
 def _say_once(text: str) -> None:

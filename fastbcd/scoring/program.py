@@ -20,7 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastbcd import ops
 from fastbcd.activations import MaskedActivation, MaskedPoly
 from fastbcd.conversion import trace
-from fastbcd.scoring.folding import fold_convolution, scale_and_shift
+from fastbcd.graphs import without_inplace
+from fastbcd.scoring.folding import folded, scale_and_shift
 
 _ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _SIZES = {"size", "shape", "numel", "dim", "ndim"}
@@ -80,6 +81,7 @@ class Program(NamedTuple):
     uses: dict[fx.Node, int]  # how many steps read a value
     fresh: set[fx.Node]  # values in memory of their own, which an activation may overwrite
     uniform: bool  # sizes travel through the graph, so that all values need equal batches
+    shapes: dict[fx.Node, tuple[int, ...]]  # of the tensors, for a batch of one
     bytes_per_image: dict[fx.Node, int]
     multiply_adds: dict[fx.Node, int]
 
@@ -90,7 +92,7 @@ def make_program(net: nn.Module, modules: dict[str, MaskedActivation], image: Te
     modules: the masked activations in the order of the sites. image: a batch of one.
     """
     try:
-        graph = _without_inplace(net, trace(net))
+        graph = without_inplace(net, trace(net))
     except Exception as error:  # whatever the net's own forward raises on fx proxies
         raise NotTraceable(f"torch.fx cannot trace it ({error})") from error
     named = dict(net.named_modules())
@@ -117,7 +119,7 @@ def make_program(net: nn.Module, modules: dict[str, MaskedActivation], image: Te
     fresh = {s.node for s in steps if uses.get(s.node) == 1 and builder.is_fresh(s.node)}
     return Program(
         steps, inputs[0], output, constants, uses, fresh, _sizes_travel(nodes),
-        survey.bytes, survey.multiply_adds,
+        survey.shapes, survey.bytes, survey.multiply_adds,
     )  # fmt: skip
 
 
@@ -230,45 +232,12 @@ class _Builder:
             if self.is_norm(node) and self.is_conv(source) and len(source.users) == 1:
                 self.absorbed.add(source)
                 self.absorbed_by[source] = node
-                run = fold_convolution(self.module(source), module)
+                run = folded(self.module(source), module)
                 return Call(node, run, source.args, {})
-            run = fold_convolution(module, None) if self.is_conv(node) else _pure_module(module)
+            run = folded(module, None) if self.is_conv(node) else _pure_module(module)
         elif node.op == "call_method":
             run = getattr(torch.Tensor, str(node.target))
         return Call(node, run, node.args, dict(node.kwargs))
-
-
-def _without_inplace(net: nn.Module, original: fx.Graph) -> fx.Graph:
-    """A copy of the graph in which nothing overwrites its input: later readers read the result.
-
-    Values then stay what they were, which hypotheses that begin later depend on.
-    """
-    graph = fx.Graph()
-    done = graph.graph_copy(original, {}, return_output_node=True)
-    assert isinstance(done, tuple)
-    graph.output(done[0])
-    pure = {operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul,
-            operator.itruediv: operator.truediv}  # fmt: skip
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        if node.target in pure:
-            node.target = pure[node.target]
-        elif node.op == "call_method" and node.target == "view":
-            node.target = "reshape"  # values may lie in channels_last order
-            continue
-        elif node.op == "call_method" and str(node.target).endswith("_"):
-            node.target = str(node.target)[:-1]
-        elif node.op == "call_module" and getattr(net.get_submodule(node.target), "inplace", False):
-            pass  # _pure_module takes care of the module itself
-        elif node.kwargs.get("inplace"):
-            node.update_kwarg("inplace", False)
-        else:
-            continue
-        changed = node.args[0] if node.args else next(iter(node.kwargs.values()))
-        if isinstance(changed, fx.Node):
-            later = {user for user in changed.users if order[user] > order[node]}
-            changed.replace_all_uses_with(node, delete_user_cb=later.__contains__)
-    return graph
 
 
 def _pure_module(module: nn.Module) -> nn.Module:

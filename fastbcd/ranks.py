@@ -1,0 +1,139 @@
+"""Ranks: the processes of a torchrun job, or this one process alone.
+
+    torchrun --nproc-per-node 2 -m fastbcd bcd ...       # or torch.distributed set up by hand
+
+Every function here does nothing but hand back its argument when there is one process, so that
+the code above reads the same for one rank and for many.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TIMEOUT = timedelta(minutes=10)  # how long a rank waits for the others before it gives up
+
+
+def rank() -> int:
+    """This process's number, 0 unless torch.distributed is initialised.
+
+    >>> rank(), world()
+    (0, 1)
+    """
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def world() -> int:
+    """How many processes work together, 1 unless torch.distributed is initialised."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def all_sum(t: Tensor) -> Tensor:
+    """The sum over ranks, the same on all of them; t itself when there is one.
+
+    >>> all_sum(torch.tensor([1, 2]))
+    tensor([1, 2])
+    """
+    if world() == 1 or not t.numel():
+        return t
+    summed = _sendable(t).clone()
+    dist.all_reduce(summed)
+    return summed.to(t.device)
+
+
+def from_first(t: Tensor) -> Tensor:
+    """Rank 0's value on every rank; all ranks give a tensor of the same shape and dtype."""
+    if world() == 1 or not t.numel():
+        return t
+    # As bytes: backends differ in the dtypes they know.
+    sent = _sendable(t).contiguous().clone()
+    dist.broadcast(sent.view(-1).view(torch.uint8), src=0)
+    return sent.to(t.device)
+
+
+def text_from_first(text: str) -> str:
+    """Rank 0's text on every rank."""
+    if world() == 1:
+        return text
+    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+    size = int(from_first(torch.tensor(len(text.encode()))))
+    sent = data if rank() == 0 else torch.zeros(max(size, 1), dtype=torch.uint8)
+    return bytes(from_first(sent)[:size].tolist()).decode()
+
+
+def on_first(work: Callable[[], str]) -> str:
+    """Rank 0 does the work, all get its text; if it fails all fail, so that none waits for ever."""
+    if world() == 1:
+        return work()
+    failure: Exception | None = None
+    answer = ""
+    if rank() == 0:
+        try:
+            answer = "+" + work()
+        except Exception as error:
+            failure, answer = error, f"-{type(error).__name__}: {error}"
+    answer = text_from_first(answer)
+    if failure is not None:
+        raise failure
+    if answer.startswith("-"):
+        raise RuntimeError(f"rank 0 failed: {answer[1:]}")
+    return answer[1:]
+
+
+def check_same(what: str, t: Tensor) -> None:
+    """RuntimeError on all ranks, naming `what`, if their tensors differ in any bit."""
+    if world() == 1:
+        return
+    mine = torch.frombuffer(bytearray(digest({what: t})), dtype=torch.uint8).to(torch.int64)
+    different = (mine != from_first(mine)).any().to(torch.int64).reshape(1)
+    others = torch.zeros(world(), dtype=torch.int64)
+    others[rank()] = different
+    wrong = all_sum(others).nonzero().flatten().tolist()
+    if wrong:
+        raise RuntimeError(
+            f"{what} differ between ranks: rank {', '.join(map(str, wrong))} is not the same as "
+            f"rank 0; give every rank the same net, data and settings"
+        )
+
+
+def digest(tensors: dict[str, Tensor]) -> bytes:
+    """SHA-256 over names, dtypes, shapes and bytes, in the order of the names.
+
+    >>> digest({"a": torch.zeros(2)}) == digest({"a": torch.zeros(2)})
+    True
+    """
+    h = hashlib.sha256()
+    for name, t in sorted(tensors.items()):
+        h.update(f"{name} {t.dtype} {tuple(t.shape)};".encode())
+        if t.numel():
+            flat = t.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            h.update(flat.numpy().data)
+    return h.digest()
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """Take part in the job that torchrun started, if it did; leave it at the end."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or dist.is_initialized():
+        yield
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", timeout=TIMEOUT)
+    else:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    yield
+    # Only on success: after an error the others may be gone, and leaving would wait for them.
+    dist.destroy_process_group()
+
+
+def _sendable(t: Tensor) -> Tensor:
+    """Where the backend can read it: nccl reads GPU memory only."""
+    return t.detach().cuda() if dist.get_backend() == "nccl" else t.detach()
