@@ -1,0 +1,118 @@
+"""Convolutions for training in channels_last on a CPU, where oneDNN's own could be better.
+
+Both modules compute what their nn.Conv2d computes, with that module's parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+PATCH_BYTES = 2**22  # of the patches that are multiplied at a time: a share of the cache
+LANES = 16  # of the widest vectors
+
+
+def for_training(module: nn.Module) -> nn.Module:
+    """A better convolution for channels_last on a CPU, or the module itself."""
+    if type(module) is not nn.Conv2d or module.weight.device.type != "cpu":
+        return module
+    plain = module.groups == 1 and module.dilation == (1, 1) and module.padding_mode == "zeros"
+    if not plain or isinstance(module.padding, str):
+        return module
+    if module.kernel_size == (1, 1):
+        risky = module.stride != (1, 1) and module.padding == (0, 0) and module.in_channels < LANES
+        return StridedPointwise(module) if risky else module
+    return PatchConvolution(module) if module.in_channels >= 128 else module
+
+
+class StridedPointwise(nn.Module):
+    """A 1×1 convolution with a stride, as one without on the pixels that it reads.
+
+    oneDNN's gradient of the weights writes past its workspace in channels_last when there are
+    fewer input channels than a vector has lanes (uxlfoundation/oneDNN issue 6035).
+    """
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C', ceil(H/stride), ceil(W/stride)]."""
+        down, right = self.conv.stride
+        return F.conv2d(x[:, :, ::down, ::right], self.conv.weight, self.conv.bias)
+
+
+class PatchConvolution(nn.Module):
+    """A convolution whose gradient of the weights is a product of matrices, from 128 channels on.
+
+    oneDNN reaches 40 to 67 GFLOP/s there where its forward pass reaches 100 (AVX2, one core);
+    the product of patches, with their copy, 74 to 83.
+    """
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, C', H', W']."""
+        conv = self.conv
+        if (
+            x.dtype != torch.float32
+            or not conv.weight.requires_grad
+            or torch.is_autocast_enabled(x.device.type)
+        ):
+            return conv(x)
+        return _Convolution.apply(x, conv.weight, conv.bias, conv.stride, conv.padding)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.stride, ctx.padding = stride, padding
+        return torch.conv2d(x, weight, bias, stride, padding)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous(memory_format=torch.channels_last)
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        dx, _, dbias = torch.ops.aten.convolution_backward(
+            grad, x, weight, [len(weight)], ctx.stride, ctx.padding, [1, 1], False, [0, 0], 1,
+            [need_x, False, need_bias],
+        )  # fmt: skip
+        dweight = None
+        if need_weight:
+            dweight = weight_gradient(grad, x, weight.shape[2:], ctx.stride, ctx.padding)
+        return dx, dweight, dbias, None, None
+
+
+def weight_gradient(grad: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any) -> Tensor:
+    """dW[o, i, u, v] = Σ grad[b, o, p, q] · x[b, i, p·stride + u - padding, …], channels_last.
+
+    As grad' [pixels, C'] times the patches of x [pixels, kernel·C], a few images at a time.
+
+    >>> x, grad = torch.randn(2, 3, 5, 5), torch.randn(2, 4, 5, 5)
+    >>> found = weight_gradient(grad, x, (3, 3), (1, 1), (1, 1))
+    >>> true = torch.nn.grad.conv2d_weight(x, (4, 3, 3, 3), grad, 1, 1)
+    >>> torch.allclose(found, true, atol=1e-4)
+    True
+    """
+    (height, width), (down, right), (top, left) = kernel, stride, padding
+    outputs, rows, columns = grad.shape[1:]
+    inputs = x.shape[1]
+    total = x.new_zeros(outputs, height * width * inputs)
+    each = max(1, PATCH_BYTES // (4 * rows * columns * height * width * inputs))
+    for images, grads in zip(x.split(each), grad.split(each), strict=True):
+        padded = F.pad(images.permute(0, 2, 3, 1), (0, 0, left, left, top, top))
+        b, y, z, _ = padded.stride()
+        patches = padded.as_strided(
+            (len(images), rows, columns, height, width * inputs), (b, y * down, z * right, y, 1)
+        ).reshape(-1, height * width * inputs)
+        total.addmm_(grads.permute(0, 2, 3, 1).reshape(-1, outputs).t(), patches)
+    return total.view(outputs, height, width, inputs).permute(0, 3, 1, 2)
