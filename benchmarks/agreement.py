@@ -2,13 +2,17 @@
 
     FASTBCD_DATA=folder python benchmarks/agreement.py
 
-The folder holds `cifar10-12k.npz` and `resnet20-cifar10.safetensors`. Hypotheses are scored by
-`sequential` and by `stacked`; printed are the counts of each, the largest difference in loss, and
-how many images have two best logits so close (1e-4) that rounding could decide between them.
+The folder holds `cifar10-12k.npz` and `resnet20-cifar10.safetensors`. At several numbers of ReLUs,
+each reached by removing ReLUs at random and a short fine-tune, the same hypotheses are scored by
+every engine; printed are the differences from `sequential` in correct answers and in loss, the
+largest difference in a logit relative to the largest logit, and how many images have two best
+logits so close (1e-4) that rounding could decide between them. At the end a run of 10 steps
+without fine-tuning is made with each engine, and their choices compared.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from pathlib import Path
@@ -16,47 +20,89 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from table import machine
+from torch import nn
 
 import fastbcd
-from nets import build
+from fastbcd.evaluation import accuracy
+from fastbcd.finetuning import Finetune, Finetuner
+from fastbcd.masking import MaskSet
+from fastbcd.scoring import prepared
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+RELUS = (188_416, 120_000, 20_000, 5_000)
 
 
-def close_calls(net: torch.nn.Module, data: fastbcd.ImageData) -> int:
-    with torch.inference_mode():
-        margins = [net(x).topk(2, 1).values.diff(dim=1).abs() for x, _ in data.batches(250)]
-    return int((torch.cat(margins) < 1e-4).sum())
+def all_logits(net: nn.Module, removals: list[torch.Tensor], data, engine: str) -> torch.Tensor:
+    """Logits [K, N, classes] of the hypotheses."""
+    with prepared(net, removals, data, engine, None, None, False) as (plan, images):
+        work = plan.engine.prepare(dict(enumerate(removals)), plan.lanes)
+        parts = []
+        with torch.inference_mode():
+            for x, _ in images.batches(plan.batch, memory_format=plan.engine.memory_format):
+                found = {}
+                for numbers, logits in plan.engine.logits(x, work, False):
+                    found.update(zip(numbers, logits, strict=True))
+                parts.append(torch.stack([found[k] for k in sorted(found)]))
+        return torch.cat(parts, 1)
 
 
-def main(images: int = 2000, hypotheses: int = 8, drc: int = 100) -> None:
-    folder = Path(os.environ["FASTBCD_DATA"])
-    model = build("resnet20")
-    model.load_state_dict(load_file(folder / "resnet20-cifar10.safetensors"))
-    train = fastbcd.ImageData.from_npz(folder / "cifar10-12k.npz", "train", mean=MEAN, std=STD)
-    data = train.first(images)
-    net = fastbcd.convert(model, next(data.batches(2))[0])
+def compare(net: nn.Module, data: fastbcd.ImageData, hypotheses: int = 8, drc: int = 100) -> None:
     masks = fastbcd.masks(net)
+    removals = [masks.sample(drc, seed=1, step=0, trial=t) for t in range(hypotheses)]
+    truth = fastbcd.score(net, removals, data, engine="sequential")
+    exact = all_logits(net, removals, data, "sequential")
+    close = int((exact.topk(2, 2).values.diff(dim=2).abs() < 1e-4).sum())
+    for engine in ("stacked", "collapsed"):
+        if engine == "collapsed" and masks.count() > 60_000:
+            continue
+        start = time.perf_counter()
+        found = fastbcd.score(net, removals, data, engine=engine)
+        seconds = time.perf_counter() - start
+        logits = all_logits(net, removals, data, engine)
+        error = ((logits - exact).abs().amax((1, 2)) / exact.abs().amax((1, 2))).max()
+        print(
+            f"{masks.count():>9,} {engine:>10} {truth.base_correct:>5}"
+            f" {(found.correct - truth.correct).tolist()!s:>26}"
+            f" {(found.loss - truth.loss).abs().max().item():>9.1e} {error:>9.1e} {close:>6}"
+            f" {seconds:>8.1f}",
+            flush=True,
+        )
+
+
+def main(images: int = 2000) -> None:
+    folder = Path(os.environ["FASTBCD_DATA"])
+    net = fastbcd.models.resnet20(num_classes=10, image_size=32)
+    net.load_state_dict(load_file(folder / "resnet20-cifar10.safetensors"), strict=False)
+    teacher = copy.deepcopy(net).eval()
+    sets = [fastbcd.ImageData.from_npz(folder / "cifar10-12k.npz", s, mean=MEAN, std=STD)
+            for s in ("train", "test")]  # fmt: skip
+    data = sets[0].first(images)
     print(machine())
     print(
-        "    ReLUs  base   differences in correct   in loss  close calls   sequential s  stacked s"
+        "    ReLUs     engine  base     differences in correct   in loss  in logit  close  seconds"
     )
-    for relus in (masks.total, 160_000, 120_000):
-        gone = masks.sample(masks.count() - relus, seed=0, step=0, trial=0)
-        fastbcd.set_masks(net, masks.without(gone))
-        removals = [masks.sample(drc, seed=1, step=0, trial=t) for t in range(hypotheses)]
-        results, seconds = {}, {}
-        for engine in ("sequential", "stacked"):
-            start = time.perf_counter()
-            results[engine] = fastbcd.score(net, removals, data, engine=engine)
-            seconds[engine] = time.perf_counter() - start
-        one, other = results["sequential"], results["stacked"]
-        differences = (one.correct - other.correct).tolist()
-        print(
-            f"{relus:>9,} {one.base_correct:>5} {differences!s:>24}"
-            f" {(one.loss - other.loss).abs().max().item():>9.1e} {close_calls(net, data):>12}"
-            f" {seconds['sequential']:>13.1f} {seconds['stacked']:>10.1f}"
+    tuner = Finetuner(net, sets[0], Finetune(epochs=2, lr=0.02), teacher)
+    for step, relus in enumerate(RELUS):
+        masks = fastbcd.masks(net)
+        fastbcd.set_masks(
+            net, masks.without(masks.sample(masks.count() - relus, seed=0, step=step, trial=0))
         )
+        if step:
+            tuner.run(step)
+        compare(net.eval(), data)
+    print(
+        f"\n10 steps of 100 ReLUs from {RELUS[-1]:,} (test accuracy {accuracy(net, sets[1]):.2f} %)"
+    )
+    start, chosen = MaskSet(masks.sites, masks.bits), {}
+    for engine in ("sequential", "stacked", "collapsed"):
+        fastbcd.set_masks(net, start)
+        begun = time.perf_counter()
+        run = fastbcd.bcd(net, data, RELUS[-1] - 1000, rt=10, finetune=None, engine=engine)
+        seconds = time.perf_counter() - begun
+        chosen[engine] = [s.chosen for s in run.history], run.masks.bits.clone()
+        print(f"{engine:>12} {seconds:>8.1f} s  hypotheses taken: {chosen[engine][0]}", flush=True)
+    same = all(torch.equal(bits, chosen["sequential"][1]) for _, bits in chosen.values())
+    print(f"the masks are {'equal' if same else 'NOT equal'}")
 
 
 if __name__ == "__main__":

@@ -4,33 +4,51 @@ from fastbcd import models, ops
 from fastbcd.activations import MaskedPoly, MaskedReLU
 from fastbcd.conversion import ConversionError, convert
 from fastbcd.data import ImageData, load
+from fastbcd.dense import Trained, train
+from fastbcd.descent import Run, bcd, steps
 from fastbcd.evaluation import accuracy
 from fastbcd.finetuning import Finetune, Finetuner
 from fastbcd.kernels import backends
 from fastbcd.masking import MaskSet, Site, masks, set_masks
+from fastbcd.proposals import Saliency
+from fastbcd.records import Step
+from fastbcd.saliencies import saliency
+from fastbcd.schedules import Adaptive, Fraction
 from fastbcd.scoring import Scores, score
 from fastbcd.scoring.choice import Choice, choose
+from fastbcd.search import Schedule
 
 __version__ = "0.1.0"
 __all__ = [
+    "Adaptive",
     "Choice",
     "ConversionError",
     "Finetune",
     "Finetuner",
+    "Fraction",
     "ImageData",
     "MaskSet",
     "MaskedPoly",
     "MaskedReLU",
+    "Run",
+    "Saliency",
+    "Schedule",
     "Scores",
     "Site",
+    "Step",
+    "Trained",
     "accuracy",
     "backends",
+    "bcd",
     "choose",
     "convert",
     "load",
     "masks",
     "models",
     "ops",
+    "saliency",
     "score",
     "set_masks",
+    "steps",
+    "train",
 ]

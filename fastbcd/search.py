@@ -1,0 +1,111 @@
+"""Search: how a step looks for the ReLUs it removes; checked before any work."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastbcd import proposals
+from fastbcd.records import Step
+
+
+class Schedule(ABC):
+    """Derive from it to say DRC in another way; a dataclass is described in config.json."""
+
+    @abstractmethod
+    def size(self, count: int, history: Sequence[Step]) -> int:
+        """How many of `count` ReLUs to remove after the steps of `history`."""
+
+    def description(self) -> dict[str, Any]:
+        """What config.json says of it."""
+        fields: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
+        return {"schedule": type(self).__qualname__, **fields}
+
+
+@dataclass(frozen=True)
+class Search:
+    """How a step looks for its ReLUs. The last four are a matter of speed, never of outcome."""
+
+    budget: int
+    drc: int | Callable[[int], int] | Schedule
+    rt: int
+    adt: float
+    proposal: str | proposals.Saliency
+    samples: int | None
+    seed: int
+    engine: str
+    wave: int
+    batch_size: int | None
+    memory: int | None
+
+    def __post_init__(self) -> None:
+        least = {"budget": 0, "rt": 1, "seed": 0, "wave": 1, "samples": 1}
+        least |= {} if callable(self.drc) or isinstance(self.drc, Schedule) else {"drc": 1}
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if name != "samples" or value is not None:
+                check_whole(name, value, smallest)
+        if isinstance(self.adt, bool) or not isinstance(self.adt, int | float):
+            raise TypeError(f"adt={self.adt!r}; it is a number of percentage points")
+        if math.isnan(self.adt):
+            raise ValueError("adt is NaN; it is a number of percentage points, the paper's is 0.3")
+        proposals.find(self.proposal)
+
+    def size(self, count: int, history: Sequence[Step]) -> int:
+        """How many of `count` ReLUs this step removes: DRC, and never below the budget."""
+        size = self.drc
+        if isinstance(size, Schedule):
+            size = size.size(count, history)
+            check_whole(f"drc.size({count}, …)", size, 1)
+        elif callable(size):
+            size = size(count)
+            check_whole(f"drc({count})", size, 1)
+        return min(int(size), count - self.budget)
+
+    def hypotheses(self) -> int:
+        """How many a step tries at most: RT, or one where all of them would be the same."""
+        return 1 if proposals.is_greedy(self.proposal) else self.rt
+
+    def outcome(self) -> dict[str, Any]:
+        """What decides the outcome, for config.json."""
+        drc: Any = self.drc
+        if isinstance(drc, Schedule):
+            drc = drc.description()
+        else:
+            drc = name_of(drc) if callable(drc) else int(drc)
+        names = ("budget", "rt", "adt", "samples", "seed")
+        proposal = proposals.describe(self.proposal)
+        return {"drc": drc, "proposal": proposal, **{name: getattr(self, name) for name in names}}
+
+
+def check_whole(name: str, value: Any, least: int) -> None:
+    """Refuse what is not a whole number, or too small a one."""
+    try:
+        whole = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r}; it must be a whole number") from None
+    if isinstance(value, bool) or whole < least:
+        raise ValueError(f"{name}={value}; it must be a whole number, {least} or more")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Refuse what is no number, NaN among it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r}; it must be a number")
+    if math.isnan(value):
+        raise ValueError(f"{name} is NaN; it must be a number")
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What config.json calls a function.
+
+    >>> name_of(name_of)
+    'function fastbcd.search.name_of'
+    """
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"function {getattr(function, '__module__', '?')}.{name}"

@@ -1,0 +1,161 @@
+"""A small run with real fine-tuning, and children that are killed while they do it.
+
+`python tests/run_cases.py FOLDER` starts them by fork from one process that has torch imported,
+and prints what it found as JSON; tests/test_runs.py reads that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import fastbcd
+from fastbcd.finetuning import Finetune
+from fastbcd.runs import read_state
+
+
+def small_net() -> nn.Module:
+    """28×28 images, 10 classes, 98 ReLUs; with batch norm and dropout, the same every time."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 5, 4, 2), nn.BatchNorm2d(2), fastbcd.MaskedReLU((2, 7, 7)), nn.Flatten(),
+        nn.Dropout(0.1), nn.Linear(98, 10),
+    )  # fmt: skip
+
+
+def small_run(run_dir: Path | None, **options: Any) -> fastbcd.Run:
+    """Five steps, each fine-tuned for an epoch."""
+    data = fastbcd.load("fashion-mnist-mini").first(48)
+    settings: dict[str, Any] = {
+        "budget": 8, "drc": 20, "rt": 3, "adt": 1.0, "test": data.first(20),
+        "finetune": Finetune(epochs=1, batch_size=16, lr=0.05), "run_dir": run_dir,
+    }  # fmt: skip
+    return fastbcd.bcd(small_net(), data, **{**settings, **options})
+
+
+def contents(run_dir: Path) -> tuple[Any, Any]:
+    """What two runs must have in common: the state's tensors and the history without seconds."""
+    state = read_state(run_dir / "state.safetensors")
+    tensors = {name: t.tolist() for name, t in sorted(state.tensors.items())}
+    lines = (run_dir / "history.jsonl").read_text().splitlines()
+    return tensors, [{**json.loads(line), "seconds": None} for line in lines]
+
+
+def fork(work: Callable[[], object]) -> int:
+    """A child that does the work; exit code 0 if all went well."""
+    pid = os.fork()
+    if not pid:
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return pid
+
+
+def ends_well(pid: int) -> bool:
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def random_kills(folder: Path, wanted: int = 16) -> dict[str, Any]:
+    """Runs that are killed at random moments and started again until they are done."""
+    begin = time.perf_counter()
+    assert ends_well(fork(lambda: small_run(folder / "whole")))
+    length = time.perf_counter() - begin
+    expected, kills, done, steps, rng = contents(folder / "whole"), 0, 0, set(), random.Random(5)
+    while kills < wanted:
+        run_dir = folder / f"run{done}"
+        while True:
+            pid = fork(lambda run_dir=run_dir: small_run(run_dir))
+            time.sleep(rng.uniform(0.05, 0.8) * length)
+            os.kill(pid, signal.SIGKILL)
+            if ends_well(pid):
+                break
+            kills += 1
+            if (run_dir / "state.safetensors").exists():
+                steps.add(read_state(run_dir / "state.safetensors").step)
+            length *= 1.02  # so that there is an end to it
+        assert contents(run_dir) == expected, f"{run_dir} after {kills} kills"
+        done += 1
+    return {"kills": kills, "runs": done, "steps": sorted(steps)}
+
+
+def kills_at_operations(folder: Path) -> dict[str, Any]:
+    """A kill right before the n-th call that reaches the disk, for every n there is."""
+    short = {"budget": 38}  # three steps
+    assert ends_well(fork(lambda: small_run(folder / "whole", **short)))
+    expected, calls, n = contents(folder / "whole"), 0, 0
+
+    def dying(run_dir: Path, n: int) -> None:
+        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == n:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*arguments, **options)
+
+            return call
+
+        os.replace, os.fsync = counted(os.replace), counted(os.fsync)
+        os.unlink, os.mkdir = counted(os.unlink), counted(os.mkdir)
+        small_run(run_dir, **short)
+
+    while True:
+        n += 1
+        run_dir = folder / f"call{n}"
+        if ends_well(fork(lambda run_dir=run_dir, n=n: dying(run_dir, n))):
+            return {"operations": n - 1}
+        assert ends_well(fork(lambda run_dir=run_dir: small_run(run_dir, **short))), f"call {n}"
+        assert contents(run_dir) == expected, f"killed before call {n}"
+
+
+def limited(folder: Path) -> dict[str, Any]:
+    """While step 2 is written no file may grow beyond 1,000 bytes; later it may."""
+    room = [1000]
+
+    def train(net: nn.Module, step: fastbcd.Step) -> None:
+        if step.number == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room[0], resource.RLIM_INFINITY))
+
+    def child() -> None:
+        try:
+            small_run(folder / "run", finetune=train)
+        except OSError as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+            (folder / "error").write_text(str(error))
+
+    assert ends_well(fork(child))
+    stands = read_state(folder / "run" / "state.safetensors").step
+    room[0] = 10**9
+    assert ends_well(fork(child))
+    done = read_state(folder / "run" / "state.safetensors").step
+    return {"error": (folder / "error").read_text(), "stands": stands, "done": done}
+
+
+def attempt(case: Callable[[Path], dict[str, Any]], folder: Path) -> dict[str, Any]:
+    folder.mkdir()
+    try:
+        return case(folder)
+    except AssertionError:
+        return {"failed": traceback.format_exc()}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    small_run(None)  # imports what is imported late, once for all children
+    cases = {"random": random_kills, "operations": kills_at_operations, "limit": limited}
+    print(json.dumps({k: attempt(case, Path(sys.argv[1]) / k) for k, case in cases.items()}))
