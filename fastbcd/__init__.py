@@ -1,6 +1,6 @@
 """fastbcd: remove ReLUs from trained networks by Block Coordinate Descent, fast."""
 
-from fastbcd import models, ops
+from fastbcd import models, ops, recipes
 from fastbcd.activations import MaskedPoly, MaskedReLU
 from fastbcd.conversion import ConversionError, convert
 from fastbcd.data import ImageData, load
@@ -17,6 +17,11 @@ from fastbcd.schedules import Adaptive, Fraction
 from fastbcd.scoring import Scores, score
 from fastbcd.scoring.choice import Choice, choose
 from fastbcd.search import Schedule
+from fastbcd.starts.autorep import autorep
+from fastbcd.starts.checkpoints import load_autorep, load_relupruner, load_snl
+from fastbcd.starts.gates import to_poly
+from fastbcd.starts.snl import snl
+from fastbcd.starts.stages import StartingPoint
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,20 +40,28 @@ __all__ = [
     "Schedule",
     "Scores",
     "Site",
+    "StartingPoint",
     "Step",
     "Trained",
     "accuracy",
+    "autorep",
     "backends",
     "bcd",
     "choose",
     "convert",
     "load",
+    "load_autorep",
+    "load_relupruner",
+    "load_snl",
     "masks",
     "models",
     "ops",
+    "recipes",
     "saliency",
     "score",
     "set_masks",
+    "snl",
     "steps",
+    "to_poly",
     "train",
 ]

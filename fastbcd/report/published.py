@@ -1,0 +1,79 @@
+"""The published results: accuracy against ReLU count, as the paper's figures and tables have it.
+
+The numbers are in published.json beside this file, each curve with the figure it was read from.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+ACCURACY, RELATIVE = "accuracy", "relative to baseline"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One method on one net and one data set."""
+
+    arch: str
+    data: str
+    method: str  # "BCD", "SNL", "AutoReP", "SENet", …
+    metric: str  # "accuracy": of the test set, in percent; or "relative to baseline", in percent
+    source: str  # the figure or table of the paper
+    points: tuple[tuple[int, float], ...]  # (ReLUs, percent), fewest ReLUs first
+    note: str = ""
+
+
+def curves(arch: str, data: str, metric: str = ACCURACY) -> list[Curve]:
+    """What was published for a net and a data set: one curve a method, that with most points.
+
+    >>> [c.method for c in curves("resnet18", "tiny-imagenet")]
+    ['BCD', 'SNL', 'DeepReDuce', 'Sphynx']
+    """
+    if metric not in (ACCURACY, RELATIVE):
+        raise ValueError(f"metric={metric!r}; choose {ACCURACY!r} or {RELATIVE!r}")
+    found: dict[str, Curve] = {}
+    for curve in every_curve():
+        if (curve.arch, curve.data, curve.metric) == (arch, data, metric):
+            best = found.setdefault(curve.method, curve)
+            if len(curve.points) > len(best.points):
+                found[curve.method] = curve
+    return list(found.values())
+
+
+@cache
+def every_curve() -> tuple[Curve, ...]:
+    """All curves of the file, also where a figure and a table give the same method twice."""
+    return tuple(
+        Curve(**{**entry, "points": tuple((int(n), float(y)) for n, y in entry["points"])})
+        for entry in _content()["curves"]
+    )
+
+
+def baseline(arch: str, data: str) -> float | None:
+    """The dense net's test accuracy in percent, where the paper states it.
+
+    >>> baseline("resnet18", "cifar100")
+    76.04
+    """
+    for entry in _content()["baselines"]:
+        if (entry["arch"], entry["data"]) == (arch, data):
+            return float(entry["accuracy"])
+    return None
+
+
+def distribution() -> dict[str, Any]:
+    """ReLUs kept at each site of ResNet18 on CIFAR-100 (Figure 7): "full", and "kept" by method.
+
+    >>> sum(distribution()["kept"]["BCD at 15K"])
+    14996
+    """
+    return _content()["distribution"]
+
+
+@cache
+def _content() -> dict[str, Any]:
+    return json.loads((resources.files("fastbcd.report") / "published.json").read_text("utf-8"))

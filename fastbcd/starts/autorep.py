@@ -1,0 +1,245 @@
+"""autorep: AutoReP (ICCV 2023), a start whose removed ReLUs become learned quadratics.
+
+    start = fastbcd.autorep(net, data, budget=15_000, test=test, run_dir="runs/autorep-15k")
+    fastbcd.bcd(start.model, data, budget=12_000, adt=0.1, teacher=dense)
+
+Each unit has a number `aux` that its bit follows with hysteresis: on above the threshold, off
+below minus it. Weights, quadratics and aux are trained together on CE + KD + λ·relu(density -
+target); the bit's gradient goes straight through to aux, times softplus(aux). The quadratics
+start as the best fit to ReLU for the channel's own distribution (DaPa). At the end the bits are
+all that is left: whatever BCD then removes has no number that could bring it back.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastbcd import ranks
+from fastbcd.activations import MaskedReLU
+from fastbcd.data import ImageData
+from fastbcd.finetuning import Finetune
+from fastbcd.masking import MaskSet, mask_modules, masks
+from fastbcd.search import check_whole
+from fastbcd.starts.gates import (
+    IndicatorPoly,
+    check_budget,
+    count_on,
+    gather,
+    largest,
+    to_poly,
+    twin,
+)
+from fastbcd.starts.stages import Job, StartingPoint, carry_out, check_module, check_number
+from fastbcd.starts.training import Training
+
+REFRESH, EVERY = 500, 10  # iterations in which the quadratics follow the statistics, and how often
+CALIBRATION = 8  # batches for their first statistics
+SLACK = 1.01  # the count hovers about the budget; what is beyond this share of it is said
+# λ by budget, as published for ResNet18 on CIFAR-100; above the last budget: 40
+PUBLISHED_LAMBDA = {6_000: 200.0, 9_000: 140.0, 12_900: 80.0, 15_000: 60.0}
+
+
+def autorep(
+    net: nn.Module,
+    data: Any,
+    budget: int,
+    *,
+    teacher: nn.Module | None = None,
+    test: Any = None,
+    epochs: int = 200,
+    lr: float = 1e-3,
+    lr_end: float = 1e-5,
+    penalty: float | None = None,
+    threshold: float = 0.003,
+    batch_size: int = 128,
+    finetune: Finetune | None = None,
+    paper_quirks: bool = False,
+    scale_x2: float = 1.0,
+    seed: int = 0,
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: str | bool = "auto",
+    progress: bool = False,
+) -> StartingPoint:
+    """Replace ReLUs by quadratics until exactly `budget` are kept.
+
+    Args:
+        net: with polynomial sites it is trained in place. One with `MaskedReLU` sites is left as
+            it is, and `to_poly` of it trained. ReLUs that were removed before stay removed.
+        teacher: for the distillation; None: the net as it is given.
+        epochs, lr, lr_end: Adam, its learning rate on a cosine from lr to lr_end.
+        penalty: λ of the density; None: the published one for this budget.
+        threshold: of the hysteresis.
+        finetune: after the masks are fixed; None: no fine-tune, as published. Its crops, flips,
+            temperature, weight of the distillation and mixed precision are the training's too.
+        paper_quirks: start the quadratics as the authors' code does, see `dapa`.
+        scale_x2: a factor on c2 at the start (the authors': 0.1 on CIFAR).
+        run_dir, resume, progress: as in `snl`.
+
+    Of the units whose bit is on at the end, the `budget` with the largest aux are kept; if there
+    are fewer, those whose bit is off follow, again by aux.
+
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
+    >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
+    >>> start = autorep(net, data, 2, epochs=40, lr=0.1)
+    >>> start.masks.count(), start.model[2]
+    (2, MaskedPoly((6,), 2 kept))
+    """
+    check_module(net)
+    check_budget(net, budget)
+    check_whole("batch_size", batch_size, 1)
+    check_whole("seed", seed, 0)
+    if any(isinstance(act, MaskedReLU) for act in mask_modules(net).values()):
+        net = to_poly(net)
+    settings: dict[str, Any] = {
+        "budget": budget, "epochs": epochs, "lr": lr, "lr_end": lr_end,
+        "penalty": published_lambda(budget) if penalty is None else penalty,
+        "threshold": threshold, "paper_quirks": paper_quirks, "scale_x2": scale_x2,
+    }  # fmt: skip
+    job = Job(
+        "autorep", settings, net, data, test, teacher, finetune, batch_size, seed,
+        run_dir, resume, progress,
+    )  # fmt: skip
+    return carry_out(job, lambda net: Replacement(net, **settings, seed=seed))
+
+
+def published_lambda(budget: int) -> float:
+    """λ for a budget.
+
+    >>> published_lambda(6_000), published_lambda(50_000)
+    (200.0, 40.0)
+    """
+    return next((value for most, value in PUBLISHED_LAMBDA.items() if budget <= most), 40.0)
+
+
+def dapa(mean: Tensor, var: Tensor, paper_quirks: bool = False) -> Tensor:
+    """The quadratic nearest to ReLU for x ~ N(mean, var), by channel: [C], [C] -> coef [3, C].
+
+    With u the mean, s the standard deviation, φ and Φ density and distribution of N(0, 1):
+
+        c2 = φ(u/s)/(2s),  c1 = Φ(u/s) - (u/s)·φ(u/s),  c0 = φ(u/s)·(s² + u²)/(2s)
+
+    paper_quirks: the variance, at least 0.5, stands where s belongs, and then c0 is divided by 5
+    and c2 by 10: what the authors' code computes.
+
+    >>> dapa(torch.zeros(1), torch.ones(1)).flatten()
+    tensor([0.1995, 0.5000, 0.1995])
+    """
+    s = var.clamp(min=0.5) if paper_quirks else var.sqrt().clamp(min=1e-4)
+    t = mean / s
+    density = torch.exp(-t * t / 2) / math.sqrt(2 * math.pi)
+    c2 = density / (2 * s)
+    c1 = torch.special.ndtr(t) - t * density
+    c0 = density * (s * s + mean * mean) / (2 * s)
+    return torch.stack([c0 / 5, c1, c2 / 10] if paper_quirks else [c0, c1, c2])
+
+
+class Replacement:
+    """AutoReP's way to train masks (a `Method`)."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        budget: int,
+        epochs: int,
+        lr: float,
+        lr_end: float,
+        penalty: float,
+        threshold: float,
+        paper_quirks: bool,
+        scale_x2: float,
+        seed: int,
+    ) -> None:
+        check_whole("epochs", epochs, 0)
+        check_number("lr", lr, 0, strictly=True)
+        check_number("scale_x2", scale_x2, 0)
+        for name, value in (("lr_end", lr_end), ("penalty", penalty), ("threshold", threshold)):
+            check_number(name, value, 0)
+        self.budget, self.epochs, self.lr, self.lr_end = budget, epochs, lr, lr_end
+        self.weight, self.threshold = penalty, threshold
+        self.paper_quirks, self.scale_x2 = paper_quirks, scale_x2
+        self.start = MaskSet(masks(net).sites, masks(net).bits)
+        generator = torch.Generator().manual_seed(seed)
+        self.model = twin(
+            net, lambda act: IndicatorPoly(act, torch.rand(act.mask.shape, generator=generator))
+        )
+        self.acts: list[IndicatorPoly] = list(mask_modules(self.model).values())  # type: ignore
+
+    def begin(self, history: list[dict[str, Any]]) -> None:
+        pass  # all that matters is in the model's tensors
+
+    def done(self, history: list[dict[str, Any]]) -> bool:
+        return len(history) >= self.epochs
+
+    def epoch(self, training: Training, epoch: int, bar: Any) -> dict[str, Any]:
+        if epoch == 0:
+            self._calibrate(training.data, training.batch_size)
+        # The cosine from lr to lr_end, stepped once an epoch.
+        share = (1 + math.cos(math.pi * epoch / self.epochs)) / 2
+        lr = self.lr_end + (self.lr - self.lr_end) * share
+        loss = training.epoch(epoch, lr, self.density_penalty, self._before_batch, bar)
+        for act in self.acts:
+            act.measuring = False
+        self._follow()
+        count = int(self.bits().sum())
+        return {"count": count, "lambda": self.weight, "lr": lr, "loss": loss}
+
+    def density_penalty(self) -> Tensor:
+        """λ·relu(density - target), density the share of units whose ReLU is on."""
+        total = self.start.total
+        density = torch.stack([count_on(act) for act in self.acts]).sum() / total
+        return self.weight * torch.relu(density - self.budget / total)
+
+    def bits(self) -> Tensor:
+        return gather([act.mask for act in self.acts])
+
+    def decide(self, history: list[dict[str, Any]]) -> MaskSet:
+        aux, on = gather([act.aux for act in self.acts]).double(), self.bits()
+        if (count := int(on.sum())) > SLACK * self.budget:
+            warnings.warn(
+                f"after {len(history)} epochs {count:,} bits are on, more than the budget of "
+                f"{self.budget:,}; only those with the largest aux are kept. Give it more epochs, "
+                f"or a larger penalty",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        span = aux.max() - aux.min() + 1
+        return largest(self.start, aux + span * on, self.budget)
+
+    def _follow(self) -> None:
+        for act in self.acts:
+            act.follow(self.threshold)
+
+    def _before_batch(self, iteration: int) -> None:
+        self._follow()
+        for act in self.acts:
+            act.measuring = iteration < REFRESH
+        if iteration % EVERY == 0 and 0 < iteration < REFRESH:
+            self._refresh()
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        """The quadratics from the statistics as they stand, the same on every rank."""
+        for act in self.acts:
+            mean, var = (ranks.all_sum(t) / ranks.world() for t in (act.mean, act.var))
+            coef = dapa(mean, var, self.paper_quirks)
+            coef[2] *= self.scale_x2
+            act.coef.copy_(coef)
+
+    @torch.no_grad()
+    def _calibrate(self, data: ImageData, batch_size: int) -> None:
+        """The first statistics, in eval mode, and the quadratics from them."""
+        self.model.eval()
+        for number, (x, _) in enumerate(data.first(min(len(data), CALIBRATION * batch_size))
+                                        .batches(batch_size)):  # fmt: skip
+            for act in self.acts:
+                act.measuring, act.momentum = True, 1 / (number + 1)
+            self.model(x)
+        for act in self.acts:
+            act.measuring, act.momentum = False, IndicatorPoly.momentum
+        self._refresh()
