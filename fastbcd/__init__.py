@@ -1,6 +1,6 @@
 """fastbcd: remove ReLUs from trained networks by Block Coordinate Descent, fast."""
 
-from fastbcd import models, ops, recipes
+from fastbcd import models, ops, private, recipes
 from fastbcd.activations import MaskedPoly, MaskedReLU
 from fastbcd.conversion import ConversionError, convert
 from fastbcd.data import ImageData, load
@@ -56,6 +56,7 @@ __all__ = [
     "masks",
     "models",
     "ops",
+    "private",
     "recipes",
     "saliency",
     "score",

@@ -1,0 +1,27 @@
+"""Private inference: what a network's kept ReLUs cost, and the network in the form that pays it.
+
+cost = fastbcd.private.cost(fastbcd.masks(net), "crypten", bandwidth=1e9, rtt=1e-3)
+small = fastbcd.private.gather_form(net)                # evaluates exactly the kept ReLUs
+fastbcd.private.export(small, images, "net.onnx")       # or .pt2
+fastbcd.private.activation_ranges(net, data)            # what a fixed-point format must hold
+"""
+
+from fastbcd.private.costs import Cost, SiteCost, cost
+from fastbcd.private.exporting import export
+from fastbcd.private.gathering import gather_form
+from fastbcd.private.protocols import PROTOCOLS, Constant, Protocol
+from fastbcd.private.ranges import Ranges, SiteRange, activation_ranges
+
+__all__ = [
+    "PROTOCOLS",
+    "Constant",
+    "Cost",
+    "Protocol",
+    "Ranges",
+    "SiteCost",
+    "SiteRange",
+    "activation_ranges",
+    "cost",
+    "export",
+    "gather_form",
+]

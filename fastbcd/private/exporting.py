@@ -1,0 +1,125 @@
+"""export: the gather form of a network as a file for other programs, .pt2 or .onnx.
+
+    .pt2   torch.export; torch.export.load(path).module()(images)
+    .onnx  torch.onnx.export; needs the packages onnx and onnxscript: pip install fastbcd[onnx]
+
+The batch is free in both. What was written is read again and compared with the net on the example;
+for .onnx that takes onnxruntime, and is said to be left out where it is missing.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastbcd.activations import MaskedActivation
+from fastbcd.files import write_atomically
+from fastbcd.private.gathering import gather_form
+
+FORMATS = (".pt2", ".onnx")
+# Another program may add up a convolution in another order.
+TOLERANCE = 1e-4
+
+
+def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> float | None:
+    """Write the net's gather form, in eval mode, to path: .pt2 or .onnx, by its ending.
+
+    Args:
+        net: with masks, or in gather form already; it is not changed.
+        example: a batch of at least two, [B, ...]. The file takes any batch.
+
+    Returns the largest difference between the logits of the file and of the net on the example,
+    relative to the largest logit; None if there is nothing here to run an .onnx file with.
+    """
+    path = Path(path)
+    if path.suffix not in FORMATS:
+        raise ValueError(f"{path} must end in {' or '.join(FORMATS)}, which says what to write")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} into")
+    if len(example) < 2:
+        raise ValueError(
+            f"example has a batch of {len(example)}; give two or more, since torch.export takes a "
+            f"batch of one for a constant"
+        )
+    if path.suffix == ".onnx":
+        _need("onnx", "onnxscript")
+    masked = any(isinstance(module, MaskedActivation) for module in net.modules())
+    model = (gather_form(net) if masked else copy.deepcopy(net)).eval()
+    with torch.no_grad():
+        logits = model(example)
+        if not bool(logits.isfinite().all()):
+            raise ValueError(
+                "the net's own logits on the example are not finite, so that the file could not be "
+                "checked: give images like those of its data, and see activation_ranges"
+            )
+        program = _program(model, example)
+        write, run = _WRITERS[path.suffix]
+        write_atomically(path, lambda file: write(program, file))
+        found = run(path, example)
+    if found is None:
+        return None
+    difference = float((found - logits).abs().max() / logits.abs().max().clamp_min(1e-30))
+    if difference > TOLERANCE or not bool(found.isfinite().all()):
+        path.unlink()
+        raise RuntimeError(
+            f"{path} gave other logits than the net, they differ by {difference:.2g} of the "
+            f"largest: it was deleted; please report this with the net"
+        )
+    return difference
+
+
+def _program(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
+    batch = torch.export.Dim("batch")
+    try:
+        return torch.export.export(model, (example,), dynamic_shapes=({0: batch},))
+    except Exception as error:  # whatever the net's own forward, or torch.export, raises
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"torch.export cannot take {type(model).__name__} ({first}): its forward must not "
+            f"decide by the values of tensors; fastbcd.convert it, or rewrite that branch"
+        ) from error
+
+
+def _write_onnx(program: torch.export.ExportedProgram, file: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch deprecates parts of itself
+        made: Any = torch.onnx.export(program, dynamo=True, verbose=False)
+    file.write(made.model_proto.SerializeToString())
+
+
+def _run_program(path: Path, example: Tensor) -> Tensor:
+    return torch.export.load(path).module()(example)
+
+
+def _run_onnx(path: Path, example: Tensor) -> Tensor | None:
+    try:
+        runtime = importlib.import_module("onnxruntime")
+    except ImportError:
+        return None
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    inputs = {session.get_inputs()[0].name: example.cpu().numpy()}
+    return torch.from_numpy(session.run(None, inputs)[0]).to(example.device)
+
+
+_WRITERS: dict[str, Any] = {
+    ".pt2": (torch.export.save, _run_program),
+    ".onnx": (_write_onnx, _run_onnx),
+}
+
+
+def _need(*packages: str) -> None:
+    for package in packages:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise ImportError(
+                f"writing .onnx needs the package {package}: pip install fastbcd[onnx]; .pt2 needs "
+                f"nothing more"
+            ) from error

@@ -1,0 +1,127 @@
+"""gather_form: the same network with each site evaluating exactly the ReLUs that it keeps.
+
+A graph with `where(mask, relu(x), x)` still evaluates every ReLU, and under private inference
+pays for every one. Here the kept units are gathered, activated and put back:
+
+    f = x.flatten(1)
+    f[:, kept] = relu(f[:, kept])           # or: f[:, kept] += relu(f[:, kept]) - f[:, kept]
+    f[:, removed] = c2*f² + c1*f + c0       # where removed ReLUs are quadratics
+
+A site that keeps all becomes nn.ReLU, one that keeps none nn.Identity, or the quadratic alone.
+Plaintext speed is not the aim and does not improve.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from fastbcd.activations import MaskedActivation, MaskedPoly, MaskedReLU
+from fastbcd.masking import mask_modules
+from fastbcd.reference import compute_dtype
+
+
+class GatheredReLU(nn.Module):
+    """ReLU at the positions `kept` [n] of a flattened sample, the identity elsewhere.
+
+    >>> act = GatheredReLU(torch.tensor([True, False]))
+    >>> act(torch.tensor([[-1.0, -1.0]]))
+    tensor([[ 0., -1.]])
+    """
+
+    kept: Tensor
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("kept", mask.flatten().nonzero().flatten())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, *shape] -> [B, *shape]."""
+        flat = x.flatten(1)
+        relus = torch.relu(flat.index_select(1, self.kept))
+        return flat.index_copy(1, self.kept, relus).reshape(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.kept):,} ReLUs"
+
+
+class GatheredPoly(nn.Module):
+    """ReLU at `kept`, c2*z² + c1*z + c0 at `removed`, coef [3, C] by the unit's `channel`."""
+
+    kept: Tensor
+    removed: Tensor
+    channel: Tensor
+
+    def __init__(self, mask: Tensor, coef: nn.Parameter) -> None:
+        super().__init__()
+        self.coef = coef
+        self.register_buffer("kept", mask.flatten().nonzero().flatten())
+        self.register_buffer("removed", mask.logical_not().flatten().nonzero().flatten())
+        self.register_buffer("channel", self.removed // mask[0].numel())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, *shape] -> [B, *shape]."""
+        flat = x.flatten(1)
+        small = compute_dtype(x.dtype)
+        z = flat.index_select(1, self.removed).to(small)
+        c0, c1, c2 = self.coef.to(small).index_select(1, self.channel)
+        # c2*z² + c1*z + c0, in the order of operations of reference.py
+        y = flat.index_copy(1, self.removed, ((c2 * z + c1) * z + c0).to(x.dtype))
+        if len(self.kept):
+            relus = torch.relu(flat.index_select(1, self.kept))
+            y = y.index_copy(1, self.kept, relus)
+        return y.reshape(x.shape)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.kept):,} ReLUs, {len(self.removed):,} quadratics"
+
+
+def gather_form(net: nn.Module) -> nn.Module:
+    """A copy of the net in which each site evaluates exactly its kept ReLUs.
+
+    The logits are equal to the last bit in every dtype that the activations take (the same
+    operations on the same values); masks that change later do not reach the copy.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3), nn.Linear(3, 2))
+    >>> fastbcd.set_masks(net, fastbcd.masks(net).without([1]))
+    >>> small, x = gather_form(net), torch.randn(5, 4)
+    >>> small[1], torch.equal(small(x), net(x))
+    (GatheredReLU(2 ReLUs), True)
+    """
+    for name, module in mask_modules(net).items():
+        if type(module) not in (MaskedReLU, MaskedPoly):
+            raise ValueError(
+                f"site {name!r} is a {type(module).__name__}, which belongs to an unfinished "
+                f"start: gather_form takes MaskedReLU and MaskedPoly; finish snl or autorep first"
+            )
+    twin = copy.deepcopy(net)
+    if isinstance(twin, MaskedActivation):
+        return _gathered(twin)
+    # The same activation may have several names.
+    sites = [
+        (name, module)
+        for name, module in twin.named_modules(remove_duplicate=False)
+        if isinstance(module, MaskedActivation)
+    ]
+    made = {id(module): _gathered(module) for _, module in sites}
+    for name, module in sites:
+        owner, _, leaf = name.rpartition(".")
+        twin.get_submodule(owner).register_module(leaf, made[id(module)])
+    return twin
+
+
+def _gathered(act: MaskedActivation) -> nn.Module:
+    mask = act.mask.bool()
+    kept = int(mask.sum())
+    made: nn.Module
+    if kept == mask.numel():
+        made = nn.ReLU()
+    elif isinstance(act, MaskedPoly):
+        made = GatheredPoly(mask, act.coef)
+    elif kept:
+        made = GatheredReLU(mask)
+    else:
+        made = nn.Identity()
+    return made.train(act.training)

@@ -1,0 +1,171 @@
+"""activation_ranges: what goes into each activation, for those who must choose a fixed point.
+
+Private inference calculates in fixed point: b bits in all, f of them behind the point. With few
+ReLUs left nothing holds activations back, and they can leave that range; the result is then
+garbage without any error. So look first:
+
+    print(fastbcd.private.activation_ranges(net, data, fixed_point=(64, 16)))
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastbcd.activations import MaskedPoly
+from fastbcd.data import as_data
+from fastbcd.masking import mask_modules
+from fastbcd.modes import evaluating
+
+QUANTILES = (0.5, 0.99, 0.999)
+# |z| is counted by the upper 16 bits of its float32: bins of 1/128 of a value or less.
+_SHIFT, _BINS = 16, 1 << 15
+
+
+@dataclass(frozen=True)
+class SiteRange:
+    """The values z that reach one site's activation."""
+
+    name: str
+    low: float
+    high: float
+    quantiles: tuple[float, ...]  # of |z| at QUANTILES, rounded up by less than 1 %
+    limit: float | None  # the largest |z| that the fixed point can take here
+
+    @property
+    def largest(self) -> float:
+        """The largest |z|; NaN if there was one."""
+        return math.nan if math.isnan(self.low) else max(abs(self.low), abs(self.high))
+
+    @property
+    def fits(self) -> bool:
+        """Are all values finite and, where a fixed point was given, inside it?"""
+        limit = math.inf if self.limit is None else self.limit
+        return math.isfinite(self.largest) and self.largest < limit
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """The ranges of all sites; prints itself as a table."""
+
+    sites: tuple[SiteRange, ...]
+
+    def __str__(self) -> str:
+        width = max([len(s.name) for s in self.sites] + [4])
+        names = ("min", "max", *(f"|z| {q:.1%}" for q in QUANTILES))
+        lines = [f"{'site':<{width}}" + "".join(f"{name:>12}" for name in names)]
+        for s in self.sites:
+            cells = (s.low, s.high, *s.quantiles)
+            mark = "" if s.fits else f"  outside ±{s.limit:.4g}" if s.limit else "  not finite"
+            lines.append(f"{s.name:<{width}}" + "".join(f"{c:>12.4g}" for c in cells) + mark)
+        return "\n".join(lines)
+
+
+def activation_ranges(
+    net: nn.Module,
+    data: Any,
+    batch_size: int = 250,
+    *,
+    fixed_point: tuple[int, int] | None = None,
+) -> Ranges:
+    """Smallest, largest and typical values before each activation over all images, in eval mode.
+
+    fixed_point: (bits, fraction bits), such as (64, 16). A value must stay below
+    2^(bits - 1 - fraction); where a site has quadratics z² must, with twice the fraction before
+    it is cut. A site that does not is marked and a warning names it.
+
+    >>> net = nn.Sequential(nn.Flatten(), fastbcd.MaskedReLU(4))
+    >>> x = torch.tensor([-2.0, 0.0, 0.5, 1.0]).view(1, 1, 2, 2)
+    >>> activation_ranges(net, (x, torch.tensor([0]))).sites[0].low
+    -2.0
+    """
+    limits = None if fixed_point is None else _limits(fixed_point)
+    images = as_data(data)
+    if not len(images):
+        raise ValueError("there are no images to measure the ranges on")
+    modules = mask_modules(net)
+    seen = {name: _Seen(images.device) for name in modules}
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: seen[name].add(args[0]))
+        for name, module in modules.items()
+    ]
+    try:
+        with evaluating(net), torch.inference_mode():
+            for x, _ in images.batches(batch_size):
+                net(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    sites = []
+    for name, module in modules.items():
+        if not seen[name].used:
+            raise ValueError(f"site {name!r} was not reached by any image; is it used in forward?")
+        quadratic = isinstance(module, MaskedPoly) and not bool(module.mask.all())
+        limit = None if limits is None else limits[quadratic]
+        sites.append(seen[name].summary(name, limit))
+    ranges = Ranges(tuple(sites))
+    _warn(ranges, fixed_point)
+    return ranges
+
+
+class _Seen:
+    """Extremes, and how many |z| fell into each bin; the order of the batches does not matter."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.used = False
+        self.low = torch.tensor(math.inf, device=device)
+        self.high = torch.tensor(-math.inf, device=device)
+        self.counts = torch.zeros(_BINS, dtype=torch.int64, device=device)
+
+    def add(self, z: Tensor) -> None:
+        self.used = True
+        z = z.detach().float().flatten()
+        self.low, self.high = torch.minimum(self.low, z.min()), torch.maximum(self.high, z.max())
+        bins = z.abs().view(torch.int32) >> _SHIFT
+        self.counts += torch.bincount(bins, minlength=_BINS)
+
+    def summary(self, name: str, limit: float | None) -> SiteRange:
+        low, high = float(self.low), float(self.high)
+        below = self.counts.cumsum(0).cpu()
+        wanted = torch.tensor([math.ceil(q * int(below[-1])) for q in QUANTILES])
+        bins = torch.searchsorted(below, wanted).to(torch.int32)
+        # A bin stands for its largest value, but no value is beyond the extremes.
+        edges = ((bins << _SHIFT) | ((1 << _SHIFT) - 1)).view(torch.float32).double()
+        largest = max(abs(low), abs(high))
+        return SiteRange(name, low, high, tuple(min(v, largest) for v in edges.tolist()), limit)
+
+
+def _limits(fixed_point: tuple[int, int]) -> tuple[float, float]:
+    """The largest |z| by itself, and where it is squared."""
+    bits, fraction = fixed_point
+    if not 0 < fraction < bits - 1:
+        raise ValueError(
+            f"fixed_point={fixed_point!r}; give (bits, fraction bits), such as (64, 16), with "
+            f"0 < fraction < bits - 1"
+        )
+    # |z| 2^f < 2^(b-1), and z² 2^(2f) < 2^(b-1)
+    plain, squared = 2.0 ** (bits - 1 - fraction), 2.0 ** ((bits - 1) / 2 - fraction)
+    return plain, squared
+
+
+def _warn(ranges: Ranges, fixed_point: tuple[int, int] | None) -> None:
+    outside = [s for s in ranges.sites if not s.fits]
+    if not outside:
+        return
+    worst = max(outside, key=lambda s: math.inf if math.isnan(s.largest) else s.largest)
+    values = f"site {worst.name!r} sees values from {worst.low:.4g} to {worst.high:.4g}"
+    if fixed_point is None or not math.isfinite(worst.largest):
+        text = f"{values}: the net itself overflows; look at its weights and batch norms"
+    else:
+        bits, fraction = fixed_point
+        text = (
+            f"{len(outside)} sites leave the range of {bits} bits with {fraction} after the point; "
+            f"{values}, beyond ±{worst.limit:.4g}: take fewer fraction bits or more bits, or "
+            f"fine-tune with more weight decay"
+        )
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
