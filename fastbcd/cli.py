@@ -6,9 +6,17 @@ import argparse
 import sys
 
 from fastbcd import demo, info
+from fastbcd.commands import autorep, bcd, cost, export, recipes, snl, train
 
 COMMANDS = {
-    "demo": (demo.main, "convert a small network and remove ReLUs from it"),
+    "demo": (demo.main, "train a small ResNet on embedded images and remove most of its ReLUs"),
+    "train": (train.main, "a dense net, to start from and as a teacher"),
+    "snl": (snl.main, "a starting point for bcd: removed ReLUs become linear"),
+    "autorep": (autorep.main, "a starting point for bcd: removed ReLUs become quadratics"),
+    "bcd": (bcd.main, "remove ReLUs by Block Coordinate Descent, or run one of the recipes"),
+    "recipes": (recipes.main, "the paper's experiments by name, what they take and what they gave"),
+    "cost": (cost.main, "what the ReLUs kept take in private inference: bytes, rounds, seconds"),
+    "export": (export.main, "a net that evaluates exactly the ReLUs kept, as .pt2 or .onnx"),
     "info": (info.main, "what runs here, and why not the rest; --check compares the kernels"),
 }
 
@@ -22,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="fastbcd",
         description="Remove ReLUs from trained networks by Block Coordinate Descent.",
-        epilog="\n".join(f"  {name:<6} {text}" for name, (_, text) in COMMANDS.items()),
+        epilog="\n".join(f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below")

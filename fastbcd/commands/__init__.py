@@ -1,0 +1,1 @@
+"""The commands of `fastbcd`, one file each: main(arguments) -> exit status."""

@@ -1,0 +1,66 @@
+"""What `cost` and `export` read: the ReLUs that a run directory or a file of masks keeps."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastbcd.commands.common import read_weights
+from fastbcd.masking import MaskSet, make_sites
+from fastbcd.runs import STATES
+
+
+class Kept(NamedTuple):
+    """Masks, and the sites whose removed ReLUs are quadratics."""
+
+    masks: MaskSet
+    poly: tuple[str, ...]
+
+
+def find_run(path: Path) -> Path:
+    """The run directory at path; of a recipe's, its last stage that has begun."""
+    stages = [p for p in sorted(path.glob("[0-9]-*")) if any((p / s).exists() for s in STATES)]
+    return stages[-1] if stages else path
+
+
+def read_kept(path: Path) -> Kept:
+    """The masks of a run directory as they stand, or of a file that `MaskSet.save` wrote.
+
+    What a file's removed ReLUs became is not in it: it counts as the identity.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is nothing at {path}; name a run directory or a mask file")
+    if path.is_file():
+        return Kept(MaskSet.load(path), ())
+    run = find_run(path)
+    tensors = read_weights(run)
+    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    shapes = {name: tuple(shape) for name, shape in config["net"]["sites"].items()}
+    missing = [name for name in shapes if f"{name}.mask" not in tensors]
+    if missing:
+        raise ValueError(
+            f"the run in {run} has no final masks yet (none for site {missing[0]!r}): let it end"
+        )
+    bits = [tensors[f"{name}.mask"].flatten().bool() for name in shapes]
+    return Kept(MaskSet(make_sites(shapes), torch.cat(bits)), quadratics(tensors, list(shapes)))
+
+
+def quadratics(tensors: dict[str, Tensor], sites: list[str]) -> tuple[str, ...]:
+    """The sites that have coefficients."""
+    return tuple(name for name in sites if f"{name}.coef" in tensors)
+
+
+def one_line_errors(command: str, work: Callable[[], None]) -> int:
+    """Do the work; the exit status. Errors of the user's making are one line."""
+    try:
+        work()
+    except (ValueError, OSError, ImportError) as error:
+        print(f"fastbcd {command}: {error}", file=sys.stderr)
+        return 2
+    return 0

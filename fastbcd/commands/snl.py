@@ -1,0 +1,93 @@
+"""`fastbcd snl`: a starting point for BCD by SNL, with the published values as defaults."""
+
+from __future__ import annotations
+
+import argparse
+
+from fastbcd.commands import common
+from fastbcd.finetuning import Finetune
+from fastbcd.starts.snl import snl
+from fastbcd.starts.stages import StartingPoint
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Linearise the net of --weights down to --budget ReLUs."""
+    options = _parser().parse_args(arguments)
+    options.run_dir = common.name_run("snl", options, options.budget)
+    return common.guarded("snl", arguments, options.run_dir, lambda: _run(options))
+
+
+def add_start_options(parser: argparse.ArgumentParser, epochs: int) -> None:
+    """What `fastbcd snl` and `fastbcd autorep` have in common; epochs of the fine-tune."""
+    parser.add_argument("--budget", type=int, required=True, help="ReLUs to keep")
+    common.add_net_options(parser)
+    common.add_run_options(parser)
+    add = parser.add_argument_group("fine-tuning and distillation").add_argument
+    add(
+        "--teacher", type=common.Path, metavar="PATH", help="weights of the teacher (the net's own)"
+    )
+    add("--finetune-epochs", type=int, default=epochs,
+        help="after the masks are fixed (%(default)s)")  # fmt: skip
+    add("--finetune-lr", type=float, default=1e-3, help="(%(default)s)")
+    add("--temperature", type=float, default=4.0, help="of the distillation (%(default)s)")
+    add("--distill", type=float, default=1.0, help="weight of the distillation (%(default)s)")
+    add("--batch-size", type=int, default=128, help="(%(default)s)")
+
+
+def start_arguments(options: argparse.Namespace) -> tuple[tuple, dict]:
+    """The net and the data, and the keywords that `snl` and `autorep` share."""
+    data, test = common.load_data(options)
+    net = common.make_net(options, data)
+    if options.weights is not None:
+        common.load_weights(net, options.weights)
+    teacher = None
+    if options.teacher is not None:
+        teacher = common.load_weights(common.make_net(options, data), options.teacher).eval()
+    finetune = Finetune(
+        epochs=options.finetune_epochs, lr=options.finetune_lr, batch_size=options.batch_size,
+        temperature=options.temperature, distill=options.distill,
+    )  # fmt: skip
+    keywords = {
+        "teacher": teacher, "test": test, "finetune": finetune, "batch_size": options.batch_size,
+        "seed": options.seed, "run_dir": options.run_dir, "resume": options.resume,
+        "progress": not options.quiet,
+    }  # fmt: skip
+    return (net, data, options.budget), keywords
+
+
+def say_result(start: StartingPoint, run_dir: common.Path) -> None:
+    """The last line of the command."""
+    a = start.accuracy
+    common.say(
+        f"{start.masks.count():,} ReLUs after {len(start.history)} epochs; test {a['trained']:.2f} "
+        f"% with trained masks, {a['thresholded']:.2f} % cut to bits, {a['final']:.2f} % in the "
+        f"end; weights and masks: {run_dir}"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fastbcd snl",
+        description="Selective Network Linearization: masks as numbers, trained with the weights "
+        "under a growing penalty, then cut to bits and fine-tuned. The same command again goes "
+        "on after an interruption.",
+    )
+    add_start_options(parser, epochs=100)
+    add = parser.add_argument_group("mask training").add_argument
+    add("--lr", type=float, default=1e-3, help="of Adam (%(default)s)")
+    add("--lambda0", type=float, default=1e-5, help="the penalty's first weight (%(default)s)")
+    add("--kappa", type=float, default=1.1, help="its growth (%(default)s)")
+    add("--threshold", type=float, default=1e-2, help="below it a ReLU is gone (%(default)s)")
+    add("--max-epochs", type=int, default=2000, help="(%(default)s)")
+    add("--as-published", action="store_true",
+        help="keep what is above the threshold, mostly fewer than --budget")  # fmt: skip
+    return parser
+
+
+def _run(options: argparse.Namespace) -> None:
+    positional, keywords = start_arguments(options)
+    start = snl(
+        *positional, **keywords, lr=options.lr, lambda0=options.lambda0, kappa=options.kappa,
+        threshold=options.threshold, max_epochs=options.max_epochs, exact=not options.as_published,
+    )  # fmt: skip
+    say_result(start, options.run_dir)
