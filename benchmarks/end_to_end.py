@@ -1,6 +1,6 @@
 """A whole BCD run on real data: fastbcd against the authors' loop, restated, on one machine.
 
-    FASTBCD_DATA=folder python benchmarks/end_to_end.py [--relus 8000] [--steps 12] ...
+    FASTBCD_DATA=folder python benchmarks/end_to_end.py [--relus 4000] [--steps 10] ...
 
 The folder holds `cifar10-12k.npz` and `resnet20-cifar10.safetensors`. ResNet-20 is brought to
 `--relus` ReLUs first (at random, with fine-tuning; not timed, both runs begin there). Then both
@@ -131,13 +131,14 @@ class Authors:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--relus", type=int, default=8_000)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--relus", type=int, default=4_000)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--drc", type=int, default=100)
-    parser.add_argument("--rt", type=int, default=20)
-    parser.add_argument("--adt", type=float, default=0.3)
-    parser.add_argument("--samples", type=int, default=2_000)
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--rt", type=int, default=10)
+    parser.add_argument("--adt", type=float, default=0.1)
+    parser.add_argument("--samples", type=int, default=1_000, help="images to score on")
+    parser.add_argument("--train", type=int, default=3_000, help="images to fine-tune on")
+    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     o = parser.parse_args()
@@ -145,6 +146,7 @@ def main() -> None:
     train, test = (fastbcd.ImageData.from_npz(folder / "cifar10-12k.npz", s, mean=MEAN, std=STD)
                    for s in ("train", "test"))  # fmt: skip
     net, teacher = start(folder, o.relus, train)
+    train = train.first(o.train)
     print(machine())
     print(
         f"ResNet-20 at {o.relus:,} ReLUs, {accuracy(net, test):.2f} % on {len(test):,} test images"
