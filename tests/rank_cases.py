@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from fastbcd.runs import read_state
 from fastbcd.scoring.plan import ENGINES
 from nets import images, make, thinned
 from run_cases import contents, small_net, small_run
+from tqdm import tqdm
 
 NETS = ["mlp", "resnet", "mixture"]
 
@@ -189,6 +191,7 @@ def on_ranks(case: Callable[[Path], Any], folder: Path, world: int) -> list[Any]
     """The answers of all ranks; None where a rank ended without one."""
     pids = []
     for rank in range(world):
+        tqdm.set_lock(threading.RLock())  # see run_cases.fork
         pid = os.fork()
         if not pid:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -12,6 +12,7 @@ import random
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 import fastbcd
 from fastbcd.finetuning import Finetune
@@ -55,6 +57,8 @@ def contents(run_dir: Path) -> tuple[Any, Any]:
 
 def fork(work: Callable[[], object]) -> int:
     """A child that does the work; exit code 0 if all went well."""
+    # tqdm's own lock is one for all forks: a child killed while it holds it would stop the rest.
+    tqdm.set_lock(threading.RLock())
     pid = os.fork()
     if not pid:
         try:
