@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 import fastbcd
 from fastbcd import descent, ranks, snapshots
@@ -25,7 +26,6 @@ from fastbcd.runs import read_state
 from fastbcd.scoring.plan import ENGINES
 from nets import images, make, thinned
 from run_cases import contents, small_net, small_run
-from tqdm import tqdm
 
 NETS = ["mlp", "resnet", "mixture"]
 
