@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbcd.data import ImageData, as_data
+from fastbcd.evaluation import check_classes
 from fastbcd.masking import MaskSet, mask_modules, masks, set_masks
 from fastbcd.modes import evaluating
 from fastbcd.ranks import all_sum, from_first, rank, world
@@ -255,26 +256,9 @@ def check_scorable(
     images = as_data(data)
     if not len(images):
         raise ValueError("there are no images to score on")
-    device = next(iter(mask_modules(net).values())).mask.device
-    if images.device != device:
-        raise ValueError(f"the data is on {images.device} and the net on {device}; data.to(device)")
-    with evaluating(net), torch.inference_mode():
-        _check_labels(net(next(images.batches(1))[0]), images)
+    mask_modules(net)  # a net without masks is told so first
+    check_classes(net, images, "the net")
     return images
-
-
-def _check_labels(logits: Any, data: ImageData) -> None:
-    if not isinstance(logits, Tensor) or logits.ndim != 2:
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"the net must return logits [B, classes]; it returns {found}")
-    classes = logits.shape[1]
-    outside = ((data.labels < 0) | (data.labels >= classes)).nonzero().flatten()
-    if len(outside):
-        i = int(outside[0])
-        raise ValueError(
-            f"label {int(data.labels[i])} of image {i} is out of range: "
-            f"the net has {classes} classes"
-        )
 
 
 def check_removals(
