@@ -2,7 +2,7 @@
 
 Two backends with the same functions (`relu_forward`, `relu_backward`, `poly_forward`,
 `poly_backward`, `soft_forward`, `soft_backward`, `indicator_backward`, `saliency_backward`) on
-dense memory described by a `fastbcd.layout.Geometry`:
+dense memory described by a `fastbcd.layout.Geometry`, and `kinks` (scoring/kinks.py):
 
     fastbcd.kernels.cpu      C++ (cpu/*.cpp), CPU tensors, built when the package is installed
     fastbcd.kernels.triton   Triton, CUDA tensors; with TRITON_INTERPRET=1 also CPU tensors
@@ -60,9 +60,10 @@ _warned: set[str] = set()
 def backends() -> list[Backend]:
     """What runs here, and why not the rest.
 
-    >>> for backend in backends(): print(backend)  # doctest: +SKIP
+    >>> [(backend.name, backend.device) for backend in backends()]
+    [('cpu', 'cpu'), ('triton', 'cuda')]
+    >>> print(backends()[0])  # doctest: +SKIP
     cpu        cpu    in use      C++, avx2, 2 threads
-    triton     cuda   not in use  torch 2.13.0+cpu is a CPU build
     """
     return [CPU, TRITON]
 

@@ -34,7 +34,11 @@ __all__ = ["Scores", "score"]
 
 @dataclass(frozen=True)
 class Scores:
-    """What `score` found: K hypotheses beside the base, the net as it stands."""
+    """What `score` found: K hypotheses beside the base, the net as it stands.
+
+    >>> Scores(torch.tensor([90, 95]), torch.zeros(2), 96, 0.0, 100, "stacked").drop
+    tensor([6., 1.], dtype=torch.float64)
+    """
 
     correct: Tensor  # LongTensor[K]
     loss: Tensor  # DoubleTensor[K], mean cross-entropy

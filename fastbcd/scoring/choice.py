@@ -35,7 +35,14 @@ ROUNDING = 1e-5  # losses closer than this are equal
 
 @dataclass(frozen=True)
 class Choice:
-    """The hypothesis to take, and what the decision cost."""
+    """The hypothesis to take, and what the decision cost.
+
+    >>> net = nn.Sequential(nn.Flatten(), fastbcd.MaskedReLU(4), nn.Linear(4, 3))
+    >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
+    >>> choice = fastbcd.choose(net, [torch.tensor([2, 3])], data, adt=100.0)
+    >>> choice.removal, choice.accepted, choice.tried
+    (tensor([2, 3]), True, 1)
+    """
 
     number: int
     removal: Tensor  # LongTensor[D]

@@ -2,12 +2,12 @@
 
 Exact up to rounding, and cheap when few ReLUs are left: a hypothesis costs one number of H for
 each pair of kept ReLUs, whatever the convolutions would cost. For a chunk of T hypotheses and B
-images, c [T, B, R] is filled site by site:
+images, c [R, T·B] is filled site by site, a site being some rows of it that lie together:
 
-    z_s = (U x + u)_s + c[:, :, before s] @ H_s      one GEMM for all trials and images
+    z_s = (U x + u)_s + H_sᵀ c[before s]             one GEMM for all trials and images
     c_s = m_s · relu(-z_s)                           one fused pass over its output
 
-and logits = W x + w + c @ G. Hypotheses that begin at a later site see everything before it as a
+and logits = W x + w + Gᵀ c. Hypotheses that begin at a later site see everything before it as a
 shift of the affine part, which the base net gives.
 """
 
@@ -36,7 +36,7 @@ class Trials(NamedTuple):
 
     numbers: list[int]
     start: int
-    masks: Tensor  # uint8 [T, R - start]
+    masks: Tensor  # uint8 [R - start, T]
 
 
 class Collapsed:
@@ -64,9 +64,9 @@ class Collapsed:
         for i in range(0, len(order), lanes):
             numbers = order[i : i + lanes]
             start = first[numbers[0]]
-            masks = torch.ones(len(numbers), form.kinks - start, dtype=torch.uint8)
-            for mask, k in zip(masks, numbers, strict=True):
-                mask[gone[k] - start] = 0
+            masks = torch.ones(form.kinks - start, len(numbers), dtype=torch.uint8)
+            for t, k in enumerate(numbers):
+                masks[gone[k] - start, t] = 0
             groups.append(Trials(numbers, start, masks.to(form.out.device)))
         return groups
 
@@ -77,7 +77,7 @@ class Collapsed:
         at_sites, at_end = self.affine(x)
         c = None
         if base or any(group.start for group in groups):
-            everything = torch.ones(1, self.form.kinks, dtype=torch.uint8, device=x.device)
+            everything = torch.ones(self.form.kinks, 1, dtype=torch.uint8, device=x.device)
             c, logits = self.run(at_sites, at_end, everything, 0)
             c = c.clone()  # the memory is used again
             if base:
@@ -86,70 +86,70 @@ class Collapsed:
         for group in groups:
             if group.start not in shifted:
                 assert c is not None
-                shifted[group.start] = self.shift(at_sites, at_end, c[0], group.start)
+                shifted[group.start] = self.shift(at_sites, at_end, c, group.start)
             yield group.numbers, self.run(*shifted[group.start], group.masks, group.start)[1]
 
     def affine(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """U x + u at the kinks [B, R], W x + w [B, classes]."""
+        """U x + u at the kinks [R, B], W x + w [B, classes]."""
         form = self.form
         found = form.known.find(x)
         if found is None:
             if form.image is not None and form.image_out is not None:
                 flat = x.movedim(1, -1).reshape(len(x), -1)
-                found = (torch.addmm(form.constant, flat, form.image),
+                found = (torch.addmm(form.constant[:, None], form.image.T, flat.T),
                          torch.addmm(form.constant_out, flat, form.image_out))  # fmt: skip
             else:
                 pieces = [self.builder.at_taps(piece) for piece in x.split(PIECE)]
-                found = torch.cat([z for z, _ in pieces]), torch.cat([y for _, y in pieces])
+                found = torch.cat([z.T for z, _ in pieces], 1), torch.cat([y for _, y in pieces])
                 if self.order is not None:
-                    found = found[0].index_select(1, self.order.to(x.device)), found[1]
+                    found = found[0].index_select(0, self.order.to(x.device)), found[1]
             form.known.keep(x, *found)
         return found
 
     def run(
         self, at_sites: Tensor, at_end: Tensor, masks: Tensor, start: int
     ) -> tuple[Tensor, Tensor]:
-        """c [T, B, R - start] and logits [T, B, classes] of T masks over the kinks from `start`.
+        """c [R - start, T·B] and logits [T, B, classes] of T masks over the kinks from `start`.
 
-        at_sites [B, R - start], at_end [B, classes]: what the image and earlier kinks give.
+        at_sites [R - start, B], at_end [B, classes]: what the image and earlier kinks give.
         """
         form = self.form
-        trials, batch = len(masks), len(at_end)
-        c = self.buffer(trials * batch * (form.kinks - start)).view(trials * batch, -1)
+        trials, batch = masks.shape[1], len(at_end)
+        c = self.buffer((form.kinks - start) * trials * batch).view(-1, trials * batch)
         for s, blocks in enumerate(form.blocks):
             a, b = form.bounds[s] - start, form.bounds[s + 1] - start
             if a < 0 or a == b:
                 continue
-            z = c[:, a:b]
+            z = c[a:b]
             fresh = True
             for block in blocks:
                 low = max(block.start, start)
                 if low < block.stop:
-                    earlier = c[:, low - start : block.stop - start]
+                    earlier = c[low - start : block.stop - start]
                     rows = block.matrix[low - block.start :]
                     if fresh:
-                        torch.mm(earlier, rows, out=z)
+                        torch.mm(rows.T, earlier, out=z)
                     else:
-                        z.addmm_(earlier, rows)
+                        z.addmm_(rows.T, earlier)
                     fresh = False
-            kinks(z.unflatten(0, (trials, batch)), at_sites[:, a:b], masks[:, a:b], fresh=fresh)
-        logits = (c @ form.out[start:]).view(trials, batch, -1) + at_end
-        return c.view(trials, batch, -1), logits
+            kinks(z.unflatten(1, (trials, batch)), at_sites[a:b], masks[a:b], fresh=fresh)
+        logits = (form.out[start:].T @ c).T.unflatten(0, (trials, batch)) + at_end
+        return c, logits
 
     def shift(
         self, at_sites: Tensor, at_end: Tensor, c: Tensor, start: int
     ) -> tuple[Tensor, Tensor]:
         """The affine part at the kinks from `start` on, with what the base's earlier ones add."""
         form = self.form
-        moved = at_sites[:, start:].clone()
+        moved = at_sites[start:].clone()
         for s, blocks in enumerate(form.blocks):
             a, b = form.bounds[s] - start, form.bounds[s + 1] - start
             for block in blocks if a >= 0 else []:
                 high = min(block.stop, start)
                 if block.start < high:
                     rows = block.matrix[: high - block.start]
-                    moved[:, a:b].addmm_(c[:, block.start : high], rows)
-        return moved, torch.addmm(at_end, c[:, :start], form.out[:start])
+                    moved[a:b].addmm_(rows.T, c[block.start : high])
+        return moved, torch.addmm(at_end, c[:start].T, form.out[:start])
 
     def buffer(self, numbers: int) -> Tensor:
         if len(self.memory) < numbers:

@@ -104,7 +104,7 @@ class Affine:
     def __init__(self) -> None:
         self.limit = 0  # bytes
         self.example: Tensor | None = None  # the first images of the data
-        self.entries: list[tuple[Tensor, Tensor, Tensor]] = []  # images, [B, R], [B, classes]
+        self.entries: list[tuple[Tensor, Tensor, Tensor]] = []  # images, [R, B], [B, classes]
         self.next = 0  # passes go over the images in the same order
 
     def begin(self, example: Tensor, limit: int) -> None:
@@ -133,5 +133,5 @@ class Affine:
     def restricted(self, kinks: Tensor) -> Affine:
         smaller = Affine()
         smaller.limit, smaller.example = self.limit, self.example
-        smaller.entries = [(x, z.index_select(1, kinks), y) for x, z, y in self.entries]
+        smaller.entries = [(x, z.index_select(0, kinks), y) for x, z, y in self.entries]
         return smaller

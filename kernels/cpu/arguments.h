@@ -20,7 +20,7 @@
 
 #include "problem.h"
 
-// Each .cpp includes its loops twice: for any machine, and for AVX2 under a target pragma.
+// Where both_targets.h compiles the loops a second time, for AVX2.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define FASTBCD_X86 1
 #endif

@@ -1,19 +1,8 @@
 // The masked ReLU and the masked polynomial as operators `fastbcd_cpu::*`, on torch's stable ABI.
 #include "arguments.h"
 
-// The loops for any machine and for AVX2, chosen at run time. Memory, not arithmetic, is the
-// limit, so wider vectors bring nothing.
-namespace fastbcd::baseline {
-#include "loops.h"
-}
-#ifdef FASTBCD_X86
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v3")
-namespace fastbcd::avx2 {
-#include "loops.h"
-}
-#pragma GCC pop_options
-#endif
+#define FASTBCD_LOOPS "loops.h"
+#include "both_targets.h"
 
 namespace fastbcd {
 

@@ -17,47 +17,48 @@ namespace fastbcd {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// One row. A NaN passes where the bit is set.
+// One kink of one trial, for all images. A NaN passes where the bit is set.
 template <class scalar>
 inline __attribute__((always_inline)) void row(
-    scalar* __restrict c, const scalar* __restrict a, const uint8_t* __restrict mask, int64_t n,
-    bool fresh) {
+    scalar* __restrict c, const scalar* __restrict a, int64_t n, bool fresh) {
   for (int64_t i = 0; i < n; ++i) {
     scalar v = -((fresh ? scalar(0) : c[i]) + a[i]);
-    c[i] = mask[i] ? (v <= scalar(0) ? scalar(0) : v) : scalar(0);
+    c[i] = v <= scalar(0) ? scalar(0) : v;
   }
 }
 
-FASTBCD_CLONES void row_float(float* c, const float* a, const uint8_t* m, int64_t n, bool fresh) {
-  fresh ? row(c, a, m, n, true) : row(c, a, m, n, false);
+FASTBCD_CLONES void row_float(float* c, const float* a, int64_t n, bool fresh) {
+  fresh ? row(c, a, n, true) : row(c, a, n, false);
 }
 
-FASTBCD_CLONES void row_double(
-    double* c, const double* a, const uint8_t* m, int64_t n, bool fresh) {
-  fresh ? row(c, a, m, n, true) : row(c, a, m, n, false);
+FASTBCD_CLONES void row_double(double* c, const double* a, int64_t n, bool fresh) {
+  fresh ? row(c, a, n, true) : row(c, a, n, false);
 }
 
-// c [T, B, n], a [B, n], mask [T, n]; in each of them the last dimension lies dense.
+// c [n, T, B], a [n, B], mask [n, T].
 void kinks(Tensor c, Tensor a, Tensor mask, bool fresh) {
-  STD_TORCH_CHECK(c.dim() == 3 && a.dim() == 2 && mask.dim() == 2, "kinks: c [T,B,n], a [B,n], "
-                  "mask [T,n]");
-  int64_t trials = c.size(0), batch = c.size(1), n = c.size(2);
-  STD_TORCH_CHECK(a.size(0) == batch && a.size(1) == n && mask.size(0) == trials &&
-                  mask.size(1) == n, "kinks: the sizes do not fit");
+  STD_TORCH_CHECK(c.dim() == 3 && a.dim() == 2 && mask.dim() == 2, "kinks: c [n,T,B], a [n,B], "
+                  "mask [n,T]");
+  int64_t n = c.size(0), trials = c.size(1), batch = c.size(2);
+  STD_TORCH_CHECK(a.size(0) == n && a.size(1) == batch && mask.size(0) == n &&
+                  mask.size(1) == trials, "kinks: the sizes do not fit");
   if (!trials || !batch || !n) return;
   STD_TORCH_CHECK(c.is_cpu() && a.is_cpu() && mask.is_cpu(), "kinks: not on the CPU");
-  STD_TORCH_CHECK((c.stride(2) == 1 && a.stride(1) == 1 && mask.stride(1) == 1) || n == 1,
-                  "kinks: the last dimension does not lie dense");
+  STD_TORCH_CHECK(c.is_contiguous() && a.is_contiguous() && mask.is_contiguous(),
+                  "kinks: not contiguous");
   STD_TORCH_CHECK(c.scalar_type() == a.scalar_type() && mask.scalar_type() == ScalarType::Byte,
                   "kinks: dtypes do not fit");
   const uint8_t* m = static_cast<const uint8_t*>(mask.data_ptr());
   auto run = [&](auto* values, const auto* affine, auto function) {
-    int64_t grain = std::max<int64_t>(1, 16384 / n);
-    torch::stable::parallel_for(0, trials * batch, grain, [&](int64_t begin, int64_t end) {
+    int64_t grain = std::max<int64_t>(1, 16384 / batch);
+    torch::stable::parallel_for(0, n * trials, grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        int64_t t = i / batch, b = i % batch;
-        function(values + t * c.stride(0) + b * c.stride(1), affine + b * a.stride(0),
-                 m + t * mask.stride(0), n, fresh);
+        auto* c = values + i * batch;
+        if (m[i]) {
+          function(c, affine + i / trials * batch, batch, fresh);
+        } else {
+          std::fill_n(c, batch, 0);
+        }
       }
     });
   };

@@ -1,6 +1,6 @@
 // The inner loops, included once per instruction set inside a namespace of its own.
 // Plain loops over a tile that the compiler vectorises; `ivdep` because y may be x itself.
-// No include guard and no includes: arguments.h has them all in front of the target pragmas.
+// No include guard and no other includes: arguments.h has them all in front of the target pragma.
 
 // dst[i] = v[channel of element first + i], so that the loops below need no index arithmetic.
 template <class compute>

@@ -16,17 +16,8 @@ inline int64_t tile_width(int64_t channels) {
 
 }  // namespace fastbcd
 
-namespace fastbcd::baseline {
-#include "norm_loops.h"
-}
-#ifdef FASTBCD_X86
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v3")
-namespace fastbcd::avx2 {
-#include "norm_loops.h"
-}
-#pragma GCC pop_options
-#endif
+#define FASTBCD_LOOPS "norm_loops.h"
+#include "both_targets.h"
 
 namespace fastbcd {
 

@@ -23,19 +23,8 @@ struct SaliencyBackward {
 
 }  // namespace fastbcd
 
-namespace fastbcd::baseline {
-#include "loops.h"
-#include "saliency_loops.h"
-}
-#ifdef FASTBCD_X86
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v3")
-namespace fastbcd::avx2 {
-#include "loops.h"
-#include "saliency_loops.h"
-}
-#pragma GCC pop_options
-#endif
+#define FASTBCD_LOOPS "saliency_loops.h"
+#include "both_targets.h"
 
 namespace fastbcd {
 

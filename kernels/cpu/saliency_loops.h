@@ -1,5 +1,5 @@
-// The inner loops of saliency.cpp, included once per instruction set after loops.h, in its
-// namespace.
+// The inner loops of saliency.cpp, included once per instruction set inside a namespace of its own.
+#include "loops.h"
 
 // What a removal adds to a kept unit's output, and with it dx and the sum over the batch:
 // relu:  added = min(z, 0);          dz = 0 where the bit is 1 and z <= 0, else grad

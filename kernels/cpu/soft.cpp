@@ -39,19 +39,8 @@ struct IndicatorBackward {
 
 }  // namespace fastbcd
 
-namespace fastbcd::baseline {
-#include "loops.h"
-#include "soft_loops.h"
-}
-#ifdef FASTBCD_X86
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v3")
-namespace fastbcd::avx2 {
-#include "loops.h"
-#include "soft_loops.h"
-}
-#pragma GCC pop_options
-#endif
+#define FASTBCD_LOOPS "soft_loops.h"
+#include "both_targets.h"
 
 namespace fastbcd {
 

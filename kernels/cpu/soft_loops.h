@@ -1,5 +1,6 @@
-// The inner loops of soft.cpp, included once per instruction set after loops.h, in its namespace.
+// The inner loops of soft.cpp, included once per instruction set inside a namespace of its own.
 // No trials here: these activations are trained, one mask at a time.
+#include "loops.h"
 
 // y = z where z > 0, else (1 - a)*z
 template <bool residual, class scalar, class compute>

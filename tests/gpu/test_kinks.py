@@ -25,17 +25,17 @@ from fastbcd import kernels
 from fastbcd.scoring.kinks import kinks, kinks_reference
 assert kernels.choose(torch.zeros(1)) is kernels.TRITON.module
 torch.manual_seed(0)
-for trials, batch, n in [(1, 1, 1), (2, 3, 17), (1, 2, 300), (3, 1, 256)]:
+for n, trials, batch in [(1, 1, 1), (17, 2, 3), (5, 3, 130), (3, 1, 256)]:
     for fresh in (False, True):
-        table = torch.randn(trials, batch, n + 7)
-        a = torch.randn(batch, n + 2)[:, 1 : n + 1]
+        table = torch.randn(n + 7, trials, batch)
+        a = torch.randn(n + 2, batch)[1 : n + 1]
         if not fresh:
-            table[0, 0, 3] = float("nan")
-        mask = torch.randint(2, (trials, n + 3), dtype=torch.uint8)[:, 2 : n + 2]
+            table[3, 0, 0] = float("nan")
+        mask = torch.randint(2, (n + 3, trials), dtype=torch.uint8)[2 : n + 2]
         found, truth = table.clone(), table.clone()
-        kinks(found[..., 3 : n + 3], a, mask, fresh=fresh)
-        kinks_reference(truth[..., 3 : n + 3], a, mask, fresh)
-        assert torch.equal(found.nan_to_num(7.0), truth.nan_to_num(7.0)), (trials, batch, n, fresh)
+        kinks(found[3 : n + 3], a, mask, fresh=fresh)
+        kinks_reference(truth[3 : n + 3], a, mask, fresh)
+        assert torch.equal(found.nan_to_num(7.0), truth.nan_to_num(7.0)), (n, trials, batch, fresh)
 print("equal")
 """
 
@@ -63,10 +63,8 @@ def test_compiled_it_neither_spills_nor_shares(name, fresh) -> None:
         mock.patch.object(triton.runtime.driver, "_active", Offline(target)),
         mock.patch.object(JITFunction, "__getitem__", compile_only),
     ):
-        c = torch.zeros(2, 3, 40)
-        kernels.kinks(
-            c[..., 3:36], torch.zeros(3, 33), torch.zeros(2, 33, dtype=torch.uint8), fresh
-        )
+        mask = torch.zeros(33, 2, dtype=torch.uint8)
+        kernels.kinks(torch.zeros(33, 2, 3), torch.zeros(33, 3), mask, fresh)
     (kernel,) = compiled
     assert kernel.metadata.shared == 0
     if target.backend == "cuda":
