@@ -7,16 +7,18 @@
 The folder holds `cifar10-12k.npz` and `resnet20-cifar10.safetensors`. The arms, each to 10.6 % and
 to 4.2 % of the ReLUs (20,000 and 8,000 of ResNet-20's 188,416), with every seed:
 
-    uniform from SNL    the paper: SNL down to twice the budget, then BCD with uniform hypotheses
+    uniform from SNL    the paper: SNL down to 40,000, then BCD with uniform hypotheses
     uniform             BCD from the dense net, uniform hypotheses
     saliency from SNL   as the first, with hypotheses that favour small saliency
     saliency            as the second, with these
     SNL                 SNL alone, down to the budget
 
-Each arm has the same number of epochs on the same images: those of SNL's mask training count,
-BCD has an epoch a step (so the steps are a fraction of what is left, as many as there are epochs),
-and all end with a fine-tune of at least `--final` epochs. All distill from the dense net. Every
-arm has run directories of its own below `--out`; the same command again goes on where it was.
+Each arm has the same number of epochs on the same images: those of SNL's mask training and of the
+fine-tune at 40,000 count, BCD has an epoch a step (so the steps are a fraction of what is left, as
+many as there are epochs), and all end with a fine-tune of at least `--final` epochs. All distill
+from the dense net. Every arm has run directories of its own below `--out`; the same command again
+goes on where it was. The seeds may run side by side (`--seeds 0`, `--seeds 1`): the same command
+with both then reports.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from fastbcd.runs import read_state
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SHARES = (20_000 / 188_416, 8_000 / 188_416)
+REFERENCE = 40_000 / 188_416  # where SNL hands over to BCD: B_ref
 ARMS = ("uniform from SNL", "uniform", "saliency from SNL", "saliency", "SNL")
 
 
@@ -86,6 +89,7 @@ class Arm:
         self.net = copy.deepcopy(problem.dense)
         self.folder = o.out / f"{name.replace(' ', '-')}-{budget}-{seed}"
         self.epochs, self.seconds = 0, 0.0
+        self.reference: float | None = None  # test accuracy where SNL handed over
 
     def result(self) -> dict[str, Any]:
         """What the arm came to; kept in a file, so that a finished arm is not run again."""
@@ -93,31 +97,36 @@ class Arm:
         if path.exists():
             return json.loads(path.read_text())
         budget = self.budget
-        if "SNL" in self.name:
-            self.start(budget if self.name == "SNL" else 2 * budget)
+        if self.name == "SNL":
+            self.start(budget, self.o.epochs - self.o.final, None)
+        elif "SNL" in self.name:
+            reference = round(REFERENCE * fastbcd.masks(self.net).total)
+            self.start(reference, self.o.snl_epochs, self.settings(self.o.snl_tune))
+            self.reference = fastbcd.accuracy(self.net, self.problem.test)
         if self.name != "SNL":
             self.descend()
         self.tune(self.o.epochs - self.epochs)
         found = {
             "arm": self.name, "budget": budget, "seed": self.seed, "epochs": self.epochs,
             "relus": fastbcd.masks(self.net).count(), "seconds": self.seconds,
-            "accuracy": fastbcd.accuracy(self.net, self.problem.test),
+            "accuracy": fastbcd.accuracy(self.net, self.problem.test), "reference": self.reference,
         }  # fmt: skip
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda file: file.write(json.dumps(found).encode()))
         return found
 
-    def start(self, relus: int) -> None:
+    def start(self, relus: int, epochs: int, tune: fastbcd.Finetune | None) -> None:
         """SNL's mask training; arms that start alike share it, and each counts its time."""
         o, folder = self.o, self.o.out / f"start-{relus}-{self.seed}"
         found = fastbcd.snl(
             self.net, self.problem.train, relus, teacher=self.problem.dense, lr=o.snl_lr,
-            lambda0=o.snl_lambda, kappa=o.snl_kappa, max_epochs=o.snl_epochs,
-            batch_size=o.snl_batch, finetune=None, seed=self.seed, run_dir=folder,
+            lambda0=o.snl_lambda, kappa=o.snl_kappa, max_epochs=epochs,
+            batch_size=o.snl_batch, finetune=tune, seed=self.seed, run_dir=folder,
             progress=o.progress,
         )  # fmt: skip
-        self.epochs += len(found.history)
-        self.seconds += sum(sum(record["seconds"].values()) for record in found.history)
+        records = found.history + found.finetune
+        self.epochs += len(records)
+        self.seconds += sum(sum(record["seconds"].values()) for record in records)
         count = found.history[-1]["count"]
         print(f"  SNL: {len(found.history)} epochs, {count:,} above the threshold", flush=True)
 
@@ -198,7 +207,7 @@ def plot(o: argparse.Namespace, results: list[dict[str, Any]], budgets: list[int
         left.plot(budgets, [mean(p) for p in points], "o-", color=f"C{i}", label=arm)
         for budget, values in zip(budgets, points, strict=True):
             left.plot([budget] * len(values), values, "_", color=f"C{i}")
-        way = curve(o, arm, min(budgets), 0)
+        way = curve(o, arm, min(budgets), o.seeds[0])
         if way:
             right.plot(*zip(*way, strict=True), ".-", color=f"C{i}", label=arm)
     left.set(xlabel="ReLUs", ylabel="test accuracy, %", xscale="log", title="at the budget")
@@ -212,7 +221,7 @@ def plot(o: argparse.Namespace, results: list[dict[str, Any]], budgets: list[int
 
 def arms(problem: Problem, o: argparse.Namespace, budgets: list[int]) -> Iterator[Arm]:
     """Seeds first: an interrupted experiment then has whole comparisons."""
-    for seed in range(o.seeds):
+    for seed in o.seeds:
         for budget in budgets:
             for name in ARMS:
                 yield Arm(problem, o, name, budget, seed)
@@ -224,19 +233,25 @@ def options() -> argparse.Namespace:
     add("--data", choices=("cifar10", "fashion-mnist"), default="cifar10")
     add("--quick", action="store_true", help="a smoke test: tiny, on the embedded images")
     add("--out", type=Path, help="run directories (runs/proposals-DATA)")
-    add("--images", type=int, default=4_000, help="to train on (%(default)s)")
+    add("--images", type=int, default=2_000, help="to train on (%(default)s)")
     add("--samples", type=int, default=1_000, help="to score on (%(default)s)")
-    add("--epochs", type=int, default=18, help="of an arm in all (%(default)s)")
-    add("--final", type=int, default=4, help="of them after the last removal (%(default)s)")
+    add("--epochs", type=int, default=15, help="of an arm in all (%(default)s)")
+    add("--final", type=int, default=3, help="of them after the last removal (%(default)s)")
     add("--lr", type=float, default=0.01, help="of the fine-tuning (%(default)s)")
     add("--rt", type=int, default=4, help="hypotheses at most a step (%(default)s)")
     add("--adt", type=float, default=0.3, help="percentage points (%(default)s)")
-    add("--snl-epochs", type=int, default=8, help="of SNL's masks at most (%(default)s)")
+    add(
+        "--snl-epochs",
+        type=int,
+        default=6,
+        help="of SNL's masks down to B_ref at most (%(default)s)",
+    )
+    add("--snl-tune", type=int, default=2, help="epochs at B_ref before BCD (%(default)s)")
     add("--snl-lr", type=float, default=4e-3, help="(%(default)s)")
-    add("--snl-lambda", type=float, default=1e-2, help="(%(default)s)")
+    add("--snl-lambda", type=float, default=6e-3, help="(%(default)s)")
     add("--snl-kappa", type=float, default=1.5, help="(%(default)s)")
-    add("--snl-batch", type=int, default=32, help="(%(default)s)")
-    add("--seeds", type=int, default=2, help="(%(default)s)")
+    add("--snl-batch", type=int, default=25, help="(%(default)s)")
+    add("--seeds", type=int, nargs="+", default=[0, 1], help="(%(default)s)")
     add("--width", type=int, default=8, help="of the net for Fashion-MNIST (%(default)s)")
     add("--dense-epochs", type=int, default=20, help="of that net (%(default)s)")
     add("--progress", action="store_true", help="bars and a line a step")
@@ -244,10 +259,10 @@ def options() -> argparse.Namespace:
     if o.quick:
         vars(o).update(
             data="fashion-mnist", images=128, samples=64, epochs=4, final=1, snl_epochs=1,
-            seeds=1, dense_epochs=2, rt=2,
+            snl_tune=1, seeds=[0], dense_epochs=2, rt=2,
         )  # fmt: skip
-    if o.epochs - o.final - o.snl_epochs < 1:
-        parser.error("--epochs must leave a step of BCD beside --final and --snl-epochs")
+    if o.epochs - o.final - o.snl_epochs - o.snl_tune < 1:
+        parser.error("--epochs must leave a step of BCD beside --final, --snl-epochs, --snl-tune")
     o.out = o.out or Path("runs") / f"proposals-{'quick' if o.quick else o.data}"
     return o
 
