@@ -23,7 +23,7 @@ from fastbcd import ranks, snapshots
 from fastbcd.data import ImageData, as_data
 from fastbcd.descent import check_same_on_ranks
 from fastbcd.evaluation import accuracy, check_classes
-from fastbcd.finetuning import Finetune, Finetuner, _make_optimizer, _repeatable, _training
+from fastbcd.finetuning import Finetune, Finetuner, make_optimizer, repeatable, training_mode
 from fastbcd.memory import kept_memory
 from fastbcd.runs import RunDirectory, Unsaved, check_resume
 
@@ -33,7 +33,11 @@ MOMENTUM = "momentum."  # before the names of the optimizer's tensors in a state
 
 
 class Trained(NamedTuple):
-    """The net that was given, trained, and a record of every epoch."""
+    """The net that was given, trained, and a record of every epoch.
+
+    >>> Trained(nn.Linear(4, 3), [{"loss": 1.5}]).history[-1]["loss"]
+    1.5
+    """
 
     model: nn.Module
     history: list[dict[str, Any]]
@@ -122,19 +126,19 @@ class _Training:
         tuner, s = self.tuner, self.tuner.settings
         with ExitStack() as stack:
             stack.enter_context(kept_memory())
-            stack.enter_context(_training(self.net, tuner.memory_format))
-            optimizer = _make_optimizer(self.net, s)
+            stack.enter_context(training_mode(self.net, tuner.memory_format))
+            optimizer = make_optimizer(self.net, s)
             self._set_momenta(optimizer)
-            model = tuner._distributed()
+            model = tuner.distributed()
             for epoch in range(len(run.history), s.epochs):
                 begin = time.perf_counter()
                 for group in optimizer.param_groups:
                     group["lr"] = rate(s.lr, epoch, s.epochs)
                 batches = math.ceil(len(tuner.data) / s.batch_size)
                 bar = tqdm(total=batches, desc=f"epoch {epoch}", leave=False, disable=self.quiet)
-                with bar, _repeatable(tuner.data.device, tuner.seed, epoch):
-                    loss = tuner._epoch(model, optimizer, 0, epoch, None, bar)
-                tuner._share_buffers()
+                with bar, repeatable(tuner.data.device, tuner.seed, epoch):
+                    loss = tuner.epoch(model, optimizer, 0, epoch, None, bar)
+                tuner.share_buffers()
                 record: dict[str, Any] = {
                     "number": epoch + 1, "lr": group["lr"], "loss": loss, "test_accuracy": None,
                 }  # fmt: skip

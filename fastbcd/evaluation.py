@@ -32,7 +32,7 @@ def accuracy(net: nn.Module, data: Any, batch_size: int = 500) -> float:
     with evaluating(net), torch.inference_mode():
         for x, labels in mine.batches(batch_size, memory_format=memory_format):
             correct += (model.eval()(x).argmax(1) == labels).sum()
-    return 100.0 * int(ranks.all_sum(correct.clone())) / len(images)
+    return 100.0 * int(ranks.all_sum(correct)) / len(images)
 
 
 def check_classes(net: nn.Module, data: ImageData, who: str) -> int:

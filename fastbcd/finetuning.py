@@ -30,6 +30,7 @@ from fastbcd.data import ImageData, as_data
 from fastbcd.evaluation import check_classes, device_of
 from fastbcd.fusion import fused
 from fastbcd.memory import kept_memory
+from fastbcd.numbers import check_number, check_whole
 from fastbcd.teacher import TeacherLogits
 
 OPTIMIZERS = ("sgd", "adam")
@@ -62,11 +63,11 @@ class Finetune:
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer={self.optimizer!r}; choose from {', '.join(OPTIMIZERS)}")
         for name, least in (("epochs", 0), ("batch_size", 1), ("padding", 0)):
-            _check_whole(name, getattr(self, name), least)
+            check_whole(name, getattr(self, name), least)
         if self.teacher_cache is not None:
-            _check_whole("teacher_cache", self.teacher_cache, 0)
+            check_whole("teacher_cache", self.teacher_cache, 0)
         for name in ("lr", "momentum", "weight_decay", "temperature", "distill"):
-            _check_number(name, getattr(self, name))
+            check_number(name, getattr(self, name), 0)
         if self.momentum >= 1:
             raise ValueError(f"momentum={self.momentum}; it must be below 1")
         if self.temperature == 0:
@@ -75,20 +76,6 @@ class Finetune:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "amp" and value is None):
                 raise TypeError(f"{name}={value!r}; it must be True or False")
-
-
-def _check_whole(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}; it must be a whole number")
-    if value < least:
-        raise ValueError(f"{name}={value}; it must be {least} or more")
-
-
-def _check_number(name: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}; it must be a number")
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name}={value}; it must be finite and not negative")
 
 
 class Finetuner:
@@ -147,16 +134,16 @@ class Finetuner:
         when a loss or a gradient is not finite.
         """
         epochs = self.settings.epochs if epochs is None else epochs
-        _check_whole("epochs", epochs, 0)
-        _check_whole("step", step, 0)
+        check_whole("epochs", epochs, 0)
+        check_whole("step", step, 0)
         start = time.perf_counter()
         result = {"seconds": 0.0, "teacher_seconds": 0.0, "epochs": float(epochs)}
         with ExitStack() as stack:
             stack.enter_context(kept_memory())
-            stack.enter_context(_training(self.net, self.memory_format))
-            stack.enter_context(_repeatable(self.data.device, self.seed, step))
-            model = self._distributed()
-            optimizer = _make_optimizer(self.net, self.settings)
+            stack.enter_context(training_mode(self.net, self.memory_format))
+            stack.enter_context(repeatable(self.data.device, self.seed, step))
+            model = self.distributed()
+            optimizer = make_optimizer(self.net, self.settings)
             batches = epochs * math.ceil(len(self.data) / self.settings.batch_size)
             quiet = not progress or ranks.rank() > 0
             bar = stack.enter_context(
@@ -168,12 +155,12 @@ class Finetuner:
                 begin = time.perf_counter()
                 targets = self._targets(step, epoch)
                 result["teacher_seconds"] += time.perf_counter() - begin
-                result["loss"] = self._epoch(model, optimizer, step, epoch, targets, bar)
-            self._share_buffers()
+                result["loss"] = self.epoch(model, optimizer, step, epoch, targets, bar)
+            self.share_buffers()
         result["seconds"] = time.perf_counter() - start
         return result
 
-    def _distributed(self) -> nn.Module:
+    def distributed(self) -> nn.Module:
         """The net rewritten for training; with several ranks it averages their gradients."""
         self.model.train()
         if ranks.world() == 1:
@@ -192,7 +179,7 @@ class Finetuner:
         )
         return F.log_softmax(self.teacher.epoch(views) / s.temperature, 1)
 
-    def _epoch(
+    def epoch(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -225,7 +212,7 @@ class Finetuner:
             bar.update()
         return watch.mean_loss()
 
-    def _share_buffers(self) -> None:
+    def share_buffers(self) -> None:
         """Each rank has measured batch-norm statistics on its own share: the first's are kept."""
         if ranks.world() > 1:
             for buffer in self.net.buffers():
@@ -293,7 +280,7 @@ class _Watch:
         return self.total / self.samples
 
 
-def _make_optimizer(net: nn.Module, s: Finetune) -> torch.optim.Optimizer:
+def make_optimizer(net: nn.Module, s: Finetune) -> torch.optim.Optimizer:
     trained = [p for p in net.parameters() if p.requires_grad]
     # One kernel for all parameters, where torch has it for their device and dtype.
     fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in trained)
@@ -305,7 +292,7 @@ def _make_optimizer(net: nn.Module, s: Finetune) -> torch.optim.Optimizer:
 
 
 @contextmanager
-def _training(net: nn.Module, memory_format: torch.memory_format) -> Iterator[None]:
+def training_mode(net: nn.Module, memory_format: torch.memory_format) -> Iterator[None]:
     """The net in train mode and in that format; afterwards modes and memory are as before."""
     modes = {module: module.training for module in net.modules()}
     plain = [p for p in net.parameters() if p.ndim == 4 and p.is_contiguous()]
@@ -323,7 +310,7 @@ def _training(net: nn.Module, memory_format: torch.memory_format) -> Iterator[No
 
 
 @contextmanager
-def _repeatable(device: torch.device, seed: int, step: int) -> Iterator[None]:
+def repeatable(device: torch.device, seed: int, step: int) -> Iterator[None]:
     """Random numbers (dropout) that depend on seed, step and rank; convolutions that repeat."""
     devices = [device] if device.type == "cuda" else []
     with (

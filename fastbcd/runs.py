@@ -74,7 +74,7 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike[str], config: dict[str, Any], resume: Any) -> None:
         self.path = Path(path)
         self._lock = -1
-        config = json.loads(json.dumps(config))  # tuples become lists, as they do on the disk
+        config = json.loads(_json(config))  # tuples become lists, as they do on the disk
         found = json.loads(ranks.on_first(lambda: self._open(config, check_resume(resume))))
         self.history: list[dict[str, Any]] = found["history"]
         self.state: State | None = None
@@ -136,7 +136,7 @@ class RunDirectory:
             text = json.dumps(written, indent=2, ensure_ascii=False) + "\n"
             write_atomically(self.path / "config.json", lambda file: file.write(text.encode()))
         check_same_config(self.path, config)
-        state = self._load()
+        state = newest_state(self.path)
         self._read = state.tensors if state else {}
         found = {
             "step": state.step if state else None,
@@ -146,38 +146,11 @@ class RunDirectory:
         }
         return json.dumps(found)
 
-    def _load(self) -> State | None:
-        """The newest state; if it is damaged, an error that names the newest one that is not."""
-        there = [self.path / name for name in STATES if (self.path / name).exists()]
-        for path in there[:1]:
-            try:
-                return read_state(path)
-            except ValueError as error:
-                raise ValueError(f"{error}. {_way_out(path, there[1:])}") from error
-        return None
-
     def _mend_history(self, state: State) -> list[dict[str, Any]]:
         """The records of the finished steps, on the disk as well."""
         path = self.path / "history.jsonl"
         old = path.read_bytes() if path.exists() else b""
-        records: list[dict[str, Any]] = []
-        for line in old.decode(errors="replace").splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                break  # cut short by a kill
-            if not isinstance(record, dict) or record.get("number") != len(records) + 1:
-                break
-            records.append(record)
-        if len(records) == state.step - 1:
-            records.append(state.record)
-        if len(records) < state.step:
-            raise ValueError(
-                f"{path} was edited: it has {len(records)} of the {state.step} records that go "
-                f"with the state; put the file back, or begin anew from these weights in another "
-                f"directory"
-            )
-        records = records[: state.step]
+        records = finished_records(path, old, state)
         new = b"".join(map(_line, records))
         if new != old:
             write_atomically(path, lambda file: file.write(new))
@@ -206,12 +179,51 @@ class RunDirectory:
         return ""
 
 
+# ------------------------------------------------------------------------------- what stands
+
+
+def newest_state(directory: Path) -> State | None:
+    """The newest state; if it is damaged, an error that names the newest one that is not."""
+    there = [directory / name for name in STATES if (directory / name).exists()]
+    for path in there[:1]:
+        try:
+            return read_state(path)
+        except ValueError as error:
+            raise ValueError(f"{error}. {_way_out(path, there[1:])}") from error
+    return None
+
+
+def finished_records(path: Path, history: bytes, state: State) -> list[dict[str, Any]]:
+    """The records of the steps behind the state; `history` is what the file at `path` holds.
+
+    It may be cut short, ahead of the state, or behind it by the record that the state has.
+    """
+    records: list[dict[str, Any]] = []
+    for line in history.decode(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break  # cut short by a kill
+        if not isinstance(record, dict) or record.get("number") != len(records) + 1:
+            break
+        records.append(record)
+    if len(records) == state.step - 1:
+        records.append(state.record)
+    if len(records) < state.step:
+        raise ValueError(
+            f"{path} was edited: it has {len(records)} of the {state.step} records that go "
+            f"with the state; put the file back, or begin anew from these weights in another "
+            f"directory"
+        )
+    return records[: state.step]
+
+
 # ------------------------------------------------------------------------------- one state
 
 
 def state_bytes(state: State) -> bytes:
     """A state as a safetensors file whose metadata holds the step, its record and a SHA-256."""
-    about = {"step": str(state.step), "record": json.dumps(state.record)}
+    about = {"step": str(state.step), "record": _json(state.record)}
     metadata = {"format": "fastbcd.state", **about, "sha256": _checksum(state.tensors, about)}
     return save(state.tensors, metadata)
 
@@ -307,7 +319,12 @@ def _locked(path: Path) -> int:
 
 
 def _line(record: dict[str, Any]) -> bytes:
-    return (json.dumps(record) + "\n").encode()
+    return (_json(record) + "\n").encode()
+
+
+def _json(value: Any) -> str:
+    """As JSON; numbers may be NumPy's."""
+    return json.dumps(value, default=lambda number: number.item())
 
 
 def _empty(dtype: str, shape: list[int]) -> Tensor:

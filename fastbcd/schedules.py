@@ -14,8 +14,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fastbcd.numbers import check_number, check_whole
 from fastbcd.records import Step
-from fastbcd.search import Schedule, check_number, check_whole
+from fastbcd.search import Schedule
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastbcd import proposals
+from fastbcd.numbers import check_whole
 from fastbcd.records import Step
 
 
 class Schedule(ABC):
-    """Derive from it to say DRC in another way; a dataclass is described in config.json."""
+    """Derive from it to say DRC in another way; a dataclass is described in config.json.
+
+    >>> class Halve(Schedule):
+    ...     def size(self, count, history):
+    ...         return max(1, count // 2)
+    >>> Halve().size(1000, [])
+    500
+    """
 
     @abstractmethod
     def size(self, count: int, history: Sequence[Step]) -> int:
@@ -81,24 +88,6 @@ class Search:
         names = ("budget", "rt", "adt", "samples", "seed")
         proposal = proposals.describe(self.proposal)
         return {"drc": drc, "proposal": proposal, **{name: getattr(self, name) for name in names}}
-
-
-def check_whole(name: str, value: Any, least: int) -> None:
-    """Refuse what is not a whole number, or too small a one."""
-    try:
-        whole = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r}; it must be a whole number") from None
-    if isinstance(value, bool) or whole < least:
-        raise ValueError(f"{name}={value}; it must be a whole number, {least} or more")
-
-
-def check_number(name: str, value: Any) -> None:
-    """Refuse what is no number, NaN among it."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}={value!r}; it must be a number")
-    if math.isnan(value):
-        raise ValueError(f"{name} is NaN; it must be a number")
 
 
 def name_of(function: Callable[..., Any]) -> str:

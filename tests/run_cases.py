@@ -6,16 +6,20 @@ and prints what it found as JSON; tests/test_runs.py reads that.
 
 from __future__ import annotations
 
+import builtins
+import io
 import json
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -97,34 +101,113 @@ def random_kills(folder: Path, wanted: int = 16) -> dict[str, Any]:
     return {"kills": kills, "runs": done, "steps": sorted(steps)}
 
 
-def kills_at_operations(folder: Path) -> dict[str, Any]:
-    """A kill right before the n-th call that reaches the disk, for every n there is."""
-    short = {"budget": 38}  # three steps
-    assert ends_well(fork(lambda: small_run(folder / "whole", **short)))
-    expected, calls, n = contents(folder / "whole"), 0, 0
+class Dying:
+    """Kills this process right before its n-th call that reaches the disk.
 
-    def dying(run_dir: Path, n: int) -> None:
-        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*arguments: Any, **options: Any) -> Any:
-                nonlocal calls
-                calls += 1
-                if calls == n:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*arguments, **options)
+    Those are renames, syncs, removals, new folders, and both halves of everything that is written:
+    before the first the file is there and empty, before the second it is cut short.
+    """
 
-            return call
+    def __init__(self, n: int) -> None:
+        self.left = n
 
-        os.replace, os.fsync = counted(os.replace), counted(os.fsync)
-        os.unlink, os.mkdir = counted(os.unlink), counted(os.mkdir)
-        small_run(run_dir, **short)
+    def tick(self) -> None:
+        self.left -= 1
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    while True:
-        n += 1
+    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.tick()
+            return function(*arguments, **options)
+
+        return call
+
+    def opened(self, path: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        file = real_open(path, mode, *rest, **options)
+        if set(mode) & set("wax+"):
+            write = file.write
+
+            def halves(content: Any) -> int:
+                for half in (content[: len(content) // 2], content[len(content) // 2 :]):
+                    self.tick()
+                    write(half)
+                    file.flush()
+                return len(content)
+
+            return Written(file, halves)
+        return file
+
+    def watch(self) -> None:
+        """From now on, in this process."""
+        for name in ("replace", "rename", "fsync", "unlink", "remove", "mkdir"):
+            setattr(os, name, self.counted(getattr(os, name)))
+        builtins.open = io.open = self.opened
+
+
+class Written:
+    """A file whose `write` is another."""
+
+    def __init__(self, file: Any, write: Callable[[Any], int]) -> None:
+        self.file, self.write = file, write
+
+    def __enter__(self) -> Written:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def nudge(net: nn.Module, step: fastbcd.Step) -> None:
+    """A training that takes no time; torch's generator is seeded by the step."""
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+
+
+real_open = io.open
+SHORT = {"budget": 38, "finetune": nudge}  # three steps
+
+
+def kills_everywhere(folder: Path, begin: Callable[[Path], object]) -> dict[str, Any]:
+    """A kill right before the n-th call that reaches the disk, for every n there is.
+
+    begin: makes the directory that the run, which is to be killed, finds.
+    """
+    assert ends_well(fork(lambda: small_run(folder / "whole", **SHORT)))
+    expected = contents(folder / "whole")
+    for n in count(1):
         run_dir = folder / f"call{n}"
-        if ends_well(fork(lambda run_dir=run_dir, n=n: dying(run_dir, n))):
+        begin(run_dir)
+
+        def dying(run_dir: Path = run_dir, n: int = n) -> None:
+            Dying(n).watch()
+            small_run(run_dir, **SHORT)
+
+        if ends_well(fork(dying)):
             return {"operations": n - 1}
-        assert ends_well(fork(lambda run_dir=run_dir: small_run(run_dir, **short))), f"call {n}"
+        assert ends_well(fork(lambda run_dir=run_dir: small_run(run_dir, **SHORT))), f"call {n}"
         assert contents(run_dir) == expected, f"killed before call {n}"
+    raise AssertionError
+
+
+def kills_at_operations(folder: Path) -> dict[str, Any]:
+    """From the beginning to the end of a run."""
+    return kills_everywhere(folder, lambda run_dir: None)
+
+
+def kills_while_mending(folder: Path) -> dict[str, Any]:
+    """A run that was killed while it wrote the last line of its history is killed once more."""
+
+    def cut_short(run_dir: Path) -> None:
+        shutil.copytree(folder / "whole", run_dir)
+        history = run_dir / "history.jsonl"
+        history.write_bytes(history.read_bytes()[:-20])
+
+    return kills_everywhere(folder, cut_short)
 
 
 def limited(folder: Path) -> dict[str, Any]:
@@ -161,5 +244,8 @@ def attempt(case: Callable[[Path], dict[str, Any]], folder: Path) -> dict[str, A
 if __name__ == "__main__":
     torch.set_num_threads(1)
     small_run(None)  # imports what is imported late, once for all children
-    cases = {"random": random_kills, "operations": kills_at_operations, "limit": limited}
+    cases = {
+        "random": random_kills, "operations": kills_at_operations, "mending": kills_while_mending,
+        "limit": limited,
+    }  # fmt: skip
     print(json.dumps({k: attempt(case, Path(sys.argv[1]) / k) for k, case in cases.items()}))

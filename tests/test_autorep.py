@@ -11,28 +11,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import fastbcd
-from fastbcd import MaskedPoly, MaskedReLU, cli, snapshots
-from fastbcd.data import as_data
+from fastbcd import MaskedPoly, MaskedReLU, cli
 from fastbcd.finetuning import Finetune
 from fastbcd.starts import autorep as module
 from fastbcd.starts.autorep import autorep, dapa
 from fastbcd.starts.gates import IndicatorPoly, count_on, to_poly, twin
 from fastbcd.starts.training import Training
 from nets import images, make, thinned
-from test_snl import write_images
+from start_cases import Other, data, same, state, stopped_at, write_images
 
 pytestmark = pytest.mark.filterwarnings("ignore:after . epochs .* bits are on:RuntimeWarning")
 SHORT = Finetune(epochs=0, padding=1, teacher_cache=10**7)
 QUICK = {"epochs": 6, "lr": 0.1, "penalty": 20.0, "batch_size": 32, "finetune": SHORT}
-
-
-def data(n: int = 96):
-    return as_data(images(n))
-
-
-def same(a: nn.Module, b: nn.Module) -> bool:
-    x, y = snapshots.take(a), snapshots.take(b)
-    return x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x)
 
 
 # ------------------------------------------------------------------------------------- DaPa
@@ -221,10 +211,9 @@ def test_quadratics_follow_the_statistics_at_first(monkeypatch) -> None:
 
 def test_an_identity_net_becomes_a_polynomial_one() -> None:
     net = make("resnet")
-    before = snapshots.take(net)
+    before = state(net)
     start = autorep(net, data(), 300, test=data(40), **QUICK)
-    after = snapshots.take(net)
-    assert all(torch.equal(before[k], after[k]) for k in before)
+    assert same(state(net), before)
     assert start.model is not net
     assert {type(m) for m in start.model.modules()} & {MaskedReLU, IndicatorPoly} == set()
     assert start.masks.count() == fastbcd.masks(start.model).count() == 300
@@ -292,33 +281,21 @@ def test_an_interrupted_run_goes_on_to_the_same_result(tmp_path, monkeypatch) ->
     monkeypatch.setattr(module, "REFRESH", 12)  # the interruption falls into it
     settings = {**QUICK, "finetune": Finetune(epochs=1, padding=1, teacher_cache=10**7)}
     straight = autorep(make("resnet"), data(), 200, **settings)
-    whole = Training.epoch
-
-    def interrupted(self, epoch, *rest, **more):
-        if epoch == 2:
-            raise KeyboardInterrupt
-        return whole(self, epoch, *rest, **more)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Training, "epoch", interrupted)
+        patch.setattr(Training, "epoch", stopped_at(2))
         with pytest.raises(KeyboardInterrupt):
             autorep(make("resnet"), data(), 200, run_dir=tmp_path, **settings)
     resumed = autorep(make("resnet"), data(), 200, run_dir=tmp_path, **settings)
-    assert same(resumed.model, straight.model)
+    assert same(state(resumed.model), state(straight.model))
     keys = ("count", "loss", "iou", "lr")
     assert [[r[k] for k in keys] for r in resumed.history] == [
         [r[k] for k in keys] for r in straight.history
     ]
     again = autorep(make("resnet"), data(), 200, run_dir=tmp_path, **settings)
-    assert same(again.model, straight.model)
+    assert same(state(again.model), state(straight.model))
 
 
 # -------------------------------------------------------------------------------- bad input
-
-
-class Other(nn.Module):
-    def forward(self, x):
-        return x.flatten(1)[:, :7]
 
 
 @pytest.mark.parametrize(
@@ -342,11 +319,10 @@ def test_bad_input(change, error, words) -> None:
 
 def test_a_loss_that_is_not_finite_stops_and_restores() -> None:
     net = make("poly")
-    before = snapshots.take(net)
+    before = state(net)
     with pytest.raises(FloatingPointError, match="not finite in epoch"):
         autorep(net, data(), 10, **{**QUICK, "lr": 1e30})
-    after = snapshots.take(net)
-    assert all(torch.equal(before[k], after[k]) for k in before)
+    assert same(state(net), before)
 
 
 # ------------------------------------------------------------------------------ the command
@@ -355,14 +331,10 @@ def test_a_loss_that_is_not_finite_stops_and_restores() -> None:
 def test_the_command_and_bcd_on_its_run_directory(tmp_path, capsys) -> None:
     data_file, run = write_images(tmp_path / "data.npz"), str(tmp_path / "run")
     common = ["--data", data_file, "--batch-size", "32", "--quiet"]
-    line = ["autorep", "--model", "test_snl:small_net", "--budget", "30", "--epochs", "2"]
+    line = ["autorep", "--model", "start_cases:small_net", "--budget", "30", "--epochs", "2"]
     assert cli.main([*line, *common, "--lr", "0.01", "--run-dir", run]) == 0
     assert "30 ReLUs after 2 epochs" in capsys.readouterr().out
-    line = ["bcd", "--model", "test_autorep:poly_net", "--weights", run, "--budget", "20"]
+    line = ["bcd", "--model", "start_cases:poly_net", "--weights", run, "--budget", "20"]
     line += [*common, "--drc", "5", "--rt", "2", "--epochs", "1", "--run-dir", str(tmp_path / "b")]
     assert cli.main(line) == 0
     assert "20 ReLUs kept" in capsys.readouterr().out
-
-
-def poly_net() -> nn.Module:
-    return to_poly(make("mlp"))

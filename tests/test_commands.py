@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,11 @@ import torch
 from safetensors.torch import save_file
 
 import fastbcd
+import published_nets
 from fastbcd import cli, demo, dense, descent, snapshots
 from fastbcd.commands import common
 from fastbcd.runs import read_state
+from start_cases import write_images
 
 NET = """
 from torch import nn
@@ -31,6 +34,7 @@ def number():
     return 3
 """
 BCD = "bcd --model my_nets:small --data tiny.npz --budget 30 --drc 60 --rt 2 --epochs 1"
+SALIENCY = f"{BCD} --proposal saliency --saliency-temperature"
 TRAIN = "train --model my_nets:small --data tiny.npz --epochs 3 --run-dir dense"
 
 
@@ -59,19 +63,36 @@ def weights(run_dir: str) -> dict:
     return read_state(Path(run_dir) / "state.safetensors").tensors
 
 
+def records(run_dir: str) -> list[dict]:
+    return [json.loads(line) for line in (Path(run_dir) / "history.jsonl").read_text().splitlines()]
+
+
+def interrupted_at(call: int, real: Callable) -> Callable:
+    """`real`, with a Ctrl-C in place of that call of it."""
+    calls = []
+
+    def function(*arguments):
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    return function
+
+
 # ------------------------------------------------------------------------------- train
 
 
 def test_train_then_bcd(capsys) -> None:
     assert fastbcd_(f"{TRAIN} --quiet") == 0
     assert "3 epochs, test " in capsys.readouterr().out
-    records = [json.loads(line) for line in Path("dense/history.jsonl").read_text().splitlines()]
-    assert [r["lr"] for r in records] == [0.1, 0.1, 0.01]
+    epochs = records("dense")
+    assert [r["lr"] for r in epochs] == [0.1, 0.1, 0.01]
     assert not [name for name in weights("dense") if name.startswith("momentum")]
     line = f"{BCD} --weights dense --teacher dense --run-dir out"
     assert fastbcd_(line) == 0
     out = capsys.readouterr().out
-    test = records[-1]["test_accuracy"]
+    test = epochs[-1]["test_accuracy"]
     assert f"my_nets:small on tiny.npz: 196 of 196 ReLUs, test {test:.2f} %" in out
     assert "step 1: 196 → 136 ReLUs" in out
     assert "30 ReLUs kept, test " in out
@@ -86,15 +107,7 @@ def test_training_resumes_to_the_same_weights(monkeypatch) -> None:
     other.load_state_dict(net.state_dict())
     net, other = (fastbcd.convert(n, torch.zeros(2, 1, 28, 28)) for n in (net, other))
     whole = dense.train(net, data, epochs=4, test=data, seed=2, batch_size=16)
-    real, calls = dense.accuracy, []
-
-    def interrupted(*arguments):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    monkeypatch.setattr(dense, "accuracy", interrupted)
+    monkeypatch.setattr(dense, "accuracy", interrupted_at(3, dense.accuracy))
     options = {"epochs": 4, "test": data, "seed": 2, "batch_size": 16, "run_dir": "d"}
     with pytest.raises(KeyboardInterrupt):
         dense.train(other, data, **options)
@@ -129,15 +142,7 @@ def test_the_first_epoch_of_training_is_plain_sgd() -> None:
 
 
 def test_ctrl_c_leaves_a_resumable_run_and_says_how_to_go_on(monkeypatch, capsys) -> None:
-    real, calls = descent.accuracy, []
-
-    def interrupted(*arguments):
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(*arguments)
-
-    monkeypatch.setattr(descent, "accuracy", interrupted)
+    monkeypatch.setattr(descent, "accuracy", interrupted_at(2, descent.accuracy))
     assert fastbcd_(f"{BCD} --quiet") == 130
     run_dir = "runs/bcd-my_nets.small-tiny-30"
     out = capsys.readouterr().out
@@ -179,13 +184,68 @@ def test_weights_of_many_kinds(capsys) -> None:
         assert f"{count} of 196 ReLUs" in capsys.readouterr().out
 
 
+def test_an_official_checkpoint_says_itself_which_net_it_is(capsys) -> None:
+    theirs = published_nets.snl("wide_resnet22_8")
+    torch.save({"state_dict": theirs.state_dict()}, "snl.pth")
+    data = write_images(Path("own.npz"))
+    count = fastbcd.masks(fastbcd.load_snl("snl.pth")).count()
+    line = f"bcd --format snl --weights snl.pth --data {data} --budget {count - 5} --drc 5 --rt 1"
+    assert fastbcd_(f"{line} --epochs 0 --run-dir r") == 0
+    out = capsys.readouterr().out
+    assert "snl.pth: SNL checkpoint of wide_resnet22_8" in out
+    assert f"snl.pth on own.npz: {count:,} of " in out
+    assert f"{count - 5:,} ReLUs kept" in out
+
+
 def test_a_share_of_what_is_left_can_be_the_drc() -> None:
     assert fastbcd_(f"{BCD} --epochs 0 --quiet --drc 50% --run-dir share") == 0
-    lines = Path("share/history.jsonl").read_text().splitlines()
-    assert [json.loads(line)["after"] for line in lines] == [98, 49, 30]
+    assert [r["after"] for r in records("share")] == [98, 49, 30]
     settings = json.loads(Path("share/config.json").read_text())["settings"]
     assert settings["drc"] == {"schedule": "Fraction", "share": 0.5, "least": 1}
     assert fastbcd_(f"{BCD} --epochs 0 --quiet --drc 20% --run-dir share") == 2
+
+
+def test_saliency_and_a_share_run_and_resume(monkeypatch, capsys) -> None:
+    line = f"{BCD} --quiet --proposal saliency --saliency-temperature 0.5 --drc 40% --run-dir"
+    with monkeypatch.context() as broken:
+        broken.setattr(descent, "accuracy", interrupted_at(2, descent.accuracy))
+        assert fastbcd_(f"{line} cut") == 130
+    assert len(records("cut")) == 1
+    assert fastbcd_(f"{line} cut") == 0
+    assert fastbcd_(f"{line} whole") == 0
+    cut, whole = weights("cut"), weights("whole")
+    assert all(torch.equal(cut[name], tensor) for name, tensor in whole.items())
+    assert [r["after"] for r in records("cut")] == [118, 71, 43, 30]
+    settings = json.loads(Path("cut/config.json").read_text())["settings"]
+    assert settings["proposal"] == {"name": "saliency", "temperature": 0.5, "kind": "mean_abs"}
+    capsys.readouterr()
+    for other, message in (
+        ("--saliency-temperature 0.25", "proposal.temperature is 0.5 there and 0.25 now"),
+        ("--drc 30%", "settings.drc.share is 0.4 there and 0.3 now"),
+        ("--drc adaptive", 'settings.drc.schedule is "Fraction" there and "Adaptive" now'),
+        ("--drc 40", "settings.drc is {"),
+    ):
+        assert fastbcd_(f"{line} cut {other}") == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_temperature_of_saliency_is_used(monkeypatch) -> None:
+    """At 0 there is one hypothesis a step; the default is the library's own."""
+    line = f"{BCD} --quiet --epochs 0 --adt=-100 --proposal saliency"
+    assert fastbcd_(f"{line} --saliency-temperature 0 --run-dir greedy") == 0
+    assert fastbcd_(f"{line} --run-dir default") == 0
+    assert [r["tried"] for r in records("greedy")] == [1, 1, 1]
+    assert [r["tried"] for r in records("default")] == [2, 2, 2]
+    settings = json.loads(Path("default/config.json").read_text())["settings"]
+    assert settings["proposal"]["temperature"] == fastbcd.Saliency().temperature
+
+
+def test_an_adaptive_drc_follows_adt() -> None:
+    line = f"{BCD} --quiet --epochs 0 --drc adaptive"
+    assert fastbcd_(f"{line} --adt=-100 --run-dir none-met") == 0
+    assert [r["after"] for r in records("none-met")] == [96, 46, 30]  # 100, 50, 25 and the rest
+    assert fastbcd_(f"{line} --budget 10 --adt 100 --run-dir all-met") == 0
+    assert [r["after"] for r in records("all-met")] == [96, 10]  # 100, 125 and the rest
 
 
 @pytest.mark.parametrize(
@@ -219,7 +279,22 @@ def test_errors_are_one_line(line, message, capsys) -> None:
         ("bcd --arch resnet20", "give either --budget or --recipe"),
         ("bcd --recipe resnet18-cifar100-15k --budget 3", "give either --budget or --recipe"),
         ("bcd --recipe resnet18-cifar100-16k", "resnet18-cifar100-15k"),
-        (f"{BCD} --drc 0%", "not between 0% and 100%"),
+        (f"{BCD} --drc 0%", "--drc: 0% is neither a number of ReLUs from 1 on, nor a share"),
+        (f"{BCD} --drc 101%", "--drc: 101% is neither"),
+        (f"{BCD} --drc nan%", "--drc: nan% is neither"),
+        (f"{BCD} --drc %", "--drc: % is neither"),
+        (f"{BCD} --drc 0", "--drc: 0 is neither"),
+        (f"{BCD} --drc -3", "--drc: -3 is neither"),
+        (f"{BCD} --drc 2.5", "--drc: 2.5 is neither"),
+        (f"{BCD} --drc adapt", "--drc: adapt is neither"),
+        (f"{BCD} --proposal random", "invalid choice: 'random'"),
+        (f"{BCD} --saliency-temperature 1", "--saliency-temperature goes with --proposal saliency"),
+        (f"{SALIENCY} -1", "--saliency-temperature: -1 is no temperature"),
+        (f"{SALIENCY} nan", "--saliency-temperature: nan is no temperature"),
+        (f"{SALIENCY} warm", "--saliency-temperature: warm is no temperature"),
+        (f"{BCD} --dry-run", "--dry-run goes with --recipe only"),
+        (f"{BCD} --scale2 0.5", "--scale2 goes with --format autorep only"),
+        (f"{BCD} --epochs 0 --teacher dense", "--teacher goes with --epochs of 1 or more only"),
         (f"{BCD} --engine magic", "invalid choice: 'magic'"),
         ("descend", "invalid choice: 'descend'"),
     ],

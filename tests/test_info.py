@@ -131,12 +131,39 @@ def build(source: Path, **env: str) -> dict:
     return json.loads((installed / "build.json").read_text())
 
 
-def test_a_build_without_a_compiler_goes_on_and_keeps_the_reason(tmp_path) -> None:
-    for name in ("setup.py", "pyproject.toml", "README.md"):
+def copied_project(tmp_path: Path) -> Path:
+    """What a wheel is built from, without what was built before."""
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
+    ignored = shutil.ignore_patterns("*.so", "build.json", "__pycache__")
     for name in ("fastbcd", "kernels"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so"))
-    report = build(tmp_path, CC="/nonexistent/gcc", CXX="/nonexistent/g++")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    return tmp_path
+
+
+def test_a_build_without_a_compiler_goes_on_and_keeps_the_reason(tmp_path) -> None:
+    source = copied_project(tmp_path)
+    report = build(source, CC="/nonexistent/gcc", CXX="/nonexistent/g++")
     assert report["built"] is False
     assert "nonexistent" in report["reason"]
     assert not list(tmp_path.rglob("*.so"))
+
+
+def test_everything_is_installed(tmp_path) -> None:
+    """Every module of every package, the type marker, the data, and the licences."""
+    source = copied_project(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "setup.py", "build_py", "--build-lib", "out", "dist_info"],
+        cwd=source, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    built = source / "out" / "fastbcd"
+    assert {p.relative_to(built) for p in built.rglob("*") if p.is_file()} >= {
+        *(p.relative_to(source / "fastbcd") for p in (source / "fastbcd").rglob("*.*")),
+        *(p.relative_to(source) for p in (source / "kernels").rglob("*.py")),
+    }
+    assert (built / "py.typed").exists()
+    (metadata,) = source.glob("*.dist-info/METADATA")
+    assert "License-Expression: MIT" in metadata.read_text()
+    licences = [p.name for p in (metadata.parent / "licenses").rglob("*") if p.is_file()]
+    assert sorted(licences) == ["LICENSE", "NOTICE-fashion-mnist.txt"]

@@ -261,7 +261,8 @@ def test_fraction(share, least, count) -> None:
         (lambda: fastbcd.Adaptive(10, most=9), ValueError, "most=9"),
         (lambda: fastbcd.Adaptive(10, grow=0.9), ValueError, "grow=0.9"),
         (lambda: fastbcd.Adaptive(10, shrink=0.0), ValueError, "shrink=0.0"),
-        (lambda: fastbcd.Adaptive(10, shrink=math.nan), ValueError, "shrink is NaN"),
+        (lambda: fastbcd.Adaptive(10, shrink=math.nan), ValueError, "shrink=nan; it must be"),
+        (lambda: fastbcd.Adaptive(10, grow=math.inf), ValueError, "grow=inf; it must be finite"),
         (lambda: fastbcd.Adaptive(2.5), TypeError, "start=2.5"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,13 +23,24 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("command", [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]])
+LINT = re.findall(
+    r"^\t\$\(BIN\)/python -m (ruff .*|mypy.*)$", (ROOT / "Makefile").read_text(), re.M
+)
+
+
+@pytest.mark.parametrize("command", LINT)
 def test_clean(command) -> None:
-    target = [] if command == ["mypy"] else ["."]
+    """The lines of `make lint`."""
     done = subprocess.run(
-        [sys.executable, "-m", *command, *target], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_lint_is_all_three() -> None:
+    assert [command.split()[:2] for command in LINT] == [
+        ["ruff", "check"], ["ruff", "format"], ["mypy"]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -37,26 +49,6 @@ def test_examples(name) -> None:
     names = {"torch": torch, "nn": torch.nn, "fastbcd": fastbcd}
     result = doctest.testmod(module, extraglobs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.failed == 0
-
-
-def test_the_readme_examples_run(capsys) -> None:
-    """All blocks of Python, one after the other, on a small network and the embedded images."""
-    blocks = (ROOT / "README.md").read_text().split("```python\n")[1:]
-    data = fastbcd.load("fashion-mnist-mini").first(64)
-    model = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 4, 3, 2), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(676, 10)
-    )
-    names = {"model": model, "images": next(data.batches(2))[0], "data": data}
-    names["train_my_way"] = lambda net: None
-    with torch.random.fork_rng():
-        for block in blocks:
-            exec(block.split("```")[0], names)
-    assert "300 of 676 ReLUs kept" in capsys.readouterr().out
-
-
-def test_public_names_are_documented() -> None:
-    for name in fastbcd.__all__:
-        assert getattr(fastbcd, name).__doc__, f"{name} has no docstring"
 
 
 def test_files_stay_short() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,10 +40,16 @@ def test_killed_at_random_moments(children) -> None:
 
 
 def test_killed_between_any_two_operations(children) -> None:
-    """Before every rename, sync and removal of three steps and of the beginning."""
+    """Before every rename, sync, removal and half of a write of three steps and their beginning."""
     found = children["operations"]
     assert "failed" not in found, found["failed"]
-    assert found["operations"] > 20
+    assert found["operations"] > 40
+
+
+def test_killed_while_the_history_is_mended(children) -> None:
+    found = children["mending"]
+    assert "failed" not in found, found["failed"]
+    assert found["operations"] > 4
 
 
 def test_a_disk_that_takes_no_more(children) -> None:
@@ -118,6 +125,14 @@ def test_what_cannot_change_the_outcome_may_change(tmp_path) -> None:
     small_run(tmp_path, **FAST)
     options = {"engine": "sequential", "wave": 1, "batch_size": 7, "memory": 10**6}
     assert len(small_run(tmp_path, **FAST, **options).history) == 3
+
+
+def test_settings_may_be_numbers_of_numpy(tmp_path) -> None:
+    small_run(tmp_path, **FAST)
+    options = {"drc": np.int64(30), "rt": np.int32(1), "adt": np.float64(1.0), "seed": np.uint8(0)}
+    assert len(small_run(tmp_path, **{**FAST, **options}).history) == 3
+    small_run(tmp_path / "new", **{**FAST, **options})
+    assert contents(tmp_path / "new") == contents(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,46 +1,22 @@
-"""snl: the published formulas and schedule, exact budgets, resuming, bad input."""
+"""snl: the published formulas and schedule, exact budgets, bad input."""
 
 from __future__ import annotations
 
 import copy
-import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import fastbcd
-from fastbcd import MaskedReLU, cli, snapshots
-from fastbcd.data import as_data
-from fastbcd.finetuning import Finetune, Finetuner
+from fastbcd import MaskedReLU, cli
+from fastbcd.finetuning import Finetune
 from fastbcd.starts.gates import SoftReLU, largest, twin
-from fastbcd.starts.overlaps import MOST, Overlaps
 from fastbcd.starts.snl import Penalty, snl
 from fastbcd.starts.training import Training
 from nets import images, make, thinned
-
-SHORT = Finetune(epochs=1, padding=1, teacher_cache=10**7)
-QUICK = {"lr": 0.03, "lambda0": 3e-3, "kappa": 1.5, "batch_size": 32, "finetune": SHORT}
-
-
-def data(n: int = 96):
-    return as_data(images(n))
-
-
-def state(net: nn.Module) -> dict[str, torch.Tensor]:
-    return snapshots.take(net)
-
-
-def same(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
+from start_cases import QUICK, SHORT, Other, data, same, state, write_images
 
 # ------------------------------------------------------------------ the published algorithm
 
@@ -244,101 +220,7 @@ def test_layout_of_the_weights_is_given_back() -> None:
     assert all(p.is_contiguous() for p in net.parameters())
 
 
-# --------------------------------------------------------------------------------- resuming
-
-KILLED = """
-import os, sys, signal
-sys.path.insert(0, {tests!r})
-import fastbcd, test_snl
-from fastbcd.runs import RunDirectory
-whole = RunDirectory._save
-def save(self, step, tensors, record):
-    answer = whole(self, step, tensors, record)
-    if step == {step}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return answer
-RunDirectory._save = save
-test_snl.snl(test_snl.make("resnet"), test_snl.data(), 250, run_dir={folder!r}, **test_snl.QUICK)
-"""
-
-
-def test_a_killed_run_goes_on_to_the_same_result(tmp_path) -> None:
-    straight = snl(make("resnet"), data(), 250, **QUICK)
-    assert len(straight.history) > 4
-    code = KILLED.format(tests=str(Path(__file__).parent), step=3, folder=str(tmp_path / "run"))
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
-    resumed = snl(make("resnet"), data(), 250, run_dir=tmp_path / "run", **QUICK)
-    assert same(state(resumed.model), state(straight.model))
-    keys = ("count", "lambda", "loss", "iou", "alphas", "decrease")
-    assert [[r[k] for k in keys] for r in resumed.history] == [
-        [r[k] for k in keys] for r in straight.history
-    ]
-    assert resumed.accuracy == straight.accuracy
-    assert resumed.overlaps == straight.overlaps
-    # Done: the same again, from any weights of this net, without training.
-    again = snl(thinned(make("resnet"), 0.99), data(), 250, run_dir=tmp_path / "run", **QUICK)
-    assert same(state(again.model), state(straight.model))
-    assert again.accuracy == straight.accuracy
-
-
-def test_the_default_teacher_outlives_an_interruption(tmp_path, monkeypatch) -> None:
-    """It is the net as the run began, whatever weights the net has when the run goes on."""
-    straight = snl(make("resnet"), data(), 250, **QUICK)
-    whole = Training.epoch
-
-    def interrupted(self, epoch, *rest, **more):
-        if epoch == 2:
-            raise KeyboardInterrupt
-        return whole(self, epoch, *rest, **more)
-
-    net = make("resnet")
-    given = state(net)
-    monkeypatch.setattr(Training, "epoch", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        snl(net, data(), 250, run_dir=tmp_path, **QUICK)
-    monkeypatch.undo()
-    assert same(state(net), given)
-    assert all(p.is_contiguous() for p in net.parameters())
-    with torch.no_grad():
-        for p in net.parameters():
-            p.add_(1)
-    assert same(
-        state(snl(net, data(), 250, run_dir=tmp_path, **QUICK).model), state(straight.model)
-    )
-
-
-def test_another_run_in_the_directory_is_refused(tmp_path) -> None:
-    snl(make("mlp"), data(), 40, run_dir=tmp_path, **QUICK)
-    with pytest.raises(ValueError, match=r"another run: settings\.budget is 40 there and 30 now"):
-        snl(make("mlp"), data(), 30, run_dir=tmp_path, **QUICK)
-
-
-def test_overlaps_keep_evenly_spread_masks_and_resume() -> None:
-    sites = fastbcd.MaskSet.full({"act": (8,)}).sites
-    straight, first = Overlaps(sites), Overlaps(sites)
-    g = torch.Generator().manual_seed(0)
-    masks = torch.rand(300, 8, generator=g) > 0.3
-    for epoch in range(300):
-        straight.add(epoch, masks[epoch])
-        if epoch < 150:
-            first.add(epoch, masks[epoch])
-    assert len(straight.packed) <= MOST
-    assert sorted(straight.packed)[:3] == [0, 8, 16]
-    resumed = Overlaps(sites)
-    resumed.load(first.state(), 150)
-    found = [resumed.add(epoch, masks[epoch]) for epoch in range(150, 300)]
-    assert resumed.pairs(0) == straight.pairs(0)
-    both = (masks[149] & masks[150]).sum() / min(masks[149].sum(), masks[150].sum())
-    assert found[0] == pytest.approx(float(both))
-
-
 # -------------------------------------------------------------------------------- bad input
-
-
-class Other(nn.Module):
-    def forward(self, x):
-        return x.flatten(1)[:, :7]
 
 
 @pytest.mark.parametrize(
@@ -384,110 +266,12 @@ def test_a_loss_that_is_not_finite_stops_and_restores() -> None:
     assert same(state(net), before)
 
 
-# ------------------------------------------------------------------------------------ ranks
-
-RANKS = """
-import json, sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-import torch
-torch.set_num_threads(1)
-import rank_cases, test_snl
-folder = Path({folder!r})
-print(json.dumps([rank_cases.on_ranks(test_snl.on_a_rank, folder, world) for world in (2, 1)]))
-"""
-
-
-def on_a_rank(folder: Path) -> dict:
-    """What one rank of a run finds; the net has no batch norm, so that its shares do not matter."""
-    world = fastbcd.ranks.world()
-    start = snl(make("mlp"), data(61), 30, run_dir=folder / f"snl{world}", **QUICK)
-    weights = state(start.model)
-    return {
-        "digest": fastbcd.ranks.digest(weights).hex(),
-        "counts": [r["count"] for r in start.history],
-        "kept": start.masks.count(),
-        "weights": weights["5.weight"].flatten().tolist(),
-        "accuracy": start.accuracy,
-    }
-
-
-def test_two_ranks_train_as_one(tmp_path) -> None:
-    code = RANKS.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (first, second), (alone,) = json.loads(done.stdout.splitlines()[-1])
-    assert "failed" not in first, first
-    assert first == second
-    assert first["counts"] == alone["counts"]
-    assert first["kept"] == alone["kept"] == 30
-    assert first["weights"] == pytest.approx(alone["weights"], rel=1e-3, abs=1e-4)
-
-
-# ---------------------------------------------------------------------------- the fine-tune
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_the_fine_tune_is_finetuners(optimizer) -> None:
-    """An epoch at a time it does what Finetuner.run does in one go."""
-    settings = Finetune(epochs=3, lr=0.01, padding=1, optimizer=optimizer, batch_size=32)
-    net, train = thinned(make("resnet")), data()
-    teacher, other = copy.deepcopy(net), copy.deepcopy(net)
-    count = fastbcd.masks(net).count()
-    start = snl(net, train, count, finetune=settings, teacher=teacher)
-    Finetuner(other, train, settings, teacher).run(1)
-    assert [r["epoch"] for r in start.finetune] == [0, 1, 2]
-    noise = ("0.bias", "running_mean") if optimizer == "adam" else ()
-    for key, value in state(other).items():
-        if not key.endswith(noise):
-            torch.testing.assert_close(state(net)[key], value, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_an_interrupted_fine_tune_goes_on(tmp_path, monkeypatch, optimizer) -> None:
-    tune = Finetune(epochs=4, lr=0.01, padding=1, optimizer=optimizer, batch_size=32)
-    settings = {**QUICK, "finetune": tune}
-    straight = snl(make("resnet"), data(), 700, **settings)
-    whole, stops = Training.epoch, [0, 2]
-
-    def interrupted(self, epoch, *rest, **more):
-        if self.step == 1 and epoch == stops[0]:
-            raise KeyboardInterrupt
-        return whole(self, epoch, *rest, **more)
-
-    monkeypatch.setattr(Training, "epoch", interrupted)
-    while stops:
-        with pytest.raises(KeyboardInterrupt):
-            snl(make("resnet"), data(), 700, run_dir=tmp_path, **settings)
-        del stops[0]
-    monkeypatch.undo()
-    resumed = snl(make("resnet"), data(), 700, run_dir=tmp_path, **settings)
-    assert same(state(resumed.model), state(straight.model))
-    assert resumed.accuracy == straight.accuracy
-    assert [r["loss"] for r in resumed.finetune] == [r["loss"] for r in straight.finetune]
-
-
 # ------------------------------------------------------------------------------ the command
-
-
-def small_net() -> nn.Module:
-    return make("mlp")
-
-
-def write_images(path: Path) -> str:
-    """An .npz file with both splits."""
-    g = np.random.default_rng(0)
-    splits = {}
-    for split, n in (("train", 60), ("test", 20)):
-        splits[f"{split}_images"] = g.integers(0, 256, (n, 8, 8, 3), np.uint8)
-        splits[f"{split}_labels"] = np.arange(n) % 5
-    np.savez(path, **splits)
-    return str(path)
 
 
 def test_the_command(tmp_path, capsys) -> None:
     line = [
-        "snl", "--model", "test_snl:small_net", "--data", write_images(tmp_path / "data.npz"),
+        "snl", "--model", "start_cases:small_net", "--data", write_images(tmp_path / "data.npz"),
         "--lr", "0.03", "--lambda0", "0.003", "--kappa", "1.5", "--finetune-epochs", "1",
         "--batch-size", "32", "--run-dir", str(tmp_path / "run"),
     ]  # fmt: skip

@@ -15,9 +15,13 @@ from fastbcd.descent import WHEN, bcd
 from fastbcd.evaluation import accuracy
 from fastbcd.finetuning import OPTIMIZERS, Finetune
 from fastbcd.masking import masks
-from fastbcd.proposals import PROPOSALS
-from fastbcd.schedules import Fraction
+from fastbcd.numbers import check_whole
+from fastbcd.proposals import PROPOSALS, Saliency
+from fastbcd.schedules import Adaptive, Fraction
 from fastbcd.scoring.plan import ENGINES
+from fastbcd.search import Schedule
+
+DRC = 100  # the paper's
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if (options.budget is None) == (options.recipe is None):
         parser.error("give either --budget or --recipe")
+    _refuse_idle(parser, options)
     if options.recipe is not None:
         try:
             recipe = recipes.get(options.recipe)
@@ -49,6 +54,22 @@ WITH_RECIPE = ("recipe", "dry_run", "weights", "root", "run_dir", "seed", "devic
                "samples", "engine")  # fmt: skip
 
 
+# What does something beside another option only.
+BESIDE = {
+    "dry_run": ("--recipe", lambda options: options.recipe is not None),
+    "saliency_temperature": ("--proposal saliency", lambda options: options.proposal == "saliency"),
+    "scale2": ("--format autorep", lambda options: options.format == "autorep"),
+    "teacher": ("--epochs of 1 or more", lambda options: options.epochs > 0),
+}
+
+
+def _refuse_idle(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """An option that would do nothing was meant to do something: say so instead."""
+    for name, (other, there) in BESIDE.items():
+        if getattr(options, name) != parser.get_default(name) and not there(options):
+            parser.error(f"--{name.replace('_', '-')} goes with {other} only; leave it out")
+
+
 def _refuse_fixed(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """An option that the recipe fixes, or does not know, would be ignored: say so instead."""
     for name, value in vars(options).items():
@@ -59,18 +80,39 @@ def _refuse_fixed(parser: argparse.ArgumentParser, options: argparse.Namespace) 
             )
 
 
-def _drc(text: str) -> int | Fraction:
-    """A number of ReLUs, or a share of what is left.
+def _drc(text: str) -> int | Schedule:
+    """A number of ReLUs, a share of those that are left, or a size that follows ADT.
 
-    >>> _drc("100"), _drc("2%").size(30_000, [])
-    (100, 600)
+    >>> [_drc(text) for text in ("100", "2%", "adaptive")]
+    [100, Fraction(share=0.02, least=1), Adaptive(start=100, grow=1.25, shrink=0.5, least=1,
+    most=None)]
     """
-    if not text.endswith("%"):
+    if text == "adaptive":
+        return Adaptive(DRC)
+    try:
+        if text.endswith("%"):
+            return Fraction(float(text[:-1]) / 100)
+        check_whole("drc", int(text), 1)
         return int(text)
-    percent = float(text.removesuffix("%"))
-    if not 0 < percent <= 100:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0% and 100%")
-    return Fraction(percent / 100)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text} is neither a number of ReLUs from 1 on, nor a share above 0% and up to 100%, "
+            f"nor the word adaptive"
+        ) from None
+
+
+def _temperature(text: str) -> float:
+    """Of `Saliency`; its own checks, as an error of the command line.
+
+    >>> _temperature("inf")
+    inf
+    """
+    try:
+        return Saliency(float(text)).temperature
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no temperature; give a number, 0 (greedy) or more"
+        ) from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,10 +136,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--dry-run", action="store_true", help="with --recipe: print its plan and stop")
     add("--budget", type=int, help="ReLUs to keep")
-    add("--drc", type=_drc, default=100, help="ReLUs to remove a step, or 2%% of them (100)")
+    add(
+        "--drc",
+        type=_drc,
+        default=DRC,
+        metavar="SIZE",
+        help="ReLUs to remove a step: 100, or 8%% of those that are left, or adaptive, which "
+        "is 100 at first, a quarter more after a step whose first hypothesis met ADT, and half as "
+        "many after one where none did (%(default)s)",
+    )
     add("--rt", type=int, default=50, help="hypotheses at most a step (%(default)s)")
     add("--adt", type=float, default=0.3, help="accepted drop, percentage points (%(default)s)")
-    add("--proposal", choices=PROPOSALS, default="uniform", help="(%(default)s)")
+    add("--proposal", choices=PROPOSALS, default="uniform",
+        help="how hypotheses are drawn: uniform as the paper, or saliency, which favours ReLUs "
+        "that matter little to first order (%(default)s)")  # fmt: skip
+    add("--saliency-temperature", type=_temperature, metavar="T",
+        help="with --proposal saliency: how far hypotheses stray from the least salient ReLUs; "
+        f"0: not at all, inf: uniform ({Saliency().temperature})")  # fmt: skip
     add("--samples", type=int, help="score on the first n train images (all)")
     add("--engine", choices=ENGINES, default="auto", help="(%(default)s)")
     add("--wave", type=int, default=8, help="hypotheses scored together (%(default)s)")
@@ -119,9 +174,6 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> None:
     data, test = common.load_data(options)
     net = _net(options, data)
-    teacher = None
-    if options.teacher is not None:
-        teacher = common.load_weights(common.make_net(options, data), options.teacher).eval()
     finetune = Finetune(
         epochs=options.epochs, lr=options.lr, optimizer=options.optimizer,
         batch_size=options.batch_size, weight_decay=options.weight_decay,
@@ -130,11 +182,16 @@ def _run(options: argparse.Namespace) -> None:
     if not options.quiet:
         kept = masks(net)
         say = f"{kept.count():,} of {kept.total:,} ReLUs, test {accuracy(net, test):.2f} %"
-        common.say(f"{options.model or options.arch} on {options.data}: {say}")
+        plain = options.format == "plain"  # otherwise the file says which net it is
+        name = (options.model or options.arch) if plain else options.weights
+        common.say(f"{name} on {options.data}: {say}")
+    proposal = options.proposal
+    if options.saliency_temperature is not None:
+        proposal = Saliency(options.saliency_temperature)
     run = bcd(
         net, data, options.budget, drc=options.drc, rt=options.rt, adt=options.adt,
         finetune=finetune if options.epochs else None, finetune_when=options.finetune_when,
-        proposal=options.proposal, teacher=teacher if options.epochs else None, test=test,
+        proposal=proposal, teacher=common.given_teacher(options, data), test=test,
         samples=options.samples, seed=options.seed, run_dir=options.run_dir,
         resume=options.resume, engine=options.engine, wave=options.wave,
         progress=not options.quiet,
@@ -158,8 +215,7 @@ def _run_recipe(options: argparse.Namespace, recipe: recipes.Recipe, run_dir: co
 def _net(options: argparse.Namespace, data: ImageData) -> nn.Module:
     """The net to descend from: --arch or --model with --weights, or an official checkpoint."""
     if options.format == "plain":
-        net = common.make_net(options, data)
-        return net if options.weights is None else common.load_weights(net, options.weights)
+        return common.given_net(options, data)
     if options.weights is None:
         raise ValueError(f"--format {options.format} says whose checkpoint --weights is; give it")
     shape: dict[str, Any] = {"num_classes": data.classes, "image_size": data.images.shape[-1]}

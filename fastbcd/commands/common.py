@@ -98,6 +98,19 @@ def make_net(options: argparse.Namespace, data: ImageData) -> nn.Module:
     return net.to(options.device)
 
 
+def given_net(options: argparse.Namespace, data: ImageData) -> nn.Module:
+    """That net with --weights, if they are given."""
+    net = make_net(options, data)
+    return net if options.weights is None else load_weights(net, options.weights)
+
+
+def given_teacher(options: argparse.Namespace, data: ImageData) -> nn.Module | None:
+    """The net of --teacher, in eval mode; None if it is not given."""
+    if options.teacher is None:
+        return None
+    return load_weights(make_net(options, data), options.teacher).eval()
+
+
 def find_function(name: str) -> Callable[[], Any]:
     """`package.module:function`, looked for in the current directory too.
 

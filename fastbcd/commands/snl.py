@@ -37,20 +37,15 @@ def add_start_options(parser: argparse.ArgumentParser, epochs: int) -> None:
 def start_arguments(options: argparse.Namespace) -> tuple[tuple, dict]:
     """The net and the data, and the keywords that `snl` and `autorep` share."""
     data, test = common.load_data(options)
-    net = common.make_net(options, data)
-    if options.weights is not None:
-        common.load_weights(net, options.weights)
-    teacher = None
-    if options.teacher is not None:
-        teacher = common.load_weights(common.make_net(options, data), options.teacher).eval()
+    net = common.given_net(options, data)
     finetune = Finetune(
         epochs=options.finetune_epochs, lr=options.finetune_lr, batch_size=options.batch_size,
         temperature=options.temperature, distill=options.distill,
     )  # fmt: skip
     keywords = {
-        "teacher": teacher, "test": test, "finetune": finetune, "batch_size": options.batch_size,
-        "seed": options.seed, "run_dir": options.run_dir, "resume": options.resume,
-        "progress": not options.quiet,
+        "teacher": common.given_teacher(options, data), "test": test, "finetune": finetune,
+        "batch_size": options.batch_size, "seed": options.seed, "run_dir": options.run_dir,
+        "resume": options.resume, "progress": not options.quiet,
     }  # fmt: skip
     return (net, data, options.budget), keywords
 

@@ -34,14 +34,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> None:
     data, test = common.load_data(options)
-    net = common.make_net(options, data)
-    if options.weights is not None:
-        common.load_weights(net, options.weights)
     trained = train(
-        net, data, epochs=options.epochs, lr=options.lr, momentum=options.momentum,
-        weight_decay=options.weight_decay, batch_size=options.batch_size, test=test,
-        seed=options.seed, run_dir=options.run_dir, resume=options.resume,
-        progress=not options.quiet,
+        common.given_net(options, data), data, epochs=options.epochs, lr=options.lr,
+        momentum=options.momentum, weight_decay=options.weight_decay,
+        batch_size=options.batch_size, test=test, seed=options.seed, run_dir=options.run_dir,
+        resume=options.resume, progress=not options.quiet,
     )  # fmt: skip
     last = trained.history[-1]["test_accuracy"] if trained.history else float("nan")
     common.say(f"{len(trained.history)} epochs, test {last:.2f} %; weights: {options.run_dir}")

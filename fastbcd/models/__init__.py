@@ -35,6 +35,6 @@ def build(
     """
     if name not in _BUILDERS:
         near = get_close_matches(name, NAMES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"there is no network {name!r}{hint} Choose from {', '.join(NAMES)}")
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"there is no network {name!r}; {hint}choose from {', '.join(NAMES)}")
     return _BUILDERS[name](num_classes, image_size, in_channels, **options)

@@ -25,7 +25,7 @@ from fastbcd.activations import MaskedReLU
 from fastbcd.data import ImageData
 from fastbcd.finetuning import Finetune
 from fastbcd.masking import MaskSet, mask_modules, masks
-from fastbcd.search import check_whole
+from fastbcd.numbers import check_number, check_whole
 from fastbcd.starts.gates import (
     IndicatorPoly,
     check_budget,
@@ -35,7 +35,7 @@ from fastbcd.starts.gates import (
     to_poly,
     twin,
 )
-from fastbcd.starts.stages import Job, StartingPoint, carry_out, check_module, check_number
+from fastbcd.starts.stages import Job, StartingPoint, carry_out, check_module
 from fastbcd.starts.training import Training
 
 REFRESH, EVERY = 500, 10  # iterations in which the quadratics follow the statistics, and how often

@@ -45,6 +45,9 @@ def load_snl(
     A ReLU is kept where alpha > threshold, as SNL binarises. While alphas are still soft (a file
     from before that step), the net is the binarised one; the report says so.
     `net.import_report` says what was found and ignored.
+
+    >>> net = load_snl("snl_best_checkpoint.pth.tar", image_size=32)  # doctest: +SKIP
+    >>> fastbcd.bcd(net, data, budget=15_000)  # doctest: +SKIP
     """
     where = str(path)
     state, ignored = state_of(read(path), where, ("state_dict",))
@@ -87,6 +90,9 @@ def load_relupruner(
     """The net of a checkpoint of ReLUPruner, with its list of masks: MaskedReLU sites.
 
     `net.import_report` says what was found and ignored.
+
+    >>> net = load_relupruner("pruned.pth", arch="resnet18")  # doctest: +SKIP
+    >>> fastbcd.bcd(net, data, budget=15_000)  # doctest: +SKIP
     """
     where = str(path)
     content = read(path)

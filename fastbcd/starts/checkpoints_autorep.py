@@ -44,6 +44,9 @@ def load_autorep(
     A ReLU is kept as AutoReP's own forward would have it, in eval mode too:
     m·[aux > -threshold] + (1-m)·[aux > threshold]. aux is dropped then, so that a ReLU that BCD
     removes never comes back. `net.import_report` says what was found and ignored.
+
+    >>> net = load_autorep("checkpoint.pth.tar", scale2=0.1)  # doctest: +SKIP
+    >>> fastbcd.bcd(net, data, budget=15_000)  # doctest: +SKIP
     """
     where = str(path)
     state, ignored = state_of(read(path), where, ("state_dict",))

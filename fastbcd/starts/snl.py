@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from fastbcd.activations import MaskedReLU
 from fastbcd.finetuning import Finetune
 from fastbcd.masking import MaskSet, mask_modules, masks
-from fastbcd.search import check_whole
+from fastbcd.numbers import check_number, check_whole
 from fastbcd.starts.gates import SoftReLU, check_budget, check_kind, gather, largest, twin
-from fastbcd.starts.stages import Job, StartingPoint, carry_out, check_module, check_number
+from fastbcd.starts.stages import Job, StartingPoint, carry_out, check_module
 from fastbcd.starts.training import Training
 
 PUBLISHED = Finetune(epochs=100, lr=1e-3)

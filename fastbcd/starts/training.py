@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fastbcd import ranks
 from fastbcd.data import ImageData
-from fastbcd.finetuning import Finetune, _repeatable, loss_of
+from fastbcd.finetuning import Finetune, loss_of, repeatable
 from fastbcd.fusion import fused
 from fastbcd.memory import kept_memory
 from fastbcd.teacher import TeacherLogits
@@ -86,7 +86,7 @@ class Training:
         amp = device.type == "cuda" if s.amp is None else s.amp
         losses: list[Tensor] = []
         weights: list[int] = []
-        with kept_memory(), _repeatable(device, self.seed, epoch):
+        with kept_memory(), repeatable(device, self.seed, epoch):
             for number, (x, labels, indices, _) in enumerate(batches):
                 before_batch(epoch * self.batches + number)
                 with torch.autocast(device.type, torch.bfloat16, enabled=amp):
