@@ -1,4 +1,4 @@
-# make demo | test | bench: each sets up .venv first; a second run starts at once.
+# make demo | test | lint | bench: each sets up .venv first; a second run starts at once.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 TOOLS := triton==3.7.1 torchvision==0.28.0 "setuptools>=77" pytest==9.2.0 pytest-benchmark==5.3.1 \
          hypothesis==6.170.15 mypy==2.4.1 ruff==0.17.4 matplotlib==3.10.9
 
-.PHONY: setup test demo bench clean
+.PHONY: setup test lint demo bench clean
 setup: $(READY)
 
 $(READY): Makefile pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
@@ -22,6 +22,12 @@ $(READY): Makefile pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# `make test` has these too: tests/test_quality.py reads them here.
+lint: $(READY)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
 
 demo: $(READY)
 	$(BIN)/fastbcd demo

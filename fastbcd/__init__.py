@@ -1,6 +1,6 @@
 """fastbcd: remove ReLUs from trained networks by Block Coordinate Descent, fast."""
 
-from fastbcd import models, ops, private, recipes
+from fastbcd import models, ops, private, recipes, report
 from fastbcd.activations import MaskedPoly, MaskedReLU
 from fastbcd.conversion import ConversionError, convert
 from fastbcd.data import ImageData, load
@@ -58,6 +58,7 @@ __all__ = [
     "ops",
     "private",
     "recipes",
+    "report",
     "saliency",
     "score",
     "set_masks",

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from fastbcd import demo, info
-from fastbcd.commands import autorep, bcd, cost, export, recipes, snl, train
+from fastbcd.commands import autorep, bcd, cost, export, recipes, report, snl, train
 
 COMMANDS = {
     "demo": (demo.main, "train a small ResNet on embedded images and remove most of its ReLUs"),
@@ -15,6 +15,7 @@ COMMANDS = {
     "autorep": (autorep.main, "a starting point for bcd: removed ReLUs become quadratics"),
     "bcd": (bcd.main, "remove ReLUs by Block Coordinate Descent, or run one of the recipes"),
     "recipes": (recipes.main, "the paper's experiments by name, what they take and what they gave"),
+    "report": (report.main, "a page with figures of runs, beside the published results"),
     "cost": (cost.main, "what the ReLUs kept take in private inference: bytes, rounds, seconds"),
     "export": (export.main, "a net that evaluates exactly the ReLUs kept, as .pt2 or .onnx"),
     "info": (info.main, "what runs here, and why not the rest; --check compares the kernels"),

@@ -30,7 +30,12 @@ _RELU6_FUNCTIONS = {F.relu6}
 
 
 class ConversionError(ValueError):
-    """The network cannot be converted; the message says where and what to do instead."""
+    """The network cannot be converted; the message says where and what to do instead.
+
+    >>> fastbcd.convert(nn.Linear(4, 3), torch.zeros(1, 4))
+    Traceback (most recent call last):
+    fastbcd.conversion.ConversionError: Linear has no ReLU to mask
+    """
 
 
 BY_HAND = (

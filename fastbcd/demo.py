@@ -73,22 +73,13 @@ def show(run_dir: Path, images: int = 6_000, tests: int = 2_000) -> None:
     points = [_point("dense", dense, test), _point("SNL", start.model, test)]
     say(f"3. BCD, down to {BUDGET:,} ReLUs, a quarter of what is left each step")
     run = fastbcd.bcd(
-        start.model, train, BUDGET, drc=a_quarter, rt=6, adt=0.3, samples=min(2_000, images),
-        finetune=Finetune(epochs=1, lr=3e-3, **PLAIN), teacher=dense, test=test,
-        run_dir=run_dir / "3-bcd", progress=True,
+        start.model, train, BUDGET, drc=fastbcd.Fraction(0.25), rt=6, adt=0.3,
+        samples=min(2_000, images), finetune=Finetune(epochs=2, lr=3e-3, **PLAIN), teacher=dense,
+        test=test, run_dir=run_dir / "3-bcd", progress=True,
     )  # fmt: skip
     points.append(_point("BCD", run.model, test))
     say(f"\n{table(points, run.history)}")
     say(picture(points, run.history, run_dir / "demo.png"))
-
-
-def a_quarter(count: int) -> int:
-    """DRC as a function of how many ReLUs are kept.
-
-    >>> a_quarter(1000)
-    250
-    """
-    return max(1, count // 4)
 
 
 def _point(name: str, net: nn.Module, test: fastbcd.ImageData) -> Point:

@@ -38,7 +38,14 @@ WHEN = ("every_step", "on_reject")
 
 
 class Run(NamedTuple):
-    """What `bcd` gives back: the net it was given, at its budget, and how it got there."""
+    """What `bcd` gives back: the net it was given, at its budget, and how it got there.
+
+    >>> net = nn.Sequential(nn.Flatten(), fastbcd.MaskedReLU(4), nn.Linear(4, 3))
+    >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
+    >>> run = fastbcd.bcd(net, data, budget=1, drc=2, finetune=None)
+    >>> run.model is net, run.masks.count(), len(run.history)
+    (True, 1, 2)
+    """
 
     model: nn.Module
     masks: MaskSet

@@ -34,7 +34,11 @@ def plain_name(name: str) -> str:
 
 
 class Site(NamedTuple):
-    """One place where ReLUs stand: flat ids start .. start + numel - 1."""
+    """One place where ReLUs stand: flat ids start .. start + numel - 1.
+
+    >>> Site("layer1.relu", shape=(64, 8, 8), start=0).numel
+    4096
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -42,6 +46,7 @@ class Site(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """How many neurons: the product of the shape."""
         return int(np.prod(self.shape, dtype=np.int64))
 
 
@@ -213,11 +218,17 @@ def masks(net: nn.Module) -> MaskSet:
     return NetMasks(mask_modules(net))
 
 
-def set_masks(net: nn.Module, new: MaskSet) -> None:
-    """Write `new` into the net, in place; refuses the masks of another net."""
+def set_masks(net: nn.Module, masks: MaskSet) -> None:
+    """Write `masks` into the net, in place; refuses the masks of another net.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3))
+    >>> set_masks(net, fastbcd.masks(net).without([0, 2]))
+    >>> net[1].mask
+    tensor([False,  True, False])
+    """
     modules = mask_modules(net)
-    NetMasks(modules).check_same_sites(new.sites, "this mask")
-    for module, bits in zip(modules.values(), new.split(), strict=True):
+    NetMasks(modules).check_same_sites(masks.sites, "this mask")
+    for module, bits in zip(modules.values(), masks.split(), strict=True):
         module.mask.copy_(bits)
 
 

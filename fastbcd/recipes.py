@@ -25,7 +25,11 @@ SHORT = {"wide_resnet22_8": "wrn22-8", "tiny-imagenet": "tiny"}  # in the names 
 
 
 class DataShape(NamedTuple):
-    """What a plan must know of a data set."""
+    """What a plan must know of a data set.
+
+    >>> DATA["cifar100"]
+    DataShape(classes=100, image_size=32, channels=3, train=50000)
+    """
 
     classes: int
     image_size: int
@@ -43,7 +47,12 @@ DATA = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """One experiment: a dense net, a starting point with b_ref ReLUs, BCD down to budget."""
+    """One experiment: a dense net, a starting point with b_ref ReLUs, BCD down to budget.
+
+    >>> settings = {"drc": 100, "adt": 0.3, "rt": 50, "epochs": 20, "optimizer": "sgd", "lr": 1e-3}
+    >>> plan(Recipe("mine", "resnet18", "cifar10", "snl", 30_000, 9_000, **settings)).steps
+    210
+    """
 
     name: str
     arch: str  # of fastbcd.models
@@ -131,6 +140,9 @@ class Plan:
         fine-tuning   T · epochs · N · 4 F: forward, backward (2 F) and the teacher's forward
         dense         160 epochs · N · 3 F
         start         its epochs · N · 4 F
+
+    >>> print(str(plan(get("resnet18-cifar100-15k"))).splitlines()[1])
+    1  dense        160 epochs: 26.7 PFLOP
     """
 
     recipe: Recipe
@@ -212,7 +224,11 @@ def multiply_adds(arch: str, classes: int, image_size: int, channels: int = 3) -
 
 
 def table(recipes: Iterable[Recipe]) -> str:
-    """Recipes as lines of text, with their plans and published accuracies."""
+    """Recipes as lines of text, with their plans and published accuracies.
+
+    >>> table([get("resnet18-cifar100-15k")]).splitlines()[1].split()[:3]
+    ['resnet18-cifar100-15k', '30,000', '15,000']
+    """
     head = (
         f"{'recipe':<32}{'B_ref':>9}{'budget':>9}{'DRC':>5}{'ADT':>5}{'RT':>4}{'epochs':>7}  "
         f"{'optimizer':<13}{'steps':>6}{'PFLOP':>8}{'start':>8}{'BCD':>7}  source"

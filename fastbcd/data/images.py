@@ -146,6 +146,7 @@ class ImageData:
 
     @property
     def device(self) -> torch.device:
+        """Where images and labels lie."""
         return self.images.device
 
     def to(self, device: torch.device | str) -> ImageData:

@@ -29,7 +29,12 @@ LAN_BANDWIDTH, LAN_RTT = 1e9, 1e-3  # bits a second, seconds
 
 @dataclass(frozen=True)
 class SiteCost:
-    """One site. None: the protocol's figure is not known."""
+    """One site. None: the protocol's figure is not known.
+
+    >>> site = cost(fastbcd.MaskSet.full({"a": (16, 8, 8)}), "crypten").sites[0]
+    >>> site.relus, site.bytes, site.rounds
+    (1024, 475136.0, 9.0)
+    """
 
     name: str
     units: int
@@ -53,6 +58,10 @@ class Cost:
     """The cost by site and in all; prints itself as a table.
 
     A total is None as soon as one site's is; `known_seconds` adds up what is known.
+
+    >>> c = cost(fastbcd.MaskSet.full({"a": (16, 8, 8)}), "spu-semi2k", bandwidth=1e9)
+    >>> c.bytes, c.rounds, round(c.known_seconds, 4)
+    (147456.0, None, 0.0045)
     """
 
     protocol: Protocol
@@ -72,14 +81,17 @@ class Cost:
 
     @property
     def relus(self) -> int:
+        """ReLUs kept."""
         return self.total.relus
 
     @property
     def bytes(self) -> float | None:
+        """Sent both ways together."""
         return self.total.bytes
 
     @property
     def rounds(self) -> float | None:
+        """Of all sites, one after the other."""
         return self.total.rounds
 
     @property

@@ -37,6 +37,12 @@ def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> flo
 
     Returns the largest difference between the logits of the file and of the net on the example,
     relative to the largest logit; None if there is nothing here to run an .onnx file with.
+
+    >>> import tempfile
+    >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3), nn.Linear(3, 2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export(net, torch.randn(2, 4), f"{folder}/net.pt2") < 1e-6
+    True
     """
     path = Path(path)
     if path.suffix not in FORMATS:

@@ -47,6 +47,10 @@ class Protocol:
     relu_rounds and square_rounds are those of a whole site, however many units it has: all units
     of a site go together. Bytes and seconds are per unit; bytes go both ways together. Squares are
     what a removed ReLU costs where it became a quadratic with public coefficients.
+
+    >>> ours = [Constant(figure, "our prototype") for figure in (120, 1e-6, 2)]
+    >>> fastbcd.private.cost(fastbcd.MaskSet.full({"a": (1000,)}), Protocol("ours", *ours)).bytes
+    120000.0
     """
 
     name: str

@@ -29,7 +29,12 @@ _SHIFT, _BINS = 16, 1 << 15
 
 @dataclass(frozen=True)
 class SiteRange:
-    """The values z that reach one site's activation."""
+    """The values z that reach one site's activation.
+
+    >>> site = SiteRange("relu", low=-3.0, high=2.0, quantiles=(0.5, 2.0, 2.5), limit=2.5)
+    >>> site.largest, site.fits
+    (3.0, False)
+    """
 
     name: str
     low: float
@@ -51,7 +56,12 @@ class SiteRange:
 
 @dataclass(frozen=True)
 class Ranges:
-    """The ranges of all sites; prints itself as a table."""
+    """The ranges of all sites; prints itself as a table.
+
+    >>> print(Ranges((SiteRange("relu", -3.0, 2.0, (0.5, 2.0, 2.5), None),)))
+    site         min         max   |z| 50.0%   |z| 99.0%   |z| 99.9%
+    relu          -3           2         0.5           2         2.5
+    """
 
     sites: tuple[SiteRange, ...]
 
