@@ -17,7 +17,7 @@ $(READY): Makefile pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TOOLS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[onnx]"
 	@touch $(READY)
 
 test: $(READY)

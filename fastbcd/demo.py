@@ -75,7 +75,7 @@ def show(run_dir: Path, images: int = 6_000, tests: int = 2_000) -> None:
     run = fastbcd.bcd(
         start.model, train, BUDGET, drc=fastbcd.Fraction(0.25), rt=6, adt=0.3,
         samples=min(2_000, images), finetune=Finetune(epochs=2, lr=3e-3, **PLAIN), teacher=dense,
-        test=test, run_dir=run_dir / "3-bcd", progress=True,
+        test=test, proposal="saliency", run_dir=run_dir / "3-bcd", progress=True,
     )  # fmt: skip
     points.append(_point("BCD", run.model, test))
     say(f"\n{table(points, run.history)}")

@@ -74,9 +74,7 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, residual, mask, coef = ctx.saved_tensors
-        dx, sums = torch.ops.fastbcd.saliency_backward.default(
-            grad, x, mask, coef, residual, ctx.absolute
-        )
+        dx, sums = saliency_backward(grad, x, mask, coef, residual, ctx.absolute)
         ctx.totals += sums
         # dz goes to x and to the residual: one tensor serves both.
         return None, dx, dx if ctx.needs_input_grad[2] else None, None, None, None, None
@@ -120,3 +118,4 @@ torch.library.register_fake(
     lambda grad, x, mask, *rest: _outputs(dense(x, 1), mask),
     lib=_library,
 )
+saliency_backward = torch.ops.fastbcd.saliency_backward.default
