@@ -1,0 +1,283 @@
+"""The figures of a report, one function each, to be called within `style()`.
+
+They are made for a phone and for black and white: one column wide, letters large for their width,
+and every line is told from the others by its dashes and its marker, every bar by its width or
+hatching, never by colour alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from fastbcd.private import Cost
+from fastbcd.report.published import Curve
+from fastbcd.report.reading import Stage
+
+WIDTH, DPI = 4.7, 200  # inches; 940 pixels
+FONT: Any = {
+    "font.size": 9.5, "axes.titlesize": 10.5, "legend.fontsize": 8.5, "font.family": "sans-serif",
+    "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
+    "hatch.linewidth": 0.6,
+}  # fmt: skip
+
+# marker, dashes, colour; what a method looks like in every figure
+METHODS: dict[str, tuple[str, Any, str]] = {
+    "BCD": ("s", "-", "#0072b2"),
+    "SNL": ("x", (0, (1, 1)), "#d55e00"),
+    "DeepReDuce": ("^", (0, (4, 1.5)), "#009e73"),
+    "CryptoNAS": ("v", (0, (4, 1, 1, 1)), "#a6761d"),
+    "Sphynx": ("D", (0, (7, 2)), "#cc79a7"),
+    "SENet": ("P", (0, (2, 1)), "#d55e00"),
+    "SENet++ (d_r = 0.5)": ("<", (0, (5, 1, 1, 1, 1, 1)), "#009e73"),
+    "SENet++ (d_r = 1.0)": (">", (0, (1, 2)), "#a6761d"),
+    "AutoReP": ("*", (0, (3, 2)), "#56b4e9"),
+    "BCD on AutoReP": ("h", (0, (8, 1)), "#56b4e9"),
+}
+OTHER = ("+", ":", "0.4")
+# this report's runs: dashes, filling of the marker
+RUNS: tuple[tuple[Any, str], ...] = (
+    ("-", "black"), ((0, (5, 1.5)), "white"), ((0, (1, 1)), "0.6"), ((0, (4, 1, 1, 1)), "black"),
+)  # fmt: skip
+PHASES = {"finetune": ("o", "-"), "score": ("s", "--"), "propose": ("^", ":"), "test": ("D", "-."),
+          "save": ("x", (0, (1, 3))), "epoch": ("v", "-")}  # fmt: skip
+
+
+class Line(NamedTuple):
+    """A run's points (ReLUs, percent), or a single one such as the dense net."""
+
+    label: str
+    points: Sequence[tuple[int, float]]
+
+
+def accuracy(
+    runs: Sequence[Line], single: Sequence[Line], published: Sequence[Curve], label: str
+) -> Any:
+    """Accuracy against ReLU count on a log axis; published curves thin, runs thick and black."""
+    figure, axes = canvas(4.0 + 0.2 * ((len(runs) + len(single) + len(published) + 1) // 2))
+    for number, (name, points) in enumerate(runs):
+        dashes, filling = RUNS[number % len(RUNS)]
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, marker="o", linestyle=dashes, color="black", linewidth=1.7, markersize=5.5,
+                  markerfacecolor=filling, markevery=every(len(x), 5 if published else 12),
+                  label=name, zorder=5)  # fmt: skip
+    for (name, points), marker in zip(single, "DsPX^v" * len(single), strict=False):
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, marker=marker, linestyle="none", color="black", markerfacecolor="white",
+                  markersize=8, markeredgewidth=1.4, label=name, zorder=6)  # fmt: skip
+    for curve in published:
+        marker, dashes, colour = METHODS.get(curve.method, OTHER)
+        x, y = zip(*curve.points, strict=True)
+        axes.plot(x, y, marker=marker, linestyle=dashes, color=colour, linewidth=1, markersize=4.5,
+                  label=f"paper: {curve.method}")  # fmt: skip
+    relu_axis(axes)
+    axes.set_ylabel(label)
+    _legend_below(figure, axes)
+    return figure
+
+
+def distribution(stage: Stage) -> Any:
+    """ReLUs by site: the full net (wide, light), the start (hatched), now (narrow, black)."""
+    now = stage.start if stage.masks is None else stage.masks
+    sites, places = [s.name for s in now.sites], range(len(now.sites))
+    figure, axes = canvas(1.5 + 0.27 * len(sites))
+    full = [site.numel for site in now.sites]
+    axes.barh(places, full, 0.84, color="0.88", edgecolor="0.6", linewidth=0.6, label="full net")
+    if stage.start.count() < stage.start.total:
+        axes.barh(places, stage.start.counts().values(), 0.58, color="white", edgecolor="0.25",
+                  hatch="/////", linewidth=0.6, label="start")  # fmt: skip
+    axes.barh(places, now.counts().values(), 0.26, color="black", label="now")
+    for place, (n, whole) in enumerate(zip(now.counts().values(), full, strict=True)):
+        axes.annotate(f"{n:,}", (whole, place), (4, 0), textcoords="offset points", va="center",
+                      fontweight="bold" if n == 0 else "normal", fontsize=8)  # fmt: skip
+    axes.set(xscale="log", xlabel="ReLUs (log axis); the number is what is kept now")
+    axes.set_yticks(places, sites)
+    axes.set_xlim(0.8, max(full) * 4)
+    axes.xaxis.set_major_formatter(_thousands)
+    axes.set_ylim(len(sites) - 0.4, -0.6)  # execution order from the top
+    axes.grid(axis="x", alpha=0.3)
+    _legend_below(figure, axes, columns=3)
+    return figure
+
+
+def overlaps(bcd: Stage | None, start: Stage | None) -> Any:
+    """How much masks have in common: the paper's score from one to the next, and with the start."""
+    figure, axes = canvas(3.6)
+    epochs = consecutive(start)
+    if start and epochs:
+        x, y = zip(*epochs, strict=True)
+        axes.plot(x, y, "x:", color="black", markevery=every(len(x)),
+                  label=f"{start.title}, an epoch and the next: |both| / |smaller|")  # fmt: skip
+    if bcd:
+        counts = [bcd.start.count(), *(step["after"] for step in bcd.history)]
+        looks = {"markersize": 4.5, "markevery": every(len(counts))}
+        axes.plot(counts, [1.0] * len(counts), "o-", color="black", **looks,
+                  label="BCD, any two: |both| / |smaller|")  # fmt: skip
+        axes.plot(counts, [n / max(counts[0], 1) for n in counts], "s--", color="0.35", **looks,
+                  markerfacecolor="white",
+                  label="BCD, with its start: |both| / |either|")  # fmt: skip
+    relu_axis(axes)
+    axes.set(ylim=(0, 1.06), ylabel="overlap of masks")
+    _legend_below(figure, axes, columns=1)
+    return figure
+
+
+def consecutive(start: Stage | None) -> list[tuple[int, float]]:
+    """(ReLUs, IoU with the epoch before) of a mask training."""
+    history = start.history if start else []
+    return [(r["count"], r["iou"]) for r in history if r.get("iou") is not None]
+
+
+def hypotheses(bcd: Stage) -> Any:
+    """By step: hypotheses tried, and the accuracy before the removal, after it, and in the end."""
+    figure, (upper, lower) = canvas(5.4, rows=2)
+    number = [s["number"] for s in bcd.history]
+    for accepted, look, name in (
+        (True, {"color": "0.35"}, "one met ADT"),
+        (False, {"facecolor": "white", "edgecolor": "black", "hatch": "/////"}, "none did: best"),
+    ):
+        steps = [s for s in bcd.history if s["accepted"] is accepted]
+        if steps:
+            upper.bar([s["number"] for s in steps], [s["tried"] for s in steps], 0.8, linewidth=0.6,
+                      label=name, **look)  # fmt: skip
+    upper.set(ylabel="hypotheses tried", ylim=(0, 1.3 * max(s["tried"] for s in bcd.history)))
+    upper.legend(loc="upper right", ncols=2, frameon=False)
+    looks = {"marker": "o", "markersize": 4, "markevery": every(len(number)), "color": "black"}
+    lower.plot(number, [s["base_accuracy"] for s in bcd.history], **looks, linestyle="-",
+               label="train, before the removal")  # fmt: skip
+    lower.plot(number, [s["chosen_accuracy"] for s in bcd.history], **looks, linestyle=":",
+               markerfacecolor="white", label="train, right after it")  # fmt: skip
+    tested = [s for s in bcd.history if s["test_accuracy"] is not None]
+    if tested:
+        looks |= {"marker": "s", "color": "#0072b2", "markevery": every(len(tested))}
+        lower.plot([s["number"] for s in tested], [s["test_accuracy"] for s in tested], **looks,
+                   linestyle="--", label="test, after the step")  # fmt: skip
+    lower.set(xlabel="step", ylabel="accuracy, %")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    _legend_below(figure, lower, columns=1)
+    return figure
+
+
+def times(bcd: Stage) -> Any:
+    """Seconds by phase: in all, and step by step on a log axis."""
+    figure, (upper, lower) = canvas(5.2, rows=2, heights=(1, 1.5))
+    spent = dict(sorted(bcd.seconds().items(), key=lambda item: -item[1]))
+    whole = sum(spent.values()) or 1.0
+    upper.barh(list(spent), list(spent.values()), 0.6, color="0.35")
+    for place, value in enumerate(spent.values()):
+        upper.annotate(f" {value:,.1f} s, {value / whole:.1%}", (value, place), va="center")
+    upper.invert_yaxis()
+    upper.set(xlim=(0, 1.45 * max(spent.values())), xlabel="seconds in all")
+    upper.locator_params(axis="x", nbins=5)
+    for phase in spent:
+        marker, dashes = PHASES.get(phase, ("+", "-"))
+        points = [(s["number"], s["seconds"][phase]) for s in bcd.history if phase in s["seconds"]]
+        x, y = zip(*points, strict=True)
+        lower.plot(x, y, marker=marker, linestyle=dashes, color="black", markersize=4.5,
+                   markerfacecolor="white", markevery=every(len(x)), label=phase)  # fmt: skip
+    lower.set(xlabel="step", ylabel="seconds", yscale="log")
+    lower.xaxis.get_major_locator().set_params(integer=True)
+    lower.grid(alpha=0.3)
+    _legend_below(figure, lower, columns=3)
+    return figure
+
+
+def costs(found: Mapping[str, Sequence[Cost]], units: Callable[[float | None, str], str]) -> Any:
+    """Seconds of private inference by protocol, one bar for each of the named masks.
+
+    found: the same protocols in the same order for all. units(value, "s") is a value with its unit.
+    """
+    protocols = [cost.protocol.name for cost in next(iter(found.values()))]
+    figure, axes = canvas(1.3 + 0.9 * len(protocols))
+    known = [cost.known_seconds for several in found.values() for cost in several]
+    left = max(min(known), max(known) / 1e6) / 3  # nothing at all has no place on a log axis
+    looks: list[dict[str, str]] = [
+        {"color": "0.88", "edgecolor": "0.5"},
+        {"color": "white", "edgecolor": "0.25", "hatch": "/////"},
+        {"color": "black"},
+    ]
+    height = 0.84 / len(found)
+    for row, (name, several) in enumerate(found.items()):
+        look = looks[row if len(found) == 3 else 2 * row]
+        places = [p + (row - (len(found) - 1) / 2) * height for p in range(len(protocols))]
+        seconds = [max(cost.known_seconds, left) for cost in several]
+        axes.barh(places, seconds, 0.9 * height, linewidth=0.6, label=name, **look)
+        for place, x, cost in zip(places, seconds, several, strict=True):
+            least = "" if cost.seconds is not None else "≥ "
+            text = f" {least}{units(cost.known_seconds, 's')}, {units(cost.bytes, 'B')}"
+            axes.annotate(text, (x, place), va="center", fontsize=8)
+    axes.set(xscale="log", xlim=(left, max(known) * 150), xlabel="seconds (log axis), and bytes")
+    axes.set_yticks(range(len(protocols)), protocols)
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    _legend_below(figure, axes, columns=3)
+    return figure
+
+
+# ------------------------------------------------------------------------------- shared
+
+
+def style() -> AbstractContextManager[None]:
+    """The look of everything drawn within; ImportError says how to get matplotlib."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError(
+            f"a report is drawn with matplotlib ({error}): pip install 'fastbcd[plot]'"
+        ) from error
+    return matplotlib.rc_context(FONT)
+
+
+def canvas(height: float, rows: int = 1, heights: Sequence[float] | None = None) -> Any:
+    """A figure of the report's width, `height` inches high, and its axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
+    return figure, figure.subplots(rows, 1, height_ratios=heights)
+
+
+def relu_axis(axes: Any) -> None:
+    """ReLUs on a log axis, labelled 500, 6K, 100K; with a place for 0 if there is a 0."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    if axes.dataLim.x0 <= 0:
+        axes.set_xscale("symlog", linthresh=1, linscale=0.4)
+    else:
+        axes.set_xscale("log")
+        low, high = axes.get_xlim()
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 1e4 else (1,)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(_thousands)
+    axes.set_xlabel("ReLUs kept (log axis)")
+    axes.grid(alpha=0.3)
+
+
+def every(points: int, most: int = 12) -> list[int]:
+    """Which points get a marker, the first and the last among them, so that lines stay lines.
+
+    >>> every(5), every(850, most=3)
+    ([0, 1, 2, 3, 4], [0, 424, 849])
+    """
+    if points <= most:
+        return list(range(points))
+    return [round(i * (points - 1) / (most - 1)) for i in range(most)]
+
+
+def _thousands(value: float, place: Any = None) -> str:
+    """
+    >>> _thousands(15_000), _thousands(300), _thousands(2e6)
+    ('15K', '300', '2M')
+    """
+    for unit, letter in ((1e6, "M"), (1e3, "K")):
+        if value >= unit:
+            return f"{value / unit:g}{letter}"
+    return f"{value:g}"
+
+
+def _legend_below(figure: Any, axes: Any, columns: int = 2) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False,
+                  handlelength=3.2, fontsize=FONT["legend.fontsize"])  # fmt: skip
