@@ -138,8 +138,8 @@ class Cost:
 
     def _head(self) -> str:
         return (
-            f"{self.protocol.name}, {_si(self.bandwidth, 'bit/s')}, round trip "
-            f"{_si(self.rtt, 's')}: {self.relus:,} ReLUs, the activations of one image"
+            f"{self.protocol.name}, {si(self.bandwidth, 'bit/s')}, round trip "
+            f"{si(self.rtt, 's')}: {self.relus:,} ReLUs, the activations of one image"
         )
 
     def _table(self) -> list[str]:
@@ -147,15 +147,15 @@ class Cost:
         names = ["ReLUs", "of", "squares", "bytes", "rounds", "compute", "transfer", "latency",
                  "seconds"]  # fmt: skip
         rows = [["site", *names], *map(_cells, self.sites), _cells(total)]
-        rows[-1][-1] = _si(self.seconds, "s")  # with the set-up
+        rows[-1][-1] = si(self.seconds, "s")  # with the set-up
         if not total.squares:
             rows = [row[:3] + row[4:] for row in rows]
         width = max(len(row[0]) for row in rows)
         lines = [f"  {row[0]:<{width}}" + "".join(f"{c:>11}" for c in row[1:]) for row in rows]
         if self.setup:
-            lines.append(f"  {_si(self.setup, 's')} of the total is set-up")
+            lines.append(f"  {si(self.setup, 's')} of the total is set-up")
         if self.seconds is None:
-            lines.append(f"  at least {_si(self.known_seconds, 's')}: the rest is unknown")
+            lines.append(f"  at least {si(self.known_seconds, 's')}: the rest is unknown")
         return lines
 
     def _emptied(self) -> list[str]:
@@ -261,18 +261,18 @@ def _cells(site: SiteCost) -> list[str]:
     """A row of the table."""
     times = (site.compute, site.transfer, site.latency, site.seconds)
     counts = (f"{n:,}" for n in (site.relus, site.units, site.squares))
-    return [site.name, *counts, _si(site.bytes, "B"), _number(site.rounds),
-            *(_si(t, "s") for t in times)]  # fmt: skip
+    return [site.name, *counts, si(site.bytes, "B"), _number(site.rounds),
+            *(si(t, "s") for t in times)]  # fmt: skip
 
 
 def _number(value: float | None) -> str:
     return "unknown" if value is None else f"{value:,g}"
 
 
-def _si(value: float | None, unit: str) -> str:
+def si(value: float | None, unit: str) -> str:
     """A value in three digits with its prefix.
 
-    >>> _si(87_425_024, "B"), _si(2.2e-6, "s"), _si(0, "s"), _si(None, "s")
+    >>> si(87_425_024, "B"), si(2.2e-6, "s"), si(0, "s"), si(None, "s")
     ('87.4 MB', '2.20 µs', '0 s', 'unknown')
     """
     if value is None:

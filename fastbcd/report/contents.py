@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastbcd import private
-from fastbcd.private.costs import _si as in_units
+from fastbcd.private.costs import si as in_units
 from fastbcd.report import figures, published
 from fastbcd.report.figures import Line
 from fastbcd.report.reading import Chain, Stage
