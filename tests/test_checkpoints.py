@@ -97,7 +97,7 @@ def test_autorep_logits(tmp_path, arch, degree, s, clip) -> None:
     theirs = published.autorep(arch, degree, s, clip or 9.0)
     path = save_autorep(tmp_path / "c.pth", theirs)
     before = kept_by(torch.load(path)["state_dict"])
-    options = {"scale2": s} if degree == 2 else {"scale1": s}
+    options = {"scale_x2": s} if degree == 2 else {"scale_x1": s}
     net = fastbcd.load_autorep(path, clip2=clip, **options)
     with torch.no_grad():
         expected = theirs(IMAGES)
@@ -158,7 +158,7 @@ def test_one_more_mask_is_the_stems_or_the_final_relu(tmp_path) -> None:
 def test_an_imported_net_is_ready_for_bcd(tmp_path) -> None:
     """A removed unit stays removed, also where AutoReP's aux would bring it back."""
     net = fastbcd.load_autorep(
-        save_autorep(tmp_path / "c", published.autorep("resnet18")), scale2=1
+        save_autorep(tmp_path / "c", published.autorep("resnet18")), scale_x2=1
     )
     data = IMAGES, torch.arange(6) % 5
     removal = fastbcd.masks(net).sample(40, seed=0, step=0, trial=0)
@@ -237,7 +237,7 @@ def test_bad_snl_files(tmp_path, edit, options, words) -> None:
 @pytest.mark.parametrize(
     ("edit", "options", "words"),
     [
-        (None, {"scale2": None}, "say scale2=0.1"),
+        (None, {"scale_x2": None}, "say scale_x2=0.1"),
         (put("model.layer2.0.relu.poly_para_0_0", torch.ones(1, 4, 1, 1)), {}, "relu' differ"),
         (put("model.linear.weight", torch.ones(5, 9)), {}, "linear.weight has shape"),
         (None, {"image_size": 64}, "has image_size=8, expected 64"),
@@ -246,7 +246,7 @@ def test_bad_snl_files(tmp_path, edit, options, words) -> None:
 def test_bad_autorep_files(tmp_path, edit, options, words) -> None:
     path = save_autorep(tmp_path / "c", published.autorep("resnet18"), edit or (lambda s: None))
     with pytest.raises(ValueError, match=words):
-        fastbcd.load_autorep(path, **{"scale2": 0.1, **options})
+        fastbcd.load_autorep(path, **{"scale_x2": 0.1, **options})
 
 
 @pytest.mark.parametrize(
@@ -270,13 +270,13 @@ def test_bad_autorep_activations(tmp_path, leaf, value, words) -> None:
 
     path = save_autorep(tmp_path / "c.pth", published.autorep("resnet18"), edit)
     with pytest.raises(CheckpointError, match=words):
-        fastbcd.load_autorep(path, scale2=0.1)
+        fastbcd.load_autorep(path, scale_x2=0.1)
 
 
 def test_early_autorep_files_are_noted(tmp_path) -> None:
     theirs = published.autorep("resnet18")
     theirs.model.layer1[0].relu.itr_cnt.data.fill_(120)
-    net = fastbcd.load_autorep(save_autorep(tmp_path / "c.pth", theirs), scale2=0.1)
+    net = fastbcd.load_autorep(save_autorep(tmp_path / "c.pth", theirs), scale_x2=0.1)
     assert "iteration 120" in str(net.import_report)
 
 

@@ -293,7 +293,7 @@ def test_errors_are_one_line(line, message, capsys) -> None:
         (f"{SALIENCY} nan", "--saliency-temperature: nan is no temperature"),
         (f"{SALIENCY} warm", "--saliency-temperature: warm is no temperature"),
         (f"{BCD} --dry-run", "--dry-run goes with --recipe only"),
-        (f"{BCD} --scale2 0.5", "--scale2 goes with --format autorep only"),
+        (f"{BCD} --scale-x2 0.5", "--scale-x2 goes with --format autorep only"),
         (f"{BCD} --epochs 0 --teacher dense", "--teacher goes with --epochs of 1 or more only"),
         (f"{BCD} --engine magic", "invalid choice: 'magic'"),
         ("descend", "invalid choice: 'descend'"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fastbcd.commands import common
-from fastbcd.commands.snl import add_start_options, say_result, start_arguments
+from fastbcd.commands.starts import add_start_options, say_result, start_arguments
 from fastbcd.starts.autorep import autorep
 
 

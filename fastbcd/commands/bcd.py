@@ -58,7 +58,7 @@ WITH_RECIPE = ("recipe", "dry_run", "weights", "root", "run_dir", "seed", "devic
 BESIDE = {
     "dry_run": ("--recipe", lambda options: options.recipe is not None),
     "saliency_temperature": ("--proposal saliency", lambda options: options.proposal == "saliency"),
-    "scale2": ("--format autorep", lambda options: options.format == "autorep"),
+    "scale_x2": ("--format autorep", lambda options: options.format == "autorep"),
     "teacher": ("--epochs of 1 or more", lambda options: options.epochs > 0),
 }
 
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_net_options(parser)
     parser.add_argument("--format", choices=common.FORMATS, default="plain",
                         help="whose checkpoint --weights is (%(default)s)")  # fmt: skip
-    parser.add_argument("--scale2", type=float, help="AutoReP's --scale_x2, for --format autorep")
+    parser.add_argument("--scale-x2", type=float, help="AutoReP's --scale_x2, for --format autorep")
     common.add_run_options(parser)
     group = parser.add_argument_group("descent")
     add = group.add_argument
@@ -222,7 +222,7 @@ def _net(options: argparse.Namespace, data: ImageData) -> nn.Module:
     if options.format == "snl":
         net = fastbcd.load_snl(options.weights, **shape)
     elif options.format == "autorep":
-        net = fastbcd.load_autorep(options.weights, scale2=options.scale2, **shape)
+        net = fastbcd.load_autorep(options.weights, scale_x2=options.scale_x2, **shape)
     else:
         net = fastbcd.load_relupruner(options.weights, **shape)
     common.say(str(net.import_report))

@@ -193,3 +193,13 @@ def say(text: str) -> None:
     """Once, not on every rank."""
     if ranks.rank() == 0:
         print(text, flush=True)
+
+
+def one_line_errors(command: str, work: Callable[[], None]) -> int:
+    """Do the work; the exit status. Errors of the user's making are one line."""
+    try:
+        work()
+    except (ValueError, OSError, ImportError) as error:
+        print(f"fastbcd {command}: {error}", file=sys.stderr)
+        return 2
+    return 0

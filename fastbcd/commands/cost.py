@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 from fastbcd import private
-from fastbcd.commands.kept import one_line_errors, read_kept
+from fastbcd.commands.common import one_line_errors
+from fastbcd.commands.kept import read_kept
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}

@@ -11,7 +11,8 @@ from torch import nn
 import fastbcd
 from fastbcd import private, recipes
 from fastbcd.commands import common
-from fastbcd.commands.kept import find_run, one_line_errors, quadratics, read_kept
+from fastbcd.commands.common import one_line_errors
+from fastbcd.commands.kept import find_run, quadratics, read_kept
 from fastbcd.data import ImageData
 from fastbcd.masking import MaskSet, masks, set_masks
 

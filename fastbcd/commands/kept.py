@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,13 +52,3 @@ def read_kept(path: Path) -> Kept:
 def quadratics(tensors: dict[str, Tensor], sites: list[str]) -> tuple[str, ...]:
     """The sites that have coefficients."""
     return tuple(name for name in sites if f"{name}.coef" in tensors)
-
-
-def one_line_errors(command: str, work: Callable[[], None]) -> int:
-    """Do the work; the exit status. Errors of the user's making are one line."""
-    try:
-        work()
-    except (ValueError, OSError, ImportError) as error:
-        print(f"fastbcd {command}: {error}", file=sys.stderr)
-        return 2
-    return 0

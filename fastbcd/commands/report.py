@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from fastbcd import models, recipes, report
+from fastbcd.commands.common import one_line_errors
 from fastbcd.commands.cost import bits_a_second, seconds
-from fastbcd.commands.kept import one_line_errors
 
 
 def main(arguments: list[str] | None = None) -> int:

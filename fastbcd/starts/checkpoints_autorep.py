@@ -24,9 +24,9 @@ _REFRESHED = 508  # iterations in which AutoReP refreshes coefficients; itr_cnt 
 def load_autorep(
     path: str | os.PathLike[str],
     *,
-    scale2: float | None = None,
+    scale_x2: float | None = None,
     clip2: float | None = None,
-    scale1: float = 1.0,
+    scale_x1: float = 1.0,
     threshold: float = 3e-3,
     arch: str | None = None,
     num_classes: int | None = None,
@@ -35,17 +35,17 @@ def load_autorep(
     """The net of a checkpoint of AutoReP: MaskedPoly sites, in eval mode, ready for `bcd`.
 
     The file does not hold all of AutoReP's settings. What must be as it was in training:
-        scale2: --scale_x2, the factor of the quadratic term: 0.1 unless it was changed (CIFAR),
+        scale_x2: --scale_x2, the factor of the quadratic term: 0.1 unless it was changed (CIFAR),
             2 for Wide-ResNet on Tiny ImageNet.
         clip2: --clip_x2 if --clip_x2_bool was on (1 on Tiny ImageNet), else None.
-        scale1: --scale_x1, the factor of the linear term of degree 1.
+        scale_x1: --scale_x1, the factor of the linear term of degree 1.
         threshold: --threshold of the hysteresis; 0.003 in the published scripts.
 
     A ReLU is kept as AutoReP's own forward would have it, in eval mode too:
     m·[aux > -threshold] + (1-m)·[aux > threshold]. aux is dropped then, so that a ReLU that BCD
     removes never comes back. `net.import_report` says what was found and ignored.
 
-    >>> net = load_autorep("checkpoint.pth.tar", scale2=0.1)  # doctest: +SKIP
+    >>> net = load_autorep("checkpoint.pth.tar", scale_x2=0.1)  # doctest: +SKIP
     >>> fastbcd.bcd(net, data, budget=15_000)  # doctest: +SKIP
     """
     where = str(path)
@@ -54,10 +54,10 @@ def load_autorep(
     sites = _sites(shared, where)
     quadratic = "poly_para_0_2" in shared
     if not quadratic:
-        scale2 = 0.0
-    elif scale2 is None:
+        scale_x2 = 0.0
+    elif scale_x2 is None:
         raise ValueError(
-            f"{where} has quadratic terms, and their factor is not in the file: say scale2=0.1 "
+            f"{where} has quadratic terms, and their factor is not in the file: say scale_x2=0.1 "
             f"(AutoReP's default), or what --scale_x2 was"
         )
     shapes = [tuple(shared[f"alpha_mask_{f}_0"].shape) for f in range(sites)]
@@ -76,9 +76,9 @@ def load_autorep(
         ]
         if quadratic:  # s2·c2·x² + c1·x + c0
             clipped = c[2] if clip2 is None else c[2].clamp(-clip2, clip2)
-            c[2] = scale2 * clipped
+            c[2] = scale_x2 * clipped
         else:  # s1·c1·x + c0
-            c = [c[0], scale1 * c[1], torch.zeros_like(c[0])]
+            c = [c[0], scale_x1 * c[1], torch.zeros_like(c[0])]
         assert isinstance(module, MaskedPoly)
         module.coef.data.copy_(torch.stack(c))
     report = ImportReport(where, "AutoReP", described, ignored=ignored + _unused(shared, quadratic))
