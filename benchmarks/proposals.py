@@ -46,6 +46,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SHARES = (20_000 / 188_416, 8_000 / 188_416)
 REFERENCE = 40_000 / 188_416  # where SNL hands over to BCD: B_ref
 ARMS = ("uniform from SNL", "uniform", "saliency from SNL", "saliency", "SNL")
+MARKS = "o^sDv"  # of the arms
 
 
 class Problem(NamedTuple):
@@ -156,7 +157,7 @@ class Arm:
         self.seconds += time.perf_counter() - begun
 
     def settings(self, epochs: int) -> fastbcd.Finetune:
-        return fastbcd.Finetune(epochs=epochs, lr=self.o.lr)
+        return fastbcd.Finetune(epochs=epochs, lr=self.o.lr, batch_size=self.o.batch)
 
 
 def curve(o: argparse.Namespace, name: str, budget: int, seed: int) -> list[tuple[int, float]]:
@@ -204,12 +205,12 @@ def plot(o: argparse.Namespace, results: list[dict[str, Any]], budgets: list[int
     for i, arm in enumerate(ARMS):
         points = [[r["accuracy"] for r in results if (r["arm"], r["budget"]) == (arm, b)]
                   for b in budgets]  # fmt: skip
-        left.plot(budgets, [mean(p) for p in points], "o-", color=f"C{i}", label=arm)
+        left.plot(budgets, [mean(p) for p in points], f"{MARKS[i]}-", color=f"C{i}", label=arm)
         for budget, values in zip(budgets, points, strict=True):
             left.plot([budget] * len(values), values, "_", color=f"C{i}")
         way = curve(o, arm, min(budgets), o.seeds[0])
         if way:
-            right.plot(*zip(*way, strict=True), ".-", color=f"C{i}", label=arm)
+            right.plot(*zip(*way, strict=True), f"{MARKS[i]}-", color=f"C{i}", markersize=4)
     left.set(xlabel="ReLUs", ylabel="test accuracy, %", xscale="log", title="at the budget")
     right.set(xlabel="ReLUs left", ylabel="train accuracy, %", xscale="log",
               title="after each removal, before its epoch")  # fmt: skip
@@ -238,6 +239,7 @@ def options() -> argparse.Namespace:
     add("--epochs", type=int, default=15, help="of an arm in all (%(default)s)")
     add("--final", type=int, default=3, help="of them after the last removal (%(default)s)")
     add("--lr", type=float, default=0.01, help="of the fine-tuning (%(default)s)")
+    add("--batch", type=int, default=128, help="(%(default)s)")
     add("--rt", type=int, default=4, help="hypotheses at most a step (%(default)s)")
     add("--adt", type=float, default=0.3, help="percentage points (%(default)s)")
     add(
