@@ -12,9 +12,10 @@ import fastbcd
 from fastbcd import private, recipes
 from fastbcd.commands import common
 from fastbcd.commands.common import one_line_errors
-from fastbcd.commands.kept import find_run, quadratics, read_kept
+from fastbcd.commands.kept import find_run, read_kept
 from fastbcd.data import ImageData
 from fastbcd.masking import MaskSet, masks, set_masks
+from fastbcd.report.reading import quadratics
 
 
 def main(arguments: list[str] | None = None) -> int:

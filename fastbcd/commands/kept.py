@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from fastbcd.commands.common import read_weights
-from fastbcd.masking import MaskSet, make_sites
+from fastbcd.masking import MaskSet
+from fastbcd.report.reading import masks_of, quadratics
 from fastbcd.runs import STATES
 
 
@@ -39,16 +37,10 @@ def read_kept(path: Path) -> Kept:
     run = find_run(path)
     tensors = read_weights(run)
     config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    shapes = {name: tuple(shape) for name, shape in config["net"]["sites"].items()}
-    missing = [name for name in shapes if f"{name}.mask" not in tensors]
-    if missing:
+    masks = masks_of(tensors, config)
+    if masks is None:
+        missing = next(n for n in config["net"]["sites"] if f"{n}.mask" not in tensors)
         raise ValueError(
-            f"the run in {run} has no final masks yet (none for site {missing[0]!r}): let it end"
+            f"the run in {run} has no final masks yet (none for site {missing!r}): let it end"
         )
-    bits = [tensors[f"{name}.mask"].flatten().bool() for name in shapes]
-    return Kept(MaskSet(make_sites(shapes), torch.cat(bits)), quadratics(tensors, list(shapes)))
-
-
-def quadratics(tensors: dict[str, Tensor], sites: list[str]) -> tuple[str, ...]:
-    """The sites that have coefficients."""
-    return tuple(name for name in sites if f"{name}.coef" in tensors)
+    return Kept(masks, quadratics(tensors, [site.name for site in masks.sites]))

@@ -191,7 +191,7 @@ def _stage(folder: Path) -> Stage | None:
     if start is None:
         raise ValueError(f"{folder / 'start.safetensors'} holds no masks for the sites of the net")
     now = masks_of(state.tensors, config)
-    poly = tuple(name for name in config["net"]["sites"] if f"{name}.coef" in state.tensors)
+    poly = quadratics(state.tensors, list(config["net"]["sites"]))
     stage = Stage(folder, kind, config, history, start, now, poly)
     _check_nested(stage)
     return stage
@@ -218,6 +218,11 @@ def masks_of(tensors: dict[str, Tensor], config: dict[str, Any]) -> MaskSet | No
         return None
     bits = [tensors[f"{name}.mask"].flatten().bool() for name in shapes]
     return MaskSet(make_sites(shapes), torch.cat(bits))
+
+
+def quadratics(tensors: dict[str, Tensor], sites: list[str]) -> tuple[str, ...]:
+    """The sites that have coefficients: their removed ReLUs are quadratics."""
+    return tuple(name for name in sites if f"{name}.coef" in tensors)
 
 
 def _check_nested(stage: Stage) -> None:
