@@ -14,6 +14,7 @@ import torch
 
 import fastbcd
 from fastbcd import cli, info, kernels
+from fastbcd.normalisation import NormActivation
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,6 +50,29 @@ def test_check_passes_and_would_fail(capsys, monkeypatch) -> None:
     monkeypatch.setattr(kernel, "relu_forward", wrong)
     assert info.main(["--check"]) == 1
     assert "FAILED cpu masked_relu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kernel", "label"), [("kinks", "kinks"), ("saliency_backward", "saliency")]
+)
+def test_check_looks_at_the_kernels_that_are_no_ops(kernel, label, capsys, monkeypatch) -> None:
+    module = kernels.choose(torch.empty(0))
+    right = getattr(module, kernel)
+
+    def wrong(out, *rest):
+        right(out, *rest)
+        out[..., -1] += 1
+
+    monkeypatch.setattr(module, kernel, wrong)
+    assert info.check()
+    assert f"FAILED cpu {label}" in capsys.readouterr().out
+
+
+def test_check_looks_at_the_batch_norm(capsys, monkeypatch) -> None:
+    right = NormActivation.forward
+    monkeypatch.setattr(NormActivation, "forward", lambda *given: right(*given) * 1.01)
+    assert info.check() == 1
+    assert "FAILED cpu batch norm" in capsys.readouterr().out
 
 
 def test_unknown_command(capsys) -> None:
