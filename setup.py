@@ -13,7 +13,7 @@ import sysconfig
 from glob import glob
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 HERE = Path(__file__).parent
@@ -59,6 +59,10 @@ class BuildKernels(build_ext):
 
 
 setup(
+    packages=[
+        *find_packages(include=["fastbcd*"]),
+        *(f"fastbcd.{name}" for name in find_packages(include=["kernels*"])),
+    ],
     ext_modules=[
         Extension(
             "fastbcd.kernels.cpu._kernels",

@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from table import machine
 from torch import nn
 
 import fastbcd
-from fastbcd.evaluation import accuracy
-from fastbcd.finetuning import Finetune, Finetuner
-from fastbcd.scoring import prepared
+from fastbcd.scoring.accuracy import accuracy
+from fastbcd.scoring.score import prepared
+from fastbcd.training.finetune import Finetune, Finetuner
+from table import machine
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 RELUS = (188_416, 60_000, 20_000, 5_000)

@@ -25,15 +25,15 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from table import machine
 from test_finetuning import AuthorsStep
 from torch import Tensor, nn
 
 import fastbcd
-from fastbcd.evaluation import accuracy
-from fastbcd.finetuning import Finetune, Finetuner
-from fastbcd.masking import MaskSet
-from fastbcd.scoring.choice import beats
+from fastbcd.masking.masks import MaskSet
+from fastbcd.scoring.accuracy import accuracy
+from fastbcd.scoring.choose import beats
+from fastbcd.training.finetune import Finetune, Finetuner
+from table import machine
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 

@@ -44,8 +44,8 @@ from torch import Tensor, nn
 
 import fastbcd
 from fastbcd import private
-from fastbcd.activations import MaskedPoly
-from fastbcd.masking import MaskSet, mask_modules
+from fastbcd.masking.activations import MaskedPoly
+from fastbcd.masking.masks import MaskSet, mask_modules
 from fastbcd.models.resnet import PadShortcut
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of the ResNet-20 weights

@@ -35,12 +35,12 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
-from table import machine
 from torch import nn
 
 import fastbcd
-from fastbcd.files import write_atomically
-from fastbcd.runs import read_state
+from fastbcd.runs.directory import read_state
+from fastbcd.runtime.atomic_files import write_atomically
+from table import machine
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SHARES = (20_000 / 188_416, 8_000 / 188_416)

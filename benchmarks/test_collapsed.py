@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 import fastbcd
-from fastbcd.masking import MaskSet, mask_modules
-from fastbcd.scoring.affine import AffineNet
-from fastbcd.scoring.building import Builder
-from fastbcd.scoring.collapsed import Collapsed
+from fastbcd.masking.masks import MaskSet, mask_modules
+from fastbcd.scoring.collapsed.affine_net import AffineNet
+from fastbcd.scoring.collapsed.build import Builder
+from fastbcd.scoring.collapsed.engine import Collapsed
+from fastbcd.scoring.collapsed.form import Affine
 from fastbcd.scoring.costs import Bill, stacked_multiply_adds
-from fastbcd.scoring.form import Affine
 from fastbcd.scoring.plan import Request
 from fastbcd.scoring.program import make_program
 from fastbcd.scoring.stacked import Stacked

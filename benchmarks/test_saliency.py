@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fastbcd
-from fastbcd.fusion import fused
-from fastbcd.masking import mask_modules
+from fastbcd.graph.fuse import fused
+from fastbcd.masking.masks import mask_modules
 from nets import build
 from test_scoring import peak_memory
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import fastbcd
-from fastbcd.masking import mask_modules
+from fastbcd.masking.masks import mask_modules
 from fastbcd.scoring.sequential import Sequential
 from fastbcd.scoring.stacked import Stacked
 from nets import build

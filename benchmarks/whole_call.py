@@ -14,11 +14,11 @@ import argparse
 import time
 
 import torch
-from table import machine
 from test_collapsed import CALL, D, paper_masks
 
 import fastbcd
 from nets import build
+from table import machine
 from test_scoring import Loop
 
 BATCH = 100  # images at a time through the authors' loop

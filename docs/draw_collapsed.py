@@ -11,10 +11,10 @@ import torch
 from matplotlib import pyplot
 
 import fastbcd
-from fastbcd.masking import MaskSet, mask_modules
-from fastbcd.scoring.affine import AffineNet
-from fastbcd.scoring.building import Builder
-from fastbcd.scoring.form import Form
+from fastbcd.masking.masks import MaskSet, mask_modules
+from fastbcd.scoring.collapsed.affine_net import AffineNet
+from fastbcd.scoring.collapsed.build import Builder
+from fastbcd.scoring.collapsed.form import Form
 from fastbcd.scoring.program import make_program
 
 

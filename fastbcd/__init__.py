@@ -1,27 +1,39 @@
 """fastbcd: remove ReLUs from trained networks by Block Coordinate Descent, fast."""
 
-from fastbcd import models, ops, private, recipes, report
-from fastbcd.activations import MaskedPoly, MaskedReLU
-from fastbcd.conversion import ConversionError, convert
-from fastbcd.data import ImageData, load
-from fastbcd.dense import Trained, train
-from fastbcd.descent import Run, bcd, steps
-from fastbcd.evaluation import accuracy
-from fastbcd.finetuning import Finetune, Finetuner
+from fastbcd import (
+    models,
+    ops,
+    private,
+    recipes,
+    report,
+)
+from fastbcd.data.images import ImageData
+from fastbcd.data.sources import load
+from fastbcd.descent.bcd import Run, bcd, steps
+from fastbcd.descent.proposals import Saliency
+from fastbcd.descent.saliency import saliency
+from fastbcd.descent.schedules import Adaptive, Fraction
+from fastbcd.descent.settings import Schedule
+from fastbcd.descent.step import Step
 from fastbcd.kernels import backends
-from fastbcd.masking import MaskSet, Site, masks, set_masks
-from fastbcd.proposals import Saliency
-from fastbcd.records import Step
-from fastbcd.saliencies import saliency
-from fastbcd.schedules import Adaptive, Fraction
-from fastbcd.scoring import Scores, score
-from fastbcd.scoring.choice import Choice, choose
-from fastbcd.search import Schedule
+from fastbcd.masking.activations import MaskedPoly, MaskedReLU
+from fastbcd.masking.convert import ConversionError, convert
+from fastbcd.masking.masks import (
+    MaskSet,
+    Site,
+    masks,
+    set_masks,
+)
+from fastbcd.scoring.accuracy import accuracy
+from fastbcd.scoring.choose import Choice, choose
+from fastbcd.scoring.score import Scores, score
 from fastbcd.starts.autorep import autorep
-from fastbcd.starts.checkpoints import load_autorep, load_relupruner, load_snl
-from fastbcd.starts.gates import to_poly
+from fastbcd.starts.checkpoints.snl import load_autorep, load_relupruner, load_snl
+from fastbcd.starts.gated import to_poly
+from fastbcd.starts.mask_training import StartingPoint
 from fastbcd.starts.snl import snl
-from fastbcd.starts.stages import StartingPoint
+from fastbcd.training.dense import Trained, train
+from fastbcd.training.finetune import Finetune, Finetuner
 
 __version__ = "0.1.0"
 __all__ = [

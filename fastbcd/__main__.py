@@ -2,6 +2,6 @@
 
 import sys
 
-from fastbcd.cli import main
+from fastbcd.cli.main import main
 
 sys.exit(main())

@@ -16,7 +16,7 @@ import torch
 
 import fastbcd
 from fastbcd import kernels
-from fastbcd.comparisons import comparisons
+from fastbcd.ops.selfcheck import comparisons
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "torchvision", "matplotlib")
 

@@ -2,7 +2,7 @@
 
 Two backends with the same functions (`relu_forward`, `relu_backward`, `poly_forward`,
 `poly_backward`, `soft_forward`, `soft_backward`, `indicator_backward`, `saliency_backward`) on
-dense memory described by a `fastbcd.layout.Geometry`, and `kinks` (scoring/kinks.py):
+dense memory described by a `fastbcd.kernels.geometry.Geometry`, and `kinks` (scoring/kinks.py):
 
     fastbcd.kernels.cpu      C++ (cpu/*.cpp), CPU tensors, built when the package is installed
     fastbcd.kernels.triton   Triton, CUDA tensors; with TRITON_INTERPRET=1 also CPU tensors

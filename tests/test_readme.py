@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import fastbcd
-import published_nets
-from fastbcd import cli
+from fastbcd.cli import main as cli
+from helpers import published_nets
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

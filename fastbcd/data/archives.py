@@ -20,7 +20,7 @@ import numpy as np
 
 from fastbcd.data.image_arrays import check_labels
 from fastbcd.data.unpickling import as_text, unpickle_arrays
-from fastbcd.files import write_atomically
+from fastbcd.runtime.atomic_files import write_atomically
 
 Arrays = tuple[np.ndarray, np.ndarray]  # images, uint8 [N,C,H,W], and labels, int64 [N]
 DAMAGE = (OSError, EOFError, ValueError, zlib.error, zipfile.BadZipFile, tarfile.TarError)

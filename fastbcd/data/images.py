@@ -24,7 +24,13 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from fastbcd.data import archives, dataset_items, pixels
-from fastbcd.data.image_arrays import Stats, check_data, image_tensor, label_tensor, statistics
+from fastbcd.data.image_arrays import (
+    Stats,
+    check_data,
+    image_tensor,
+    label_tensor,
+    statistics,
+)
 
 ORDER, VIEWS = 1, 2  # streams of random numbers; 0 is the masks', so none foretells another
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from fastbcd.activations import MaskedActivation
-from fastbcd.conversion import REPLACEMENTS
+from fastbcd.masking.activations import MaskedActivation
+from fastbcd.masking.convert import REPLACEMENTS
 
 
 def activation(channels: int, size: int, replacement: str) -> MaskedActivation:

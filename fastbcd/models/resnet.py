@@ -14,7 +14,13 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastbcd.models.layers import activation, check_sizes, conv3x3, halved, initialise
+from fastbcd.models.layers import (
+    activation,
+    check_sizes,
+    conv3x3,
+    halved,
+    initialise,
+)
 
 
 class PadShortcut(nn.Module):

@@ -11,7 +11,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fastbcd.models.layers import activation, check_sizes, conv3x3, halved, initialise
+from fastbcd.models.layers import (
+    activation,
+    check_sizes,
+    conv3x3,
+    halved,
+    initialise,
+)
 
 
 class WideBlock(nn.Module):

@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import nn
 
-from fastbcd.activations import MaskedPoly
-from fastbcd.masking import MaskSet, mask_modules, masks
+from fastbcd.masking.activations import MaskedPoly
+from fastbcd.masking.masks import MaskSet, mask_modules, masks
 from fastbcd.private.protocols import Protocol, find_protocol
 
 LAN_BANDWIDTH, LAN_RTT = 1e9, 1e-3  # bits a second, seconds

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbcd.activations import MaskedActivation
-from fastbcd.files import write_atomically
+from fastbcd.masking.activations import MaskedActivation
 from fastbcd.private.gathering import gather_form
+from fastbcd.runtime.atomic_files import write_atomically
 
 FORMATS = (".pt2", ".onnx")
 # Another program may add up a convolution in another order.

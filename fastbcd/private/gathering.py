@@ -18,9 +18,9 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from fastbcd.activations import MaskedActivation, MaskedPoly, MaskedReLU
-from fastbcd.masking import mask_modules
-from fastbcd.reference import compute_dtype
+from fastbcd.kernels.geometry import compute_dtype
+from fastbcd.masking.activations import MaskedActivation, MaskedPoly, MaskedReLU
+from fastbcd.masking.masks import mask_modules
 
 
 class GatheredReLU(nn.Module):

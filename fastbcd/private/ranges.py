@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbcd.activations import MaskedPoly
-from fastbcd.data import as_data
-from fastbcd.masking import mask_modules
-from fastbcd.modes import evaluating
+from fastbcd.data.sources import as_data
+from fastbcd.masking.activations import MaskedPoly
+from fastbcd.masking.masks import mask_modules
+from fastbcd.runtime.modes import evaluating
 
 QUANTILES = (0.5, 0.99, 0.999)
 # |z| is counted by the upper 16 bits of its float32: bins of 1/128 of a value or less.

@@ -15,10 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import fastbcd
-from fastbcd.files import write_atomically
-from fastbcd.report import contents, course, figures, page, published, recognising
+from fastbcd.report import (
+    contents,
+    course,
+    figures,
+    page,
+    published,
+    recognising,
+)
 from fastbcd.report.contents import Network, Section
-from fastbcd.report.reading import Chain, read
+from fastbcd.runs.read import Chain, read
+from fastbcd.runtime.atomic_files import write_atomically
 
 __all__ = ["Network", "published", "write"]
 

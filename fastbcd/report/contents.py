@@ -10,8 +10,8 @@ from fastbcd import private
 from fastbcd.private.costs import si as in_units
 from fastbcd.report import figures, published
 from fastbcd.report.figures import Line
-from fastbcd.report.reading import Chain, Stage
 from fastbcd.report.recognising import NAMES, Subject
+from fastbcd.runs.read import Chain, Stage
 
 
 class Table(NamedTuple):

@@ -7,9 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastbcd.report import figures
-from fastbcd.report.contents import Picture, Section, Table, baseline, name_of
-from fastbcd.report.reading import Chain, Stage
+from fastbcd.report.contents import (
+    Picture,
+    Section,
+    Table,
+    baseline,
+    name_of,
+)
 from fastbcd.report.recognising import Subject, images_of
+from fastbcd.runs.read import Chain, Stage
 
 
 def unfinished(chain: Chain) -> str | None:

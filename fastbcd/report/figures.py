@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from fastbcd.private import Cost
 from fastbcd.report.published import Curve
-from fastbcd.report.reading import Stage
+from fastbcd.runs.read import Stage
 
 WIDTH, DPI = 4.7, 200  # inches; 940 pixels
 FONT: Any = {

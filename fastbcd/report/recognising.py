@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fastbcd import models, recipes
-from fastbcd.masking import masks
-from fastbcd.report.reading import Chain
+from fastbcd.masking.masks import masks
+from fastbcd.runs.read import Chain
 
 NAMES = {"resnet18": "ResNet18", "resnet20": "ResNet-20", "wide_resnet22_8": "Wide-ResNet-22-8",
          "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tiny-imagenet": "Tiny ImageNet",

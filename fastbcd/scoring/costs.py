@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fastbcd.scoring.affine import IMAGE
-from fastbcd.scoring.building import Builder
-from fastbcd.scoring.collapsed import form_at_hand, make_builder
-from fastbcd.scoring.form import Form
+from fastbcd.scoring.collapsed.affine_net import IMAGE
+from fastbcd.scoring.collapsed.build import Builder
+from fastbcd.scoring.collapsed.engine import form_at_hand, make_builder
+from fastbcd.scoring.collapsed.form import Form
 from fastbcd.scoring.program import Program
 from fastbcd.scoring.stacked import Lanes, first_change
 

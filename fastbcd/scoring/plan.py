@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fastbcd.masking import MaskSet
-from fastbcd.ranks import world
-from fastbcd.scoring.collapsed import Collapsed, keep_form
+from fastbcd.masking.masks import MaskSet
+from fastbcd.runtime.ranks import world
+from fastbcd.scoring.collapsed.engine import Collapsed, keep_form
+from fastbcd.scoring.collapsed.linear_rules import NotAffine
 from fastbcd.scoring.costs import Bill, stacked_multiply_adds
-from fastbcd.scoring.linear import NotAffine
 from fastbcd.scoring.portions import peak_bytes, portions
 from fastbcd.scoring.program import NotTraceable
 from fastbcd.scoring.sequential import Sequential

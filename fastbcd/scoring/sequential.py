@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from fastbcd.masking import MaskSet, set_masks
+from fastbcd.masking.masks import MaskSet, set_masks
 
 
 class Sequential:

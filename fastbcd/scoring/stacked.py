@@ -22,8 +22,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
-from fastbcd.masking import MaskSet, mask_modules
-from fastbcd.scoring.program import Activation, Call, NotTraceable, Program, make_program
+from fastbcd.masking.masks import MaskSet, mask_modules
+from fastbcd.scoring.program import (
+    Activation,
+    Call,
+    NotTraceable,
+    Program,
+    make_program,
+)
 
 
 class Lanes:

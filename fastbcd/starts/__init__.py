@@ -1,1 +1,1 @@
-"""Where BCD starts: a net at B_ref, made here (snl, autorep) or read from an official file."""
+"""Where BCD starts: a network at B_ref, made by snl or autorep, or read from a file."""

@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbcd import ranks
-from fastbcd.activations import MaskedReLU
-from fastbcd.data import ImageData
-from fastbcd.finetuning import Finetune
-from fastbcd.masking import MaskSet, mask_modules, masks
-from fastbcd.numbers import check_number, check_whole
-from fastbcd.starts.gates import (
+from fastbcd.data.images import ImageData
+from fastbcd.masking.activations import MaskedReLU
+from fastbcd.masking.masks import MaskSet, mask_modules, masks
+from fastbcd.runtime import ranks
+from fastbcd.runtime.validate import check_number, check_whole
+from fastbcd.starts.gated import (
     IndicatorPoly,
     check_budget,
     count_on,
@@ -35,8 +34,14 @@ from fastbcd.starts.gates import (
     to_poly,
     twin,
 )
-from fastbcd.starts.stages import Job, StartingPoint, carry_out, check_module
-from fastbcd.starts.training import Training
+from fastbcd.starts.mask_training import (
+    Job,
+    StartingPoint,
+    carry_out,
+    check_module,
+)
+from fastbcd.training.finetune import Finetune
+from fastbcd.training.trainer import Training
 
 REFRESH, EVERY = 500, 10  # iterations in which the quadratics follow the statistics, and how often
 CALIBRATION = 8  # batches for their first statistics

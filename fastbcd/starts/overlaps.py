@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastbcd.masking import MaskSet, Site
+from fastbcd.masking.masks import MaskSet, Site
 
 MOST = 64
 PAIRS = 200

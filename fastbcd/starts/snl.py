@@ -19,13 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbcd.activations import MaskedReLU
-from fastbcd.finetuning import Finetune
-from fastbcd.masking import MaskSet, mask_modules, masks
-from fastbcd.numbers import check_number, check_whole
-from fastbcd.starts.gates import SoftReLU, check_budget, check_kind, gather, largest, twin
-from fastbcd.starts.stages import Job, StartingPoint, carry_out, check_module
-from fastbcd.starts.training import Training
+from fastbcd.masking.activations import MaskedReLU
+from fastbcd.masking.masks import MaskSet, mask_modules, masks
+from fastbcd.runtime.validate import check_number, check_whole
+from fastbcd.starts.gated import (
+    SoftReLU,
+    check_budget,
+    check_kind,
+    gather,
+    largest,
+    twin,
+)
+from fastbcd.starts.mask_training import (
+    Job,
+    StartingPoint,
+    carry_out,
+    check_module,
+)
+from fastbcd.training.finetune import Finetune
+from fastbcd.training.trainer import Training
 
 PUBLISHED = Finetune(epochs=100, lr=1e-3)
 PATIENCE = 5  # epochs at the start in which λ never grows

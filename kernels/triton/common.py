@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbcd.layout import Geometry
+from fastbcd.kernels.geometry import Geometry
 
 WARP_SIZE = 64 if torch.version.hip else 32
 THREADS = 128  # a program, fewer for an item that does not fill them

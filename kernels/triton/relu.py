@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastbcd.layout import Geometry
+from fastbcd.kernels.geometry import Geometry
 
 from .common import (
     OPAQUE,

@@ -11,8 +11,8 @@ import torch
 
 import fastbcd
 from fastbcd import report
-from report_pages import PNG, Page, large_run
-from run_cases import small_net, small_run
+from helpers.report_pages import PNG, Page, large_run
+from helpers.run_cases import small_net, small_run
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 
 import fastbcd
 from fastbcd import report
-from fastbcd.report.reading import read
-from report_pages import PNG, Page, records
-from run_cases import small_net, small_run
+from fastbcd.runs.read import read
+from helpers.report_pages import PNG, Page, records
+from helpers.run_cases import small_net, small_run
 
 
 def test_numbers_are_those_of_the_history(finished, page_of) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from fastbcd import cli, report
-from fastbcd.report.reading import read
+from fastbcd import report
+from fastbcd.cli import main as cli
+from fastbcd.runs.read import read
 
 
 def test_what_is_no_run(finished, tmp_path) -> None:

@@ -1,1 +1,0 @@
-"""The commands of `fastbcd`, one file each: main(arguments) -> exit status."""

@@ -1,0 +1,173 @@
+"""saliency: what removing each ReLU would cost, to first order, from one backward pass.
+
+    s = fastbcd.saliency(net, data)                 # DoubleTensor[total], one number a ReLU
+    s.argsort()[:100]                               # the 100 that matter least
+
+Removing kept ReLU p changes its output a_p by min(z_p, 0), and so the cross-entropy L of a sample
+by t_p = dL/da_p · min(z_p, 0), to first order. In eval mode samples do not mix, so that one
+backward pass from the loss summed over a batch holds every sample's own dL/da.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastbcd.data.images import ImageData
+from fastbcd.data.sources import as_data
+from fastbcd.descent import effects
+from fastbcd.graph.fuse import fused
+from fastbcd.masking.activations import MaskedActivation, MaskedPoly
+from fastbcd.masking.masks import mask_modules, masks
+from fastbcd.runtime.malloc import kept_memory
+from fastbcd.runtime.modes import evaluating
+from fastbcd.runtime.ranks import all_sum, rank, world
+from fastbcd.runtime.tf32 import products
+from fastbcd.scoring.accuracy import check_classes, dtype_of
+
+KINDS = ("mean_abs", "abs_mean")
+# Activations of a batch, about: near the cache on a CPU, enough work for a GPU.
+VALUES = {"cpu": 2**23, "cuda": 2**26}
+
+
+def saliency(
+    net: nn.Module, data: Any, *, kind: str = "mean_abs", batch_size: int | None = None
+) -> Tensor:
+    """The first-order cost of removing each ReLU, DoubleTensor[total] on the CPU.
+
+    Args:
+        net: with masked activations; its mode and its parameters are as before afterwards.
+        data: ImageData, a pair (images, labels), a Dataset or a DataLoader; no augmentation.
+        kind: "mean_abs", E|t|: removals that change no sample's loss come first. "abs_mean",
+            |E t|: those whose changes cancel out over the data, too.
+        batch_size: images at a time; None: fewer for a net with more ReLUs.
+
+    A ReLU that was removed before has +inf: it is never among the smallest. At polynomial sites
+    min(z, 0) is replaced by poly(z) - relu(z). With several ranks each takes its part of the
+    batches, which are the same for any number of ranks.
+
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
+    >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
+    >>> fastbcd.set_masks(net, fastbcd.masks(net).without([2]))
+    >>> s = saliency(net, data)
+    >>> s.shape, s.dtype, s[2].item()
+    (torch.Size([6]), torch.float64, inf)
+    """
+    check_kind(kind)
+    images, kept = as_data(data), masks(net)
+    if not len(images):
+        raise ValueError("there are no images to take the saliency on")
+    if batch_size is None:
+        batch_size = max(8, min(256, VALUES.get(images.device.type, 2**23) // kept.total))
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}; it must be positive")
+    check_classes(net, images, "the net")
+    totals = _totals(net, images, kind == "mean_abs", batch_size)
+    flat = torch.cat([t.flatten().cpu() for t in totals])
+    found = (all_sum(flat) / len(images)).abs()
+    if not found.isfinite().all():
+        site, position = kept.locate(int((~found.isfinite()).nonzero()[0]))
+        raise FloatingPointError(
+            f"the saliency at site {site.name!r}, position {position}, is not finite; look at the "
+            f"weights and at the range of the activations"
+        )
+    return found.masked_fill(~kept.bits, torch.inf)
+
+
+def check_kind(kind: str) -> None:
+    """Refuse a kind of saliency that there is not."""
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r}; choose from {', '.join(KINDS)}")
+
+
+def _totals(net: nn.Module, data: ImageData, absolute: bool, batch_size: int) -> list[Tensor]:
+    """Σ|t| or Σt over this rank's batches: a DoubleTensor of the site's shape for each site."""
+    modules = list(mask_modules(net).values())
+    anchor = torch.zeros((), device=data.device, requires_grad=True)
+    model, memory_format = fused(net, train=False)
+    with _surroundings(net):
+        model.eval()
+        with _collecting(modules, anchor, absolute, copy=model is net) as totals:
+            for images, labels in _own_batches(data, batch_size):
+                x = data.normalise(images, memory_format=memory_format, dtype=dtype_of(net))
+                # In double: where the net is sure, softmax - 1 would lose its digits.
+                loss = F.cross_entropy(model(x).double(), labels, reduction="sum")
+                # No activation at all may lead to the logits; then none of them matters.
+                if loss.requires_grad:
+                    torch.autograd.grad(loss, anchor, allow_unused=True)
+    return totals
+
+
+def _own_batches(data: ImageData, batch_size: int) -> list[tuple[Tensor, Tensor]]:
+    """This rank's batches out of those that all ranks make, so that their sums never differ."""
+    batches = list(zip(data.images.split(batch_size), data.labels.split(batch_size), strict=True))
+    r, n = rank(), world()
+    return batches[r * len(batches) // n : (r + 1) * len(batches) // n]
+
+
+@contextmanager
+def _collecting(
+    modules: list[MaskedActivation], anchor: Tensor, absolute: bool, copy: bool
+) -> Iterator[list[Tensor]]:
+    """The activations note what removals change, in the tensors given; then they are themselves.
+
+    copy: keep a copy of each input, for a net that may go on to change it in place.
+    """
+    totals = [torch.zeros_like(m.mask, dtype=torch.float64) for m in modules]
+    try:
+        for module, total in zip(modules, totals, strict=True):
+            work = partial(_collect, module, anchor, total, absolute, copy)
+            # `with_residual` is what a fused addition calls (fusion.py). Not nn.Module's own
+            # __setattr__, which a net may have replaced.
+            module.__dict__.update(forward=work, with_residual=work)
+        yield totals
+    finally:
+        for module in modules:
+            for name in ("forward", "with_residual"):
+                module.__dict__.pop(name, None)
+
+
+def _collect(
+    module: MaskedActivation,
+    anchor: Tensor,
+    total: Tensor,
+    absolute: bool,
+    copy: bool,
+    x: Tensor,
+    residual: Tensor | None = None,
+) -> Tensor:
+    coef = module.coef if isinstance(module, MaskedPoly) else None
+    return effects.collect(
+        x.clone() if copy else x, module.mask, anchor, total, absolute=absolute, coef=coef,
+        residual=residual,
+    )  # fmt: skip
+
+
+@contextmanager
+def _frozen(net: nn.Module) -> Iterator[None]:
+    """No parameter asks for a gradient: the backward pass then skips those of the weights."""
+    asked = [p for p in net.parameters() if p.requires_grad]
+    for p in asked:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in asked:
+            p.requires_grad_(True)
+
+
+@contextmanager
+def _surroundings(net: nn.Module) -> Iterator[None]:
+    """Eval mode, float32 that repeats, gradients, memory; everything as it was afterwards."""
+    cudnn = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True)
+    with ExitStack() as stack:
+        for context in (kept_memory(), cudnn, products(tf32=False), evaluating(net), _frozen(net)):
+            stack.enter_context(context)
+        stack.enter_context(torch.enable_grad())
+        yield

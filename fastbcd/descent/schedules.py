@@ -1,0 +1,81 @@
+"""Schedules of DRC: how many ReLUs a step removes.
+
+    fastbcd.bcd(net, data, budget, drc=100)                          # always 100, as the paper
+    fastbcd.bcd(net, data, budget, drc=fastbcd.Fraction(0.08))       # 8 % of those that are left
+    fastbcd.bcd(net, data, budget, drc=fastbcd.Adaptive(1000))       # by how hard it is
+
+A schedule is a pure function of the count and of the steps behind, so that a run that is resumed
+goes on as it would have gone on without the interruption.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastbcd.descent.settings import Schedule
+from fastbcd.descent.step import Step
+from fastbcd.runtime.validate import check_number, check_whole
+
+
+@dataclass(frozen=True)
+class Fraction(Schedule):
+    """A share of the ReLUs that are left, and never fewer than `least`.
+
+    >>> [Fraction(0.08, least=50).size(count, []) for count in (10_000, 1_000, 100)]
+    [800, 80, 50]
+    """
+
+    share: float
+    least: int = 1
+
+    def __post_init__(self) -> None:
+        check_number("share", self.share)
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share={self.share}; it must be above 0 and at most 1")
+        check_whole("least", self.least, 1)
+
+    def size(self, count: int, history: Sequence[Step]) -> int:
+        # Rounded first: 0.07 * 100 is a little more than 7, 0.29 * 100 a little less than 29.
+        return max(self.least, int(round(self.share * count, 6)))
+
+
+@dataclass(frozen=True)
+class Adaptive(Schedule):
+    """Driven by ADT: more after a step whose first hypothesis passed, less where none did.
+
+    A step that took a later hypothesis changes nothing. `grow` and `shrink` are factors, `least`
+    and `most` bounds.
+
+    >>> Adaptive(100, grow=2.0, shrink=0.5, most=1000).size(10_000, [])
+    100
+    """
+
+    start: int
+    grow: float = 1.25
+    shrink: float = 0.5
+    least: int = 1
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        check_whole("least", self.least, 1)
+        check_whole("start", self.start, self.least)
+        if self.most is not None:
+            check_whole("most", self.most, self.start)
+        for name in ("grow", "shrink"):
+            check_number(name, getattr(self, name))
+        if self.grow < 1:
+            raise ValueError(f"grow={self.grow}; it must be 1 or more")
+        if not 0 < self.shrink <= 1:
+            raise ValueError(f"shrink={self.shrink}; it must be above 0 and at most 1")
+
+    def size(self, count: int, history: Sequence[Step]) -> int:
+        size = self.start
+        for step in history:
+            if not step.accepted:
+                size = max(self.least, math.floor(size * self.shrink))
+            elif step.chosen == 0:
+                grown = math.ceil(size * self.grow)
+                size = grown if self.most is None else min(grown, self.most)
+        return size

@@ -1,0 +1,1 @@
+"""torch.fx: tracing a network and rewriting it for speed."""

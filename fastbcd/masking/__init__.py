@@ -1,0 +1,1 @@
+"""Masks, the activations that carry them, and `convert`, which puts both into a network."""

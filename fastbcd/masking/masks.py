@@ -1,0 +1,291 @@
+"""Masks: one bit per neuron, over one flat index space in execution order.
+
+masks = fastbcd.masks(net)                # a live view: it always shows the net's bits
+smaller = masks.without(ids)              # a copy with those ReLUs removed
+fastbcd.set_masks(net, smaller)           # write it into the net
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from fastbcd.masking.activations import MaskedActivation
+from fastbcd.runtime.atomic_files import write_atomically
+
+# Wrappers put these before every name; they say nothing about the network.
+WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+
+
+def plain_name(name: str) -> str:
+    """A parameter's or module's name without the prefixes of DataParallel and torch.compile."""
+    while name.startswith(WRAPPER_PREFIXES):
+        name = name.split(".", 1)[1]
+    return name.replace("._orig_mod.", ".")
+
+
+class Site(NamedTuple):
+    """One place where ReLUs stand: flat ids start .. start + numel - 1.
+
+    >>> Site("layer1.relu", shape=(64, 8, 8), start=0).numel
+    4096
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        """How many neurons: the product of the shape."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+class MaskSet:
+    """The bits of all sites, on the CPU: True = this ReLU is kept.
+
+    >>> m = MaskSet.full({"relu": (2, 2), "head": (3,)})
+    >>> m.without([0, 5]).counts()
+    {'relu': 3, 'head': 2}
+    """
+
+    def __init__(self, sites: Sequence[Site], bits: Tensor) -> None:
+        self.sites = tuple(sites)
+        self.total = sum(site.numel for site in self.sites)
+        if bits.dtype != torch.bool or bits.shape != (self.total,):
+            raise ValueError(
+                f"bits are {bits.dtype} {tuple(bits.shape)}; these {len(self.sites)} sites need "
+                f"torch.bool ({self.total},)"
+            )
+        self._bits = bits.cpu()
+
+    @classmethod
+    def full(cls, shapes: dict[str, tuple[int, ...]]) -> MaskSet:
+        """All ReLUs kept, for sites of the given names and shapes in execution order."""
+        sites = make_sites(shapes)
+        return cls(sites, torch.ones(sum(s.numel for s in sites), dtype=torch.bool))
+
+    @property
+    def bits(self) -> Tensor:
+        """BoolTensor[total]."""
+        return self._bits
+
+    def count(self) -> int:
+        """How many ReLUs are kept."""
+        return int(self.bits.sum())
+
+    def counts(self) -> dict[str, int]:
+        """How many ReLUs each site keeps."""
+        return {s.name: int(b.sum()) for s, b in zip(self.sites, self.split(), strict=True)}
+
+    def split(self) -> list[Tensor]:
+        """The bits as one tensor a site, in the site's shape."""
+        parts = self.bits.split([s.numel for s in self.sites])
+        return [p.view(s.shape) for p, s in zip(parts, self.sites, strict=True)]
+
+    def without(self, ids: Tensor | Sequence[int]) -> MaskSet:
+        """A copy with the ReLUs `ids` removed; refuses ids that are not kept."""
+        ids = self.check_kept(torch.as_tensor(ids))
+        bits = self.bits.clone()
+        bits[ids] = False
+        return MaskSet(self.sites, bits)
+
+    def check_kept(self, ids: Tensor) -> Tensor:
+        """ids as a LongTensor on the CPU, or an error that names the first bad one."""
+        if ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool):
+            raise TypeError(f"ids are {ids.dtype}; they must be integers, flat positions of ReLUs")
+        ids = ids.to(device="cpu", dtype=torch.int64)
+        outside = ids[(ids < 0) | (ids >= self.total)]
+        if outside.numel():
+            raise IndexError(f"id {int(outside[0])} is out of range: there are {self.total} ReLUs")
+        gone = ids[~self.bits[ids]]
+        if gone.numel():
+            site, position = self.locate(int(gone[0]))
+            raise ValueError(
+                f"id {int(gone[0])} (site {site.name!r}, position {position}) is not kept: "
+                f"that ReLU was removed before"
+            )
+        return ids
+
+    def locate(self, flat: int) -> tuple[Site, tuple[int, ...]]:
+        """The site of a flat id and the position inside it."""
+        site = next(s for s in self.sites if s.start <= flat < s.start + s.numel)
+        position = np.unravel_index(flat - site.start, site.shape)
+        return site, tuple(int(p) for p in position)
+
+    def sample(self, k: int, *, seed: int, step: int, trial: int) -> Tensor:
+        """k distinct kept ids, uniform over all such sets: LongTensor[k].
+
+        A pure function of (bits, k, seed, step, trial): the same on every machine, in every
+        process and however hypotheses are batched.
+        """
+        kept = self.bits.nonzero().flatten()
+        if not 0 <= k <= len(kept):
+            raise ValueError(f"cannot sample {k} ReLUs: {len(kept)} are kept")
+        return kept[torch.from_numpy(_distinct(len(kept), k, seed, step, trial))]
+
+    def iou(self, other: MaskSet) -> float:
+        """|m1·m2| / |m1|, m1 the one with fewer ReLUs (the paper's overlap score)."""
+        self.check_same_sites(other.sites, "the other mask")
+        smaller = min(self.count(), other.count())
+        if smaller == 0:
+            raise ValueError("the overlap with an empty mask is not defined")
+        return int((self.bits & other.bits).sum()) / smaller
+
+    def check_same_sites(self, sites: Sequence[Site], whose: str) -> None:
+        """Refuse sites of another network, naming the first difference."""
+        for i, (mine, theirs) in enumerate(zip(self.sites, sites, strict=False)):
+            if (mine.name, mine.shape) != (theirs.name, theirs.shape):
+                raise ValueError(
+                    f"{whose} belongs to another network: site {i} is {theirs.name!r} "
+                    f"{theirs.shape}, expected {mine.name!r} {mine.shape}"
+                )
+        if len(self.sites) != len(sites):
+            raise ValueError(
+                f"{whose} belongs to another network: it has {len(sites)} sites, "
+                f"expected {len(self.sites)}"
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the bits of every site to a safetensors file, atomically."""
+        sites = [[s.name, list(s.shape)] for s in self.sites]
+        metadata = {"format": "fastbcd.masks", "version": "1", "sites": json.dumps(sites)}
+        content = save({"bits": self.bits.to(torch.uint8)}, metadata)
+        write_atomically(Path(path), lambda file: file.write(content))
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> MaskSet:
+        """Read what `save` wrote. `set_masks` then checks that it fits the net."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("format") != "fastbcd.masks":
+                    raise ValueError(f"{path} holds no masks: write them with MaskSet.save")
+                bits = file.get_tensor("bits")
+                shapes = {name: tuple(shape) for name, shape in json.loads(metadata["sites"])}
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+        return MaskSet(make_sites(shapes), bits.bool())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MaskSet):
+            return NotImplemented
+        return self.sites == other.sites and torch.equal(self.bits, other.bits)
+
+    __hash__ = None  # type: ignore[assignment]  # the bits of a live view change
+
+    def __repr__(self) -> str:
+        width = max([len(s.name) for s in self.sites] + [5])
+        rows = [
+            f"  {s.name:<{width}}  {'×'.join(map(str, s.shape)):>12}  {n:>9,} of {s.numel:>9,}"
+            f"  {n / max(s.numel, 1):>6.1%}"
+            for s, n in zip(self.sites, self.counts().values(), strict=True)
+        ]
+        share = self.count() / max(self.total, 1)
+        head = f"{self.count():,} of {self.total:,} ReLUs kept ({share:.1%}), {len(rows)} sites"
+        return "\n".join([f"MaskSet: {head}", *rows])
+
+
+class NetMasks(MaskSet):
+    """A live view of a net's masks: `bits` is read from the net each time."""
+
+    def __init__(self, modules: dict[str, MaskedActivation]) -> None:
+        self._modules = list(modules.values())
+        self.sites = make_sites({n: tuple(m.mask.shape) for n, m in modules.items()})
+        self.total = sum(s.numel for s in self.sites)
+
+    @property
+    def bits(self) -> Tensor:
+        return torch.cat([m.mask.flatten().bool().cpu() for m in self._modules])
+
+
+def masks(net: nn.Module) -> MaskSet:
+    """A live view of the net's masks, in execution order.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU((3,)))
+    >>> fastbcd.masks(net).count()
+    3
+    """
+    return NetMasks(mask_modules(net))
+
+
+def set_masks(net: nn.Module, masks: MaskSet) -> None:
+    """Write `masks` into the net, in place; refuses the masks of another net.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3))
+    >>> set_masks(net, fastbcd.masks(net).without([0, 2]))
+    >>> net[1].mask
+    tensor([False,  True, False])
+    """
+    modules = mask_modules(net)
+    NetMasks(modules).check_same_sites(masks.sites, "this mask")
+    for module, bits in zip(modules.values(), masks.split(), strict=True):
+        module.mask.copy_(bits)
+
+
+def mask_modules(net: nn.Module) -> dict[str, MaskedActivation]:
+    """The net's masked activations by name, in execution order.
+
+    `convert` numbers what it places; activations placed by hand come in the order of
+    `named_modules`.
+    """
+    found = {
+        plain_name(name): module
+        for name, module in net.named_modules()
+        if isinstance(module, MaskedActivation)
+    }
+    if not found:
+        raise ValueError(
+            f"{type(net).__name__} has no masked activations: fastbcd.convert it, "
+            f"or place fastbcd.MaskedReLU by hand"
+        )
+    return dict(sorted(found.items(), key=lambda item: item[1].order))
+
+
+def make_sites(shapes: dict[str, tuple[int, ...]]) -> tuple[Site, ...]:
+    """Sites laid end to end in the given order."""
+    sites, start = [], 0
+    for name, shape in shapes.items():
+        sites.append(Site(name, tuple(int(n) for n in shape), start))
+        start += sites[-1].numel
+    return tuple(sites)
+
+
+def _distinct(n: int, k: int, seed: int, step: int, trial: int) -> np.ndarray:
+    """k distinct numbers below n, uniform over all k-subsets.
+
+    The first k distinct values of a sequence of independent uniform draws are such a sample.
+    For k > n/2 the n - k numbers left out are drawn instead.
+    """
+    if k > n // 2:
+        left_out = _distinct(n, n - k, seed, step, trial)
+        return np.delete(np.arange(n), left_out)
+    # A counter-based generator: (seed; step, trial) names the stream. Only its raw 64-bit
+    # output is used, which numpy promises never to change.
+    stream = np.random.Philox(key=_words(seed), counter=_words(trial) + _words(step))
+    drawn = np.empty(0, dtype=np.int64)
+    while len(drawn) < k:
+        raw = stream.random_raw(2 * (k - len(drawn)) + 16) >> np.uint64(32)
+        # Lemire: (raw * n) >> 32 is uniform once raw with a low product is rejected.
+        product = raw * np.uint64(n)
+        fair = (product & np.uint64(0xFFFFFFFF)) >= np.uint64(2**32 % n)
+        drawn = np.concatenate([drawn, (product[fair] >> np.uint64(32)).astype(np.int64)])
+        _, first = np.unique(drawn, return_index=True)
+        drawn = drawn[np.sort(first)]
+    return drawn[:k]
+
+
+def _words(value: int) -> list[int]:
+    """An integer as two 64-bit words; the upper one leaves room for Philox to count in."""
+    if not 0 <= value < 2**63:
+        raise ValueError(f"seed, step and trial must lie in 0 .. 2^63 - 1; got {value}")
+    return [0, value]

@@ -1,0 +1,245 @@
+"""Every experiment of the paper by name, what it takes to run it, and what was published.
+
+    recipe = fastbcd.recipes.get("resnet18-cifar100-15k")
+    print(fastbcd.recipes.plan(recipe))         # steps, epochs, scoring passes, PFLOP
+
+Names are net-data-budget (wrn22-8-tiny-200k), net-data-autorep-budget, and ablation-setting-value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastbcd import models
+from fastbcd.recipes.rows import ABLATIONS, EXPERIMENTS, NOTES
+
+SHORT = {"wide_resnet22_8": "wrn22-8", "tiny-imagenet": "tiny"}  # in the names of recipes
+
+
+class DataShape(NamedTuple):
+    """What a plan must know of a data set.
+
+    >>> DATA["cifar100"]
+    DataShape(classes=100, image_size=32, channels=3, train=50000)
+    """
+
+    classes: int
+    image_size: int
+    channels: int
+    train: int  # images
+
+
+DATA = {
+    "cifar10": DataShape(10, 32, 3, 50_000),
+    "cifar100": DataShape(100, 32, 3, 50_000),
+    "tiny-imagenet": DataShape(200, 64, 3, 100_000),
+    "fashion-mnist-mini": DataShape(10, 28, 1, 8_000),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One experiment: a dense net, a starting point with b_ref ReLUs, BCD down to budget.
+
+    >>> settings = {"drc": 100, "adt": 0.3, "rt": 50, "epochs": 20, "optimizer": "sgd", "lr": 1e-3}
+    >>> plan(Recipe("mine", "resnet18", "cifar10", "snl", 30_000, 9_000, **settings)).steps
+    210
+    """
+
+    name: str
+    arch: str  # of fastbcd.models
+    data: str  # of fastbcd.load
+    start: str  # "snl" | "autorep"
+    b_ref: int
+    budget: int
+    drc: int
+    adt: float  # percentage points
+    rt: int
+    epochs: int  # of fine-tuning, each step
+    optimizer: str  # "sgd" | "adam"
+    lr: float
+    published_start: float | None = None  # SNL's or AutoReP's accuracy at `budget`, percent
+    published: float | None = None  # BCD's accuracy, percent
+    source: str = ""  # the table or figure of the paper
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if self.start not in ("snl", "autorep"):
+            raise ValueError(f"{self.name}: start={self.start!r}; choose 'snl' or 'autorep'")
+        if self.data not in DATA:
+            raise ValueError(f"{self.name}: data={self.data!r}; choose from {', '.join(DATA)}")
+        if not 0 <= self.budget <= self.b_ref:
+            raise ValueError(
+                f"{self.name}: budget={self.budget:,} must lie between 0 and b_ref={self.b_ref:,}"
+            )
+
+    @property
+    def shape(self) -> DataShape:
+        """The data set's classes, image size and number of images."""
+        return DATA[self.data]
+
+
+def get(name: str) -> Recipe:
+    """A recipe by name; an unknown name is answered with those nearest to it.
+
+    >>> get("wrn22-8-tiny-200k").b_ref
+    300000
+    """
+    if name not in RECIPES:
+        near = get_close_matches(name, RECIPES, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"there is no recipe {name!r}; {hint}`fastbcd recipes` lists them all")
+    return RECIPES[name]
+
+
+def _every_recipe() -> dict[str, Recipe]:
+    found = []
+    for source, arch, data, start, settings, rows in EXPERIMENTS:
+        words = [SHORT.get(arch, arch), SHORT.get(data, data)]
+        words += ["autorep"] if start == "autorep" else []
+        for budget, b_ref, *published in rows:
+            name = "-".join([*words, f"{budget:g}k"])
+            recipe = Recipe(
+                name, arch, data, start, round(1000 * b_ref), round(1000 * budget), **settings,
+                published_start=published[0], published=published[1], source=source,
+                note=NOTES.get((arch, start), ""),
+            )  # fmt: skip
+            found.append(recipe)
+    recipes = {recipe.name: recipe for recipe in found}
+    base = recipes["resnet18-cifar100-15k"]
+    for name, changed, accuracy in ABLATIONS:
+        settings = {**vars(base), "name": name, "source": "Figure 5", "published": accuracy}
+        recipes[name] = Recipe(**{**settings, **changed})
+    return recipes
+
+
+RECIPES: dict[str, Recipe] = _every_recipe()
+
+
+# ---------------------------------------------------------------------------------- what it costs
+
+DENSE_EPOCHS = 160  # SNL's recipe for the dense net
+SNL_EPOCHS = 300 + 100  # about 300 for the masks ("for 30K", the paper says), 100 of fine-tuning
+AUTOREP_EPOCHS = {"tiny-imagenet": 80}  # 200 elsewhere
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe takes. One FLOP is half a multiply-add; PFLOP are 10¹⁵ of them.
+
+    With F = 2 · multiply-adds of one image, N train images, T steps:
+        scoring       at most T · RT passes, each N · F
+        fine-tuning   T · epochs · N · 4 F: forward, backward (2 F) and the teacher's forward
+        dense         160 epochs · N · 3 F
+        start         its epochs · N · 4 F
+
+    >>> print(str(plan(get("resnet18-cifar100-15k"))).splitlines()[1])
+    1  dense        160 epochs: 26.7 PFLOP
+    """
+
+    recipe: Recipe
+    multiply_adds: int  # of one image, forward
+    steps: int
+    epochs: int  # of fine-tuning, in all
+    passes: int  # over the train set, of scoring, at most
+    start_epochs: int
+    scoring: float  # PFLOP
+    finetuning: float
+    dense: float
+    start: float
+
+    @property
+    def total(self) -> float:
+        """PFLOP of the whole chain."""
+        return self.scoring + self.finetuning + self.dense + self.start
+
+    def __str__(self) -> str:
+        r, steps = self.recipe, max(self.steps, 1)
+        lines = [
+            f"{r.name} ({r.source or 'not published'}): {r.arch} on {r.data}, "
+            f"{r.shape.train:,} images, {self.multiply_adds / 1e9:.3g} G multiply-adds each",
+            f"1  dense        {DENSE_EPOCHS} epochs: {self.dense:,.1f} PFLOP",
+            f"2  {r.start:<12} to {r.b_ref:,} ReLUs, about {self.start_epochs} epochs: "
+            f"{self.start:,.1f} PFLOP",
+            f"3  bcd          to {r.budget:,} ReLUs in {self.steps:,} steps of {r.drc}, "
+            f"ADT {r.adt:g}, RT {r.rt}",
+            f"   scoring      up to {self.passes:,} passes, and {self.steps:,} of the base net: "
+            f"{self.scoring:,.1f} PFLOP, {self.scoring / steps:.2f} a step",
+            f"   fine-tuning  {self.epochs:,} epochs, {r.epochs} a step, {r.optimizer} {r.lr:g}: "
+            f"{self.finetuning:,.1f} PFLOP, {self.finetuning / steps:.2f} a step",
+            f"in all          about {self.total:,.0f} PFLOP",
+        ]
+        if r.published is not None and r.published_start is not None:
+            start = {"snl": "SNL", "autorep": "AutoReP"}[r.start]
+            lines.append(
+                f"published       {start} {r.published_start:.2f} %, BCD {r.published:.2f} %"
+            )
+        if r.note:
+            lines.append(f"note            {r.note}")
+        return "\n".join(lines)
+
+
+def plan(recipe: Recipe) -> Plan:
+    """Steps, epochs, scoring passes and estimated PFLOP of a recipe.
+
+    >>> p = plan(get("resnet18-cifar100-15k"))
+    >>> p.steps, p.epochs, p.passes, round(p.scoring / p.steps, 2), round(p.finetuning / p.steps, 2)
+    (150, 3000, 7500, 2.78, 4.44)
+    """
+    shape = recipe.shape
+    macs = multiply_adds(recipe.arch, shape.classes, shape.image_size, shape.channels)
+    epoch = 2 * macs * shape.train / 1e15  # one forward pass over the train set
+    steps = math.ceil((recipe.b_ref - recipe.budget) / recipe.drc)
+    start_epochs = SNL_EPOCHS if recipe.start == "snl" else AUTOREP_EPOCHS.get(recipe.data, 200)
+    return Plan(
+        recipe, macs, steps, steps * recipe.epochs, steps * recipe.rt, start_epochs,
+        scoring=steps * recipe.rt * epoch,
+        finetuning=steps * recipe.epochs * 4 * epoch,
+        dense=DENSE_EPOCHS * 3 * epoch,
+        start=start_epochs * 4 * epoch,
+    )  # fmt: skip
+
+
+@cache
+def multiply_adds(arch: str, classes: int, image_size: int, channels: int = 3) -> int:
+    """Of one image, forward, without computing anything.
+
+    >>> multiply_adds("resnet18", 100, 32)
+    555468800
+    """
+    with torch.device("meta"):
+        net = models.build(arch, classes, image_size, channels).eval()
+        image = torch.zeros(1, channels, image_size, image_size)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        net(image)
+    return counter.get_total_flops() // 2
+
+
+def table(recipes: Iterable[Recipe]) -> str:
+    """Recipes as lines of text, with their plans and published accuracies.
+
+    >>> table([get("resnet18-cifar100-15k")]).splitlines()[1].split()[:3]
+    ['resnet18-cifar100-15k', '30,000', '15,000']
+    """
+    head = (
+        f"{'recipe':<32}{'B_ref':>9}{'budget':>9}{'DRC':>5}{'ADT':>5}{'RT':>4}{'epochs':>7}  "
+        f"{'optimizer':<13}{'steps':>6}{'PFLOP':>8}{'start':>8}{'BCD':>7}  source"
+    )
+    lines = [head]
+    for r in recipes:
+        p = plan(r)
+        start, bcd = (f"{v:.2f}" if v else "-" for v in (r.published_start, r.published))
+        lines.append(
+            f"{r.name:<32}{r.b_ref:>9,}{r.budget:>9,}{r.drc:>5}{r.adt:>5g}{r.rt:>4}{r.epochs:>7}  "
+            f"{f'{r.optimizer} {r.lr:g}':<13}{p.steps:>6,}{p.total:>8,.0f}{start:>8}{bcd:>7}  "
+            f"{r.source}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""What every room needs of the process: ranks, checks of numbers, memory, precision, files."""

@@ -1,0 +1,68 @@
+"""How good a network is: its accuracy, and the checks that its logits fit the labels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastbcd.data.images import ImageData
+from fastbcd.data.sources import as_data
+from fastbcd.graph.fuse import fused
+from fastbcd.runtime import ranks
+from fastbcd.runtime.modes import evaluating
+
+
+def accuracy(net: nn.Module, data: Any, batch_size: int = 500) -> float:
+    """Percent of the images whose largest logit is at their label, in eval mode.
+
+    With several ranks each counts its part of the data, and all return the whole's accuracy.
+
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    >>> 0.0 <= accuracy(net, (torch.randn(8, 1, 2, 2), torch.arange(8) % 3)) <= 100.0
+    True
+    """
+    images = as_data(data)
+    if not len(images):
+        raise ValueError("there are no images to measure the accuracy on")
+    check_classes(net, images, "the net")
+    mine = images.shard(ranks.rank(), ranks.world())
+    correct = torch.zeros((), dtype=torch.int64, device=images.device)
+    model, memory_format = fused(net, train=False)
+    with evaluating(net), torch.inference_mode():
+        for x, labels in mine.batches(batch_size, memory_format=memory_format):
+            correct += (model.eval()(x).argmax(1) == labels).sum()
+    return 100.0 * int(ranks.all_sum(correct)) / len(images)
+
+
+def check_classes(net: nn.Module, data: ImageData, who: str) -> int:
+    """How many classes `who` tells apart, found with one image; all labels must be among them."""
+    device = device_of(net)
+    if device is not None and device != data.device:
+        raise ValueError(f"the data is on {data.device} and {who} on {device}; data.to(device)")
+    with evaluating(net), torch.inference_mode():
+        logits = net(next(data.batches(1, dtype=dtype_of(net)))[0])
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != 1:
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"{who} must return logits [B, classes]; for one image it returns {found}")
+    classes = logits.shape[1]
+    outside = ((data.labels < 0) | (data.labels >= classes)).nonzero().flatten()
+    if len(outside):
+        i = int(outside[0])
+        raise ValueError(
+            f"label {int(data.labels[i])} of image {i} is out of range: {who} has {classes} classes"
+        )
+    return classes
+
+
+def device_of(net: nn.Module) -> torch.device | None:
+    """Where the net's first tensor lies; None for a net without any."""
+    for tensor in (*net.parameters(), *net.buffers()):
+        return tensor.device
+    return None
+
+
+def dtype_of(net: nn.Module) -> torch.dtype:
+    """What the net calculates in: the dtype of its first weights."""
+    return next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)

@@ -1,0 +1,137 @@
+"""The collapsed form of a net: an affine map with R kinks.
+
+relu(z) = z + relu(-z), so a kept ReLU adds its kink c = relu(-z) to the identity, and
+
+    z_s    = U_s x + u_s + sum over earlier sites r of  c_r H_rs      (row vectors, by site)
+    logits = W x + w     + sum over all sites r of      c_r G_r
+    c_s    = m_s · relu(-z_s)
+
+U, u, W, w belong to the affine net, in which every activation is the identity; H and G are the
+responses of the affine net to unit impulses at the kept ReLUs. None of them depends on which
+ReLUs a hypothesis removes: that only zeroes entries of c.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastbcd.masking.masks import MaskSet
+
+
+class Block(NamedTuple):
+    """What kinks start .. stop-1 add to one site: matrix [stop - start, n_site]."""
+
+    start: int
+    stop: int
+    matrix: Tensor
+
+
+@dataclass
+class Form:
+    """Kinks are numbered site after site; those of site s are bounds[s] .. bounds[s+1]-1."""
+
+    ids: Tensor  # LongTensor[R], the flat id of each kink's ReLU
+    bounds: list[int]
+    blocks: list[list[Block]]  # H by site, in the order of kinks; blocks of zeros are left out
+    out: Tensor  # G [R, classes]
+    constant: Tensor  # u [R]
+    constant_out: Tensor  # w [classes]
+    image: Tensor | None  # U [P, R], P numbers in an image; None: run the affine net instead
+    image_out: Tensor | None  # W [P, classes]
+    known: Affine = field(default_factory=lambda: Affine())
+
+    @property
+    def kinks(self) -> int:
+        return len(self.ids)
+
+    @property
+    def multiply_adds(self) -> int:
+        """For one image and one hypothesis."""
+        return sum(b.matrix.numel() for site in self.blocks for b in site) + self.out.numel()
+
+    def holds(self, masks: MaskSet) -> bool:
+        """Are all kept ReLUs among the kinks?"""
+        kept = int(masks.bits[self.ids].sum())
+        return kept == masks.count()
+
+    def restricted(self, masks: MaskSet) -> Form:
+        """The form of the same net with fewer ReLUs: some rows and columns are gone."""
+        keep = masks.bits[self.ids].nonzero().flatten()
+        if len(keep) == self.kinks:
+            return self
+        place = keep.to(self.out.device)
+        # How many kept kinks stand before each old one.
+        before = torch.zeros(self.kinks + 1, dtype=torch.int64)
+        before[1:] = masks.bits[self.ids].cumsum(0)
+        bounds = before[self.bounds].tolist()
+        blocks: list[list[Block]] = []
+        for s, site in enumerate(self.blocks):
+            columns = place[bounds[s] : bounds[s + 1]] - self.bounds[s]
+            blocks.append([])
+            for block in site:
+                start, stop = int(before[block.start]), int(before[block.stop])
+                if start < stop and len(columns):
+                    rows = place[start:stop] - block.start
+                    matrix = block.matrix.index_select(0, rows).index_select(1, columns)
+                    blocks[-1].append(Block(start, stop, matrix))
+        return Form(
+            self.ids[keep], bounds, blocks, self.out[place], self.constant[place],
+            self.constant_out, None if self.image is None else self.image[:, place],
+            self.image_out, self.known.restricted(place),
+        )  # fmt: skip
+
+
+def find(ids: Tensor, wanted: Tensor) -> Tensor:
+    """Where each of `wanted` stands in `ids`, which has no repeats.
+
+    >>> find(torch.tensor([7, 3, 5]), torch.tensor([5, 7]))
+    tensor([2, 0])
+    """
+    order = torch.argsort(ids)
+    return order[torch.searchsorted(ids[order], wanted)]
+
+
+class Affine:
+    """U x + u and W x + w of batches that were seen before, while memory allows.
+
+    What counts is that a batch's images are equal to those seen.
+    """
+
+    def __init__(self) -> None:
+        self.limit = 0  # bytes
+        self.example: Tensor | None = None  # the first images of the data
+        self.entries: list[tuple[Tensor, Tensor, Tensor]] = []  # images, [R, B], [B, classes]
+        self.next = 0  # passes go over the images in the same order
+
+    def begin(self, example: Tensor, limit: int) -> None:
+        """Keep at most `limit` bytes, and nothing of other data than that which begins so."""
+        if self.example is None or not torch.equal(self.example, example):
+            self.entries = []
+        self.example, self.limit = example.clone(), limit
+
+    @property
+    def images(self) -> int:
+        return sum(len(x) for x, _, _ in self.entries)
+
+    def find(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        for i in (self.next, *range(len(self.entries))):
+            if i < len(self.entries) and torch.equal(self.entries[i][0], x):
+                self.next = i + 1
+                return self.entries[i][1:]
+        return None
+
+    def keep(self, x: Tensor, at_sites: Tensor, logits: Tensor) -> None:
+        entries = [*self.entries, (x.clone(), at_sites, logits)]
+        if sum(t.numel() * t.element_size() for entry in entries for t in entry) <= self.limit:
+            self.entries = entries
+            self.next = len(entries)
+
+    def restricted(self, kinks: Tensor) -> Affine:
+        smaller = Affine()
+        smaller.limit, smaller.example = self.limit, self.example
+        smaller.entries = [(x, z.index_select(0, kinks), y) for x, z, y in self.entries]
+        return smaller

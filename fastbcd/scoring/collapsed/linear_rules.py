@@ -1,0 +1,342 @@
+"""The linear part of each step of a program: what it does to impulses.
+
+An affine step y = L x + b hands an impulse on as L x; constants fall away. A rule turns a step
+into a function `run(values, n)` of the values that n impulses have reached so far; a value that is
+not there is zero. A step without a rule is not known to be affine, and `NotAffine` names it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from fastbcd.masking.activations import MaskedReLU
+from fastbcd.scoring.collapsed import patches
+from fastbcd.scoring.collapsed.patches import Patch, Value, whole
+from fastbcd.scoring.folding import Convolution, scale_and_shift
+from fastbcd.scoring.program import Activation, Call, Program
+
+Values = dict[fx.Node, Any]
+Run = Callable[[Values, int], Value]
+
+
+class NotAffine(Exception):
+    """The net has another nonlinearity than masked ReLUs; the message names its place."""
+
+
+class Context(NamedTuple):
+    """What a rule may ask about the net around its step."""
+
+    program: Program
+    varies: set[fx.Node]  # tensors that depend on the image
+
+    def constant(self, value: Any, step: Call) -> Any:
+        """A number, or a tensor of the net that does not depend on the image."""
+        if not isinstance(value, fx.Node):
+            return value
+        if value not in self.program.constants:
+            raise refusal(step)
+        return self.program.constants[value]
+
+    def shape(self, node: fx.Node, n: int) -> tuple[int, ...]:
+        return (n, *self.program.shapes[node][1:])
+
+    def fill(self, arguments: Any, values: Values, n: int) -> Any:
+        """Arguments with whole values, constants, and sizes as they are for n images."""
+
+        def value(node: fx.Node) -> Any:
+            if node in values:
+                return whole(values[node])
+            if node in self.program.constants:
+                return self.program.constants[node]
+            if node in self.program.shapes:  # only its size can matter
+                return torch.empty(self.shape(node, n), device="meta")
+            run: Any = node.target
+            run = getattr(torch.Tensor, run) if node.op == "call_method" else run
+            return run(*fx.node.map_arg(node.args, value))
+
+        return fx.node.map_arg(arguments, value)
+
+
+def linear_part(step: Activation | Call, context: Context) -> Run:
+    """The function that hands impulses on through this step."""
+    if isinstance(step, Activation):
+        return _activation(step)
+    if isinstance(step.run, Convolution):
+        return _convolution(step, step.run)
+    if isinstance(step.run, nn.Module):
+        key: Any = type(step.run)
+    else:
+        key = step.node.target
+    if key not in RULES:
+        raise refusal(step)
+    return RULES[key](step, context)
+
+
+def refusal(step: Call) -> NotAffine:
+    run, name = step.run, step.node.name
+    what = type(run).__name__ if isinstance(run, nn.Module) else getattr(run, "__name__", str(run))
+    return NotAffine(f"node {name!r} ({what}) is not an affine function of the image")
+
+
+# ------------------------------------------------------------------------------- the rules
+
+RULES: dict[Any, Callable[[Call, Context], Run]] = {}
+
+
+def rule(*targets: Any) -> Callable[[Any], Any]:
+    """This function makes the linear part of calls of these functions, methods or modules."""
+
+    def register(function: Any) -> Any:
+        RULES.update(dict.fromkeys(targets, function))
+        return function
+
+    return register
+
+
+def argument(step: Call, position: int, name: str, default: Any = None) -> Any:
+    """An argument given by position or by name."""
+    if len(step.args) > position:
+        return step.args[position]
+    return step.kwargs.get(name, default)
+
+
+def on_source(step: Call, function: Callable[[Any], Value]) -> Run:
+    """A function of the one value that the step reads first."""
+    source: Any = step.args[0] if step.args else next(iter(step.kwargs.values()))
+    return lambda values, n: function(values[source])
+
+
+def scaled(value: Value, factor: Any) -> Value:
+    """value * factor, where the factor is a number or the same at all positions of an image."""
+    if isinstance(value, Patch):
+        return value._replace(value=value.value * factor)
+    return value * factor
+
+
+def total(parts: list[Value]) -> Value:
+    return parts[0] if len(parts) == 1 else patches.add(*parts)
+
+
+def _activation(step: Activation) -> Run:
+    if not isinstance(step.module, MaskedReLU):
+        raise NotAffine(f"site {str(step.node.target)!r} is polynomial, not a masked ReLU")
+    scale = None
+    if step.scale is not None:
+        scale = step.scale.view(-1, *(1,) * (step.module.mask.ndim - 1))
+
+    def run(values: Values, n: int) -> Value:
+        # z = x*scale + residual; the shift is a constant
+        parts: list[Value] = []
+        if step.x in values:
+            x = values[step.x]
+            parts.append(x if scale is None else scaled(x, scale))
+        if step.residual is not None and step.residual in values:
+            parts.append(values[step.residual])
+        return total(parts)
+
+    return run
+
+
+def _convolution(step: Call, conv: Convolution) -> Run:
+    return on_source(step, lambda x: patches.convolve(x, conv))
+
+
+@rule(F.conv2d, torch.conv2d)
+def _functional_convolution(step: Call, context: Context) -> Run:
+    def pair(value: Any) -> Any:
+        return value if isinstance(value, tuple | list | str) else (value, value)
+
+    options = (pair(argument(step, 3, "stride", 1)), pair(argument(step, 4, "padding", 0)),
+               pair(argument(step, 5, "dilation", 1)), argument(step, 6, "groups", 1))  # fmt: skip
+    weight = context.constant(argument(step, 1, "weight"), step)
+    return _convolution(step, Convolution(weight, None, *options))
+
+
+@rule(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
+def _other_convolution(step: Call, context: Context) -> Run:
+    module: Any = step.run
+    if module.bias is None:
+        return on_source(step, lambda v: module(whole(v)))
+    zero = torch.zeros_like(module.bias).detach()
+    at_zero = {"bias": zero}
+    return on_source(step, lambda v: torch.func.functional_call(module, at_zero, (whole(v),)))
+
+
+@rule(nn.Linear)
+def _linear(step: Call, context: Context) -> Run:
+    module: Any = step.run
+    return on_source(step, lambda v: F.linear(whole(v), module.weight.detach()))
+
+
+@rule(F.linear)
+def _functional_linear(step: Call, context: Context) -> Run:
+    weight = context.constant(argument(step, 1, "weight"), step)
+    return on_source(step, lambda v: F.linear(whole(v), weight))
+
+
+@rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+def _batch_norm(step: Call, context: Context) -> Run:
+    module: Any = step.run
+    if module.running_mean is None:
+        raise NotAffine(f"{step.node.target!r} normalises by the statistics of the batch")
+    scale = scale_and_shift(module)[0]
+    scale = scale.view(-1, *(1,) * (len(context.program.shapes[step.node]) - 2))
+    return on_source(step, lambda v: scaled(v, scale))
+
+
+@rule(operator.add, torch.add, "add")
+def _add(step: Call, context: Context, sign: float = 1.0) -> Run:
+    if step.kwargs:
+        raise refusal(step)
+    signs = list(zip(step.args, (1.0, sign), strict=True))
+    shapes = context.program.shapes
+
+    def run(values: Values, n: int) -> Value:
+        parts: list[Value] = []
+        for term, s in signs:
+            if isinstance(term, fx.Node) and term in values:
+                part = values[term]
+                if shapes[term] != shapes[step.node]:  # it is broadcast
+                    part = whole(part).expand(context.shape(step.node, n))
+                parts.append(part if s > 0 else scaled(part, s))
+        return total(parts)
+
+    return run
+
+
+@rule(operator.sub, torch.sub, "sub")
+def _subtract(step: Call, context: Context) -> Run:
+    return _add(step, context, -1.0)
+
+
+@rule(operator.neg, torch.neg, "neg")
+def _negate(step: Call, context: Context) -> Run:
+    return on_source(step, lambda v: scaled(v, -1.0))
+
+
+@rule(operator.mul, torch.mul, "mul", operator.truediv, torch.div, "div", "truediv",
+      operator.matmul, torch.matmul, "matmul")  # fmt: skip
+def _product(step: Call, context: Context) -> Run:
+    varying = [a for a in step.args if a in context.varies]
+    division = step.node.target in (operator.truediv, torch.div, "div", "truediv")
+    if len(varying) != 1 or step.kwargs or (division and varying[0] is not step.args[0]):
+        raise refusal(step)
+    return _whole(step, context)
+
+
+@rule(torch.cat, torch.concat, torch.concatenate)
+def _cat(step: Call, context: Context) -> Run:
+    parts: Any = step.args[0] if step.args else step.kwargs["tensors"]
+    dim = argument(step, 1, "dim", 0)
+    if dim == 0:
+        raise refusal(step)
+
+    def run(values: Values, n: int) -> Value:
+        found = [values.get(p) for p in parts]
+        shapes = [context.shape(p, n) for p in parts]
+        some = next(v for v in found if v is not None)
+        if dim == 1 and isinstance(some, Patch):
+            dot = some.value[:, :1, :1, :1]  # any position of the box will do for what is zero
+            return patches.join([
+                Patch(dot.new_zeros(n, shape[1], 1, 1), *some.box[:2], some.size) if v is None
+                else v if isinstance(v, Patch) else Patch(v, 0, 0, some.size)
+                for v, shape in zip(found, shapes, strict=True)
+            ])  # fmt: skip
+        like = whole(some)
+        return torch.cat([
+            like.new_zeros(shape) if v is None else whole(v)
+            for v, shape in zip(found, shapes, strict=True)
+        ], dim)  # fmt: skip
+
+    return run
+
+
+@rule(F.pad, nn.ConstantPad1d, nn.ConstantPad2d, nn.ZeroPad2d)
+def _pad(step: Call, context: Context) -> Run:
+    if isinstance(step.run, nn.Module):
+        pad: Any = step.run.padding
+    elif argument(step, 2, "mode", "constant") == "constant":
+        pad = argument(step, 1, "pad")
+    else:
+        return _whole(step, context)
+
+    def run(value: Value) -> Value:
+        if isinstance(value, Patch) and not any(pad[:4]):  # channels only
+            return value._replace(value=F.pad(value.value, pad))
+        return F.pad(whole(value), pad)
+
+    return on_source(step, run)
+
+
+@rule(operator.getitem)
+def _index(step: Call, context: Context) -> Run:
+    index = step.args[1]
+    every = slice(None)
+    if isinstance(index, tuple) and len(index) == 4 and index[:2] == (every, every):
+        rows, columns = index[2:]
+        if all(isinstance(s, slice) and s.start is s.stop is None for s in (rows, columns)):
+            steps = (rows.step or 1, columns.step or 1)
+            return on_source(
+                step,
+                lambda v: patches.subsample(v, *steps) if isinstance(v, Patch) else v[index],
+            )
+    first = index[0] if isinstance(index, tuple) else index
+    if step.args[0] not in context.varies or first != every:  # it would cut the batch
+        raise refusal(step)
+    return _whole(step, context)
+
+
+@rule(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, "contiguous", "clone")
+def _same(step: Call, context: Context) -> Run:
+    return on_source(step, lambda v: v)
+
+
+@rule(F.dropout, F.dropout2d)
+def _functional_dropout(step: Call, context: Context) -> Run:
+    if argument(step, 2, "training", True):
+        raise NotAffine(f"node {step.node.name!r} drops at random, also in eval mode")
+    return _same(step, context)
+
+
+@rule(torch.mean, "mean", nn.AdaptiveAvgPool2d, F.adaptive_avg_pool2d)
+def _mean(step: Call, context: Context) -> Run:
+    if step.node.target in (torch.mean, "mean"):
+        dims, keepdim = argument(step, 1, "dim"), argument(step, 2, "keepdim", False)
+        whole_image = dims is not None and tuple(dims if not isinstance(dims, int) else [dims]) in (
+            (2, 3), (-2, -1), (3, 2), (-1, -2)
+        )  # fmt: skip
+    else:
+        size: Any = argument(step, 1, "output_size")
+        size = step.run.output_size if isinstance(step.run, nn.AdaptiveAvgPool2d) else size
+        whole_image, keepdim = size in (1, (1, 1), [1, 1]), True
+    plain = _whole(step, context)
+    source: Any = step.inputs[0]
+
+    def run(values: Values, n: int) -> Value:
+        value = values[source]
+        return patches.mean(value, keepdim) if isinstance(value, Patch) else plain(values, n)
+
+    return run if whole_image else plain
+
+
+@rule(
+    "flatten", "view", "reshape", "permute", "transpose", "unsqueeze", "squeeze", "sum", "movedim",
+    torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.unsqueeze, torch.squeeze,
+    torch.sum, torch.movedim, F.avg_pool1d, F.avg_pool2d, F.adaptive_avg_pool1d,
+    nn.Flatten, nn.Unflatten, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d,
+    nn.ReflectionPad2d, nn.ReplicationPad2d, nn.PixelShuffle, nn.ChannelShuffle,
+)  # fmt: skip
+def _whole(step: Call, context: Context) -> Run:
+    """A step that is linear as it stands, on whole values."""
+
+    def run(values: Values, n: int) -> Tensor:
+        args, kwargs = context.fill((step.args, step.kwargs), values, n)
+        return step.run(*args, **kwargs)
+
+    return run

@@ -1,0 +1,141 @@
+"""Foreign checkpoints: reading them without running their pickles, checking them key by key."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastbcd.masking.masks import plain_name
+
+State = dict[str, Tensor]
+COUNTER = ".num_batches_tracked"
+
+
+@dataclass
+class ImportReport:
+    """What an importer found in a file, what it made of it, and what it left out."""
+
+    path: str
+    format: str  # "SNL", "AutoReP", "ReLUPruner"
+    arch: str
+    kept: int = 0
+    total: int = 0
+    ignored: list[str] = field(default_factory=list)  # entries that the net has no use for
+    notes: list[str] = field(default_factory=list)  # what a user should know
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.path}: {self.format} checkpoint of {self.arch}, "
+            f"{self.kept:,} of {self.total:,} ReLUs kept"
+        ]
+        lines += [f"  note: {note}" for note in self.notes]
+        if self.ignored:
+            lines.append(f"  ignored: {listed(self.ignored, 12)}")
+        return "\n".join(lines)
+
+
+class CheckpointError(ValueError):
+    """The file is not what the importer reads; the message says what was found and what to do."""
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The dictionary that torch.save wrote, on the CPU; objects other than plain data refused."""
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint at {path}")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a file; give the checkpoint inside it")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(_refusal(path, str(error))) from error
+    except (RuntimeError, EOFError, ValueError, OSError, KeyError, AttributeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{path} is not a PyTorch checkpoint, or it is damaged ({reason})"
+        ) from error
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__}; a checkpoint is a dictionary with a "
+            f"state_dict in it"
+        )
+    return dict(content)
+
+
+def _refusal(path: Path, reason: str) -> str:
+    """What to do about a file that weights_only refuses."""
+    found = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", reason)
+    if not found:
+        return f"{path} is not a PyTorch checkpoint, or it is damaged"
+    return (
+        f"{path} holds Python objects besides tensors ({found[1]}), and loading those runs code "
+        f"from the file; if you trust it, save its tensors alone, where its own code is installed: "
+        f"c = torch.load(path, weights_only=False); "
+        f"torch.save({{k: c[k] for k in ('state_dict', 'model', 'masks') if k in c}}, new_path)"
+    )
+
+
+def state_of(content: dict[str, Any], path: str, keys: tuple[str, ...]) -> tuple[State, list[str]]:
+    """The state_dict under one of `keys`, or the whole file, and the other entries' names.
+
+    Prefixes of DataParallel and torch.compile are taken off.
+    """
+    entry = next((key for key in keys if isinstance(content.get(key), Mapping)), None)
+    state = content if entry is None else content[entry]
+    tensors = {str(k): v for k, v in state.items() if isinstance(v, Tensor)}
+    if not tensors or (entry is None and len(tensors) < len(state)):
+        raise CheckpointError(
+            f"{path} has no state_dict: it holds {listed(map(str, content), 8)}; expected one "
+            f"under {' or '.join(map(repr, keys))}"
+        )
+    plain = {plain_name(name): value for name, value in tensors.items()}
+    if len(plain) < len(tensors):
+        raise CheckpointError(f"{path}: names collide once the prefix 'module.' is taken off")
+    others = [str(k) for k in content if k != entry] if entry is not None else []
+    others += [f"{entry}.{k}" for k in state if str(k) not in tensors]
+    return plain, others
+
+
+def load_weights(net: nn.Module, weights: State, path: str) -> None:
+    """Copy weights into the net after every name and shape was compared; masks are left alone."""
+    wanted = {k: v for k, v in net.state_dict().items() if not k.endswith((".mask", ".coef"))}
+    # Batch norm's counter is in no formula here, and not in every file.
+    wanted = {k: v for k, v in wanted.items() if k in weights or not k.endswith(COUNTER)}
+    missing, extra = wanted.keys() - weights.keys(), weights.keys() - wanted.keys()
+    if missing or extra:
+        raise CheckpointError(
+            f"{path} does not fit {type(net).__name__}: "
+            + "; ".join(
+                f"{len(names)} {what}: {listed(sorted(names), 4)}"
+                for what, names in (("weights missing", missing), ("not expected", extra))
+                if names
+            )
+        )
+    for name, value in wanted.items():
+        if value.shape != weights[name].shape:
+            raise CheckpointError(
+                f"{path}: {name} has shape {tuple(weights[name].shape)}, expected "
+                f"{tuple(value.shape)}"
+            )
+        if weights[name].is_floating_point() and not bool(weights[name].isfinite().all()):
+            raise CheckpointError(f"{path}: {name} holds values that are not finite")
+    net.load_state_dict(weights, strict=False)
+
+
+def listed(names: Iterable[str], most: int) -> str:
+    """The first names, and how many more there are.
+
+    >>> listed(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    names = list(names)
+    shown = ", ".join(names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

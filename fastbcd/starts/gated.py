@@ -1,0 +1,202 @@
+"""Sites whose masks are trained: SNL's soft ReLU and AutoReP's polynomial with an indicator.
+
+`twin` makes the network that trains them: the net's own weights, other activations. When the
+numbers of the units are decided on, they are written into the net as bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastbcd import ops
+from fastbcd.masking.activations import MaskedActivation, MaskedPoly, MaskedReLU
+from fastbcd.masking.masks import MaskSet, mask_modules, masks
+
+IDENTITY = (0.0, 1.0, 0.0)  # c0, c1, c2
+
+
+class SoftReLU(MaskedActivation):
+    """a*relu(x) + (1 - a)*x with `alpha` [*shape] learned: 1 at first, 0 for ReLUs long removed.
+
+    `mask` says which units take part; what the others have cannot come back.
+
+    >>> act = SoftReLU(torch.tensor([True, False]))
+    >>> act(torch.tensor([[-1.0, -1.0]])).tolist()
+    [[-0.0, -1.0]]
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__(tuple(mask.shape), device=mask.device)
+        self.mask = _channels_last(mask.bool())
+        self.alpha = nn.Parameter(self.mask.float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, *shape] -> [B, *shape]."""
+        return ops.soft_relu(x, self.alpha * self.mask)
+
+    def with_residual(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The same of x + residual, in one pass."""
+        return ops.soft_relu(x, self.alpha * self.mask, residual=residual)
+
+
+class IndicatorPoly(MaskedPoly):
+    """`MaskedPoly` whose bits follow `aux` [*shape]: on above the threshold, off below minus it.
+
+    Bits change in `follow` alone, so that a forward pass stays a function of what it is given.
+    While `measuring`, the channels' mean and variance of x are tracked like a batch norm does.
+    """
+
+    mean: Tensor
+    var: Tensor
+    allowed: Tensor
+    measuring = False
+    momentum = 0.1  # of the statistics
+
+    def __init__(self, poly: MaskedPoly, aux: Tensor) -> None:
+        super().__init__(tuple(poly.mask.shape), device=poly.mask.device)
+        self.coef = poly.coef
+        self.mask = _channels_last(poly.mask.bool())
+        self.aux = nn.Parameter(_channels_last(aux.float()).to(self.mask.device))
+        self.register_buffer("allowed", self.mask.clone())
+        self.register_buffer("mean", torch.zeros_like(self.coef[0].detach()))
+        self.register_buffer("var", torch.ones_like(self.coef[0].detach()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, *shape] -> [B, *shape]."""
+        if self.measuring:
+            self._measure(x)
+        return ops.indicator_poly(x, self.mask, self.coef, self.aux)
+
+    def with_residual(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The same of x + residual, in one pass."""
+        if self.measuring:
+            self._measure(x + residual)
+        return ops.indicator_poly(x, self.mask, self.coef, self.aux, residual=residual)
+
+    @torch.no_grad()
+    def follow(self, threshold: float) -> None:
+        """m ← m·[aux > -threshold] + (1 - m)·[aux > threshold]; a unit long removed stays so."""
+        on = torch.where(self.mask, self.aux > -threshold, self.aux > threshold)
+        self.mask.copy_(on & self.allowed)
+
+    @torch.no_grad()
+    def _measure(self, x: Tensor) -> None:
+        dims = [d for d in range(x.ndim) if d != 1]
+        var, mean = torch.var_mean(x.float(), dims, correction=0)
+        self.mean.lerp_(mean, self.momentum)
+        self.var.lerp_(var, self.momentum)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """How many bits are on; their gradient goes to aux, times softplus(aux)."""
+
+    @staticmethod
+    def forward(ctx: Any, aux: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(aux)
+        return mask.sum().to(aux.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * F.softplus(ctx.saved_tensors[0]), None
+
+
+def count_on(act: IndicatorPoly) -> Tensor:
+    """The number of ReLUs a site keeps, with a gradient for aux.
+
+    >>> act = IndicatorPoly(MaskedPoly(3), torch.zeros(3))
+    >>> count_on(act).item()
+    3.0
+    """
+    return _StraightThrough.apply(act.aux, act.mask)
+
+
+def twin(net: nn.Module, make: Callable[[Any], MaskedActivation]) -> nn.Module:
+    """A network on the net's own parameters and buffers, with make(activation) at every site."""
+    shared: dict[int, Any] = {id(t): t for t in (*net.parameters(), *net.buffers())}
+    return _replaced(copy.deepcopy(net, shared), make)
+
+
+def to_poly(net: nn.Module) -> nn.Module:
+    """A copy of a net with `MaskedPoly` in place of `MaskedReLU`: the same weights and masks.
+
+    It computes what the net computes: the polynomials start as the identity.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3))
+    >>> to_poly(net)[1]
+    MaskedPoly((3,), 3 kept)
+    """
+
+    def poly(act: MaskedActivation) -> MaskedActivation:
+        if not isinstance(act, MaskedReLU):
+            return act
+        new = MaskedPoly(tuple(act.mask.shape), device=act.mask.device)
+        new.mask.copy_(act.mask)
+        with torch.no_grad():
+            new.coef.copy_(new.coef.new_tensor(IDENTITY)[:, None])
+        return new.train(act.training)
+
+    return _replaced(copy.deepcopy(net), poly)
+
+
+def _replaced(net: nn.Module, make: Callable[[Any], MaskedActivation]) -> nn.Module:
+    made: dict[int, MaskedActivation] = {}
+    for name, act in list(net.named_modules(remove_duplicate=False)):
+        if isinstance(act, MaskedActivation):
+            if id(act) not in made:
+                made[id(act)] = new = make(act)
+                new.order = act.order
+            if not name:
+                return made[id(act)]
+            net.set_submodule(name, made[id(act)])
+    return net
+
+
+def check_kind(net: nn.Module, kind: type[MaskedActivation], way_out: str) -> None:
+    """Refuse a net with sites of another kind, naming the first."""
+    for name, act in mask_modules(net).items():
+        if type(act) is not kind:
+            raise ValueError(
+                f"site {name!r} is a {type(act).__name__}; expected {kind.__name__}: {way_out}"
+            )
+
+
+def gather(parts: Sequence[Tensor]) -> Tensor:
+    """One tensor a site, [*shape] -> all units by their flat ids, on the CPU."""
+    return torch.cat([p.detach().flatten().cpu() for p in parts])
+
+
+def largest(current: MaskSet, values: Tensor, budget: int) -> MaskSet:
+    """The `budget` kept units with the largest values, ties by smaller id.
+
+    >>> current = fastbcd.MaskSet.full({"act": (4,)})
+    >>> largest(current, torch.tensor([0.1, 0.4, 0.3, 0.4]), 2).bits.tolist()
+    [False, True, False, True]
+    """
+    kept = current.bits.nonzero().flatten()
+    order = torch.sort(values[kept], descending=True, stable=True).indices
+    bits = torch.zeros_like(current.bits)
+    bits[kept[order[:budget]]] = True
+    return MaskSet(current.sites, bits)
+
+
+def check_budget(net: nn.Module, budget: Any) -> int:
+    """How many ReLUs the net keeps; refuses a budget that is no number of them."""
+    if not isinstance(budget, int) or isinstance(budget, bool):
+        raise TypeError(f"budget={budget!r}; it must be a whole number of ReLUs")
+    count = masks(net).count()
+    if not 0 <= budget <= count:
+        raise ValueError(
+            f"budget={budget:,}; the net keeps {count:,} ReLUs, so it must lie in 0 .. {count:,}"
+        )
+    return count
+
+
+def _channels_last(t: Tensor) -> Tensor:
+    """A copy of [C, *spatial] with C innermost in memory, as activations lie in training."""
+    return t.movedim(0, -1).clone(memory_format=torch.contiguous_format).movedim(-1, 0)

@@ -1,0 +1,1 @@
+"""Training: the one training loop, fine-tuning with a teacher, dense networks."""

@@ -1,0 +1,99 @@
+"""How tensors reach a kernel: dense memory in one of two item orders.
+
+A kernel sees flat arrays and a `Geometry`, never shapes and strides:
+
+    x, residual  [T or 1, B, n]      y, grad  [T, B, n]      mask  [T, n] bytes      n = C * inner
+
+The n elements of an item lie in x's own memory order, which is either (C, *spatial) or, as in
+torch.channels_last, (*spatial, C). The mask may lie in the other order; it is small and a
+kernel reads it once for many batch items, so it is never converted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the ops calculate on tensors of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_shared(t: Tensor, mask: Tensor, trials: bool) -> bool:
+    """True if t [B, *S] serves all trials of mask [T, *S]."""
+    return trials and t.ndim == mask.ndim
+
+
+class Geometry(NamedTuple):
+    """One kernel call. Element i of an item has channel i % C if channels_last, else i // inner."""
+
+    trials: int  # T; 1 without trials
+    batch: int  # B
+    channels: int  # C
+    inner: int  # elements per channel: the product of the spatial sizes
+    channels_last: bool  # an item lies as (*spatial, C), else as (C, *spatial)
+    mask_last: bool  # a mask lies as (*spatial, C); equal to channels_last: read linearly
+    x_shared: bool  # x is [1, B, n]: read once for all trials
+    residual_shared: bool  # residual is [1, B, n]
+
+
+def item_order(t: Tensor, channel: int) -> bool | None:
+    """False: dense as (C, *spatial). True: dense as (*spatial, C). None: not dense.
+
+    `channel` is the position of C among t's dimensions.
+    """
+    if t.is_contiguous():
+        return False
+    expected = 1
+    for d in (channel, *range(t.ndim - 1, channel, -1), *range(channel - 1, -1, -1)):
+        if t.shape[d] != 1 and t.stride(d) != expected:
+            return None
+        expected *= t.shape[d]
+    return True
+
+
+def dense(t: Tensor, channel: int, last: bool | None = None) -> Tensor:
+    """t itself if it is dense (in the order `last`, where that is given), else a dense copy."""
+    order = item_order(t, channel)
+    if order is not None and (last is None or order == last or orders_coincide(t, channel)):
+        return t
+    if last is None:
+        last = t.ndim > channel + 1 and t.stride(channel) == 1
+    return t.movedim(channel, -1).contiguous().movedim(-1, channel) if last else t.contiguous()
+
+
+def orders_coincide(t: Tensor, channel: int) -> bool:
+    """Both orders are the same memory: one channel, or one element per channel."""
+    return t.shape[channel] == 1 or t.shape[channel + 1 :].numel() == 1
+
+
+def new_output(x: Tensor, mask: Tensor, trials: bool) -> Tensor:
+    """An empty y for dense x: x's shape and strides, with T in front where x is shared."""
+    if not is_shared(x, mask, trials):
+        return torch.empty_like(x)
+    return x.new_empty_strided(
+        (mask.shape[0], *x.shape), (max(x.numel(), 1), *x.stride()), dtype=x.dtype
+    )
+
+
+def geometry(x: Tensor, mask: Tensor, residual: Tensor | None, trials: bool) -> Geometry:
+    """The geometry of a call with dense x [.., B, C, *spatial] and dense mask [.., C, *spatial]."""
+    x_shared = is_shared(x, mask, trials)
+    lead = 2 if trials and not x_shared else 1
+    site = x.shape[lead:]
+    channels_last = item_order(x, lead) is True
+    mask_channel = 1 if trials else 0
+    coincide = orders_coincide(mask, mask_channel)
+    return Geometry(
+        trials=mask.shape[0] if trials else 1,
+        batch=x.shape[lead - 1],
+        channels=site[0],
+        inner=site[1:].numel(),
+        channels_last=channels_last,
+        mask_last=channels_last if coincide else item_order(mask, mask_channel) is True,
+        x_shared=x_shared,
+        residual_shared=residual is not None and is_shared(residual, mask, trials),
+    )

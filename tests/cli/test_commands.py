@@ -1,0 +1,347 @@
+"""The command line: train, bcd, resuming, Ctrl-C, and one-line errors."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import fastbcd
+from fastbcd.cli import demo
+from fastbcd.cli import main as cli
+from fastbcd.cli import options as common
+from fastbcd.descent import bcd as descent
+from fastbcd.runs import fingerprint as snapshots
+from fastbcd.runs.directory import read_state
+from fastbcd.training import dense
+from helpers import published_nets
+from helpers.start_cases import write_images
+
+NET = """
+from torch import nn
+
+def small():
+    return nn.Sequential(nn.Conv2d(1, 4, 5, 4, 2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(),
+                         nn.Linear(196, 10))
+
+def number():
+    return 3
+"""
+BCD = "bcd --model my_nets:small --data tiny.npz --budget 30 --drc 60 --rt 2 --epochs 1"
+SALIENCY = f"{BCD} --proposal saliency --saliency-temperature"
+TRAIN = "train --model my_nets:small --data tiny.npz --epochs 3 --run-dir dense"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    """A directory with a module and a little data."""
+    (tmp_path / "my_nets.py").write_text(NET)
+    data = fastbcd.load("fashion-mnist-mini")
+    arrays = {}
+    for split, part in (("train", data.first(64)), ("test", data.shard(1, 2).first(32))):
+        arrays[f"{split}_images"], arrays[f"{split}_labels"] = (
+            part.images.numpy(),
+            part.labels.numpy(),
+        )
+    np.savez(tmp_path / "tiny.npz", **arrays)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_nets", raising=False)
+    return tmp_path
+
+
+def fastbcd_(line: str) -> int:
+    return cli.main(shlex.split(line))
+
+
+def weights(run_dir: str) -> dict:
+    return read_state(Path(run_dir) / "state.safetensors").tensors
+
+
+def records(run_dir: str) -> list[dict]:
+    return [json.loads(line) for line in (Path(run_dir) / "history.jsonl").read_text().splitlines()]
+
+
+def interrupted_at(call: int, real: Callable) -> Callable:
+    """`real`, with a Ctrl-C in place of that call of it."""
+    calls = []
+
+    def function(*arguments):
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    return function
+
+
+# ------------------------------------------------------------------------------- train
+
+
+def test_train_then_bcd(capsys) -> None:
+    assert fastbcd_(f"{TRAIN} --quiet") == 0
+    assert "3 epochs, test " in capsys.readouterr().out
+    epochs = records("dense")
+    assert [r["lr"] for r in epochs] == [0.1, 0.1, 0.01]
+    assert not [name for name in weights("dense") if name.startswith("momentum")]
+    line = f"{BCD} --weights dense --teacher dense --run-dir out"
+    assert fastbcd_(line) == 0
+    out = capsys.readouterr().out
+    test = epochs[-1]["test_accuracy"]
+    assert f"my_nets:small on tiny.npz: 196 of 196 ReLUs, test {test:.2f} %" in out
+    assert "step 1: 196 → 136 ReLUs" in out
+    assert "30 ReLUs kept, test " in out
+    assert int(weights("out")["2.mask"].sum()) == 30
+    assert fastbcd_(line) == 0
+    assert "the run in out is done: 3 steps, 30 ReLUs kept" in capsys.readouterr().out
+
+
+def test_training_resumes_to_the_same_weights(monkeypatch) -> None:
+    data = fastbcd.ImageData.from_npz("tiny.npz")
+    net, other = (common.find_function("my_nets:small")() for _ in range(2))
+    other.load_state_dict(net.state_dict())
+    net, other = (fastbcd.convert(n, torch.zeros(2, 1, 28, 28)) for n in (net, other))
+    whole = dense.train(net, data, epochs=4, test=data, seed=2, batch_size=16)
+    monkeypatch.setattr(dense, "accuracy", interrupted_at(3, dense.accuracy))
+    options = {"epochs": 4, "test": data, "seed": 2, "batch_size": 16, "run_dir": "d"}
+    with pytest.raises(KeyboardInterrupt):
+        dense.train(other, data, **options)
+    state = read_state(Path("d/state.safetensors"))
+    assert state.step == 2
+    assert all(torch.equal(state.tensors[k], v) for k, v in snapshots.take(other).items())
+    assert [name for name in state.tensors if name.startswith("momentum.")]
+    resumed = dense.train(other, data, **options)
+    for name, tensor in snapshots.take(net).items():
+        assert torch.equal(snapshots.take(other)[name], tensor)
+    for a, b in zip(whole.history, resumed.history, strict=True):
+        assert {**a, "seconds": None} == {**b, "seconds": None}
+
+
+def test_the_first_epoch_of_training_is_plain_sgd() -> None:
+    """One batch, no crops: the weights that a hand-written step gives."""
+    data = fastbcd.ImageData.from_npz("tiny.npz")
+    torch.manual_seed(0)
+    net = fastbcd.convert(common.find_function("my_nets:small")(), torch.zeros(2, 1, 28, 28))
+    other = fastbcd.convert(common.find_function("my_nets:small")(), torch.zeros(2, 1, 28, 28))
+    other.load_state_dict(net.state_dict())
+    dense.train(net, data, epochs=1, batch_size=64, padding=0, flip=False)
+    optimizer = torch.optim.SGD(other.parameters(), 0.1, 0.9, weight_decay=5e-4)
+    x, labels = next(data.batches(64))
+    torch.nn.functional.cross_entropy(other.train()(x), labels).backward()
+    optimizer.step()
+    for name, tensor in snapshots.take(other).items():
+        assert torch.allclose(snapshots.take(net)[name].double(), tensor.double(), atol=1e-6), name
+
+
+# ------------------------------------------------------------------------------- bcd
+
+
+def test_ctrl_c_leaves_a_resumable_run_and_says_how_to_go_on(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(descent, "accuracy", interrupted_at(2, descent.accuracy))
+    assert fastbcd_(f"{BCD} --quiet") == 130
+    run_dir = "runs/bcd-my_nets.small-tiny-30"
+    out = capsys.readouterr().out
+    assert f"interrupted; what was finished is in {run_dir}. To go on:\n  fastbcd {BCD}" in out
+    assert read_state(Path(run_dir) / "state.safetensors").step == 1
+    assert fastbcd_(f"{BCD} --quiet") == 0
+    assert fastbcd_(f"{BCD} --quiet --run-dir whole") == 0
+    first, second = weights(run_dir), weights("whole")
+    assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
+
+
+def test_ctrl_c_in_a_process(tmp_path) -> None:
+    """python -m fastbcd, a signal in the middle, and the same command again."""
+    command = [sys.executable, "-m", "fastbcd", *shlex.split(BCD), "--drc", "1", "--run-dir", "r"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    history = tmp_path / "r" / "history.jsonl"
+    for _ in range(600):
+        if history.exists() or child.poll() is not None:
+            break
+        time.sleep(0.1)
+    child.send_signal(signal.SIGINT)
+    out, _ = child.communicate(timeout=60)
+    assert child.returncode == 130, out
+    assert "fastbcd bcd --model my_nets:small" in out
+    assert 1 <= read_state(tmp_path / "r" / "state.safetensors").step < 166
+
+
+def test_weights_of_many_kinds(capsys) -> None:
+    net = fastbcd.convert(common.find_function("my_nets:small")(), torch.zeros(2, 1, 28, 28))
+    masks = fastbcd.masks(net)
+    fastbcd.set_masks(net, masks.without(masks.sample(150, seed=0, step=0, trial=0)))
+    state = net.state_dict()
+    save_file(state, "a.safetensors")
+    torch.save({"state_dict": {f"module.{k}": v for k, v in state.items()}}, "b.pt")
+    torch.save({k: v for k, v in state.items() if "mask" not in k}, "c.pt")
+    for path, count in (("a.safetensors", 46), ("b.pt", 46), ("c.pt", 196)):
+        line = f"{BCD} --epochs 0 --weights {path} --run-dir {path}.run"
+        assert fastbcd_(line) == 0
+        assert f"{count} of 196 ReLUs" in capsys.readouterr().out
+
+
+def test_an_official_checkpoint_says_itself_which_net_it_is(capsys) -> None:
+    theirs = published_nets.snl("wide_resnet22_8")
+    torch.save({"state_dict": theirs.state_dict()}, "snl.pth")
+    data = write_images(Path("own.npz"))
+    count = fastbcd.masks(fastbcd.load_snl("snl.pth")).count()
+    line = f"bcd --format snl --weights snl.pth --data {data} --budget {count - 5} --drc 5 --rt 1"
+    assert fastbcd_(f"{line} --epochs 0 --run-dir r") == 0
+    out = capsys.readouterr().out
+    assert "snl.pth: SNL checkpoint of wide_resnet22_8" in out
+    assert f"snl.pth on own.npz: {count:,} of " in out
+    assert f"{count - 5:,} ReLUs kept" in out
+
+
+def test_a_share_of_what_is_left_can_be_the_drc() -> None:
+    assert fastbcd_(f"{BCD} --epochs 0 --quiet --drc 50% --run-dir share") == 0
+    assert [r["after"] for r in records("share")] == [98, 49, 30]
+    settings = json.loads(Path("share/config.json").read_text())["settings"]
+    assert settings["drc"] == {"schedule": "Fraction", "share": 0.5, "least": 1}
+    assert fastbcd_(f"{BCD} --epochs 0 --quiet --drc 20% --run-dir share") == 2
+
+
+def test_saliency_and_a_share_run_and_resume(monkeypatch, capsys) -> None:
+    line = f"{BCD} --quiet --proposal saliency --saliency-temperature 0.5 --drc 40% --run-dir"
+    with monkeypatch.context() as broken:
+        broken.setattr(descent, "accuracy", interrupted_at(2, descent.accuracy))
+        assert fastbcd_(f"{line} cut") == 130
+    assert len(records("cut")) == 1
+    assert fastbcd_(f"{line} cut") == 0
+    assert fastbcd_(f"{line} whole") == 0
+    cut, whole = weights("cut"), weights("whole")
+    assert all(torch.equal(cut[name], tensor) for name, tensor in whole.items())
+    assert [r["after"] for r in records("cut")] == [118, 71, 43, 30]
+    settings = json.loads(Path("cut/config.json").read_text())["settings"]
+    assert settings["proposal"] == {"name": "saliency", "temperature": 0.5, "kind": "mean_abs"}
+    capsys.readouterr()
+    for other, message in (
+        ("--saliency-temperature 0.25", "proposal.temperature is 0.5 there and 0.25 now"),
+        ("--drc 30%", "settings.drc.share is 0.4 there and 0.3 now"),
+        ("--drc adaptive", 'settings.drc.schedule is "Fraction" there and "Adaptive" now'),
+        ("--drc 40", "settings.drc is {"),
+    ):
+        assert fastbcd_(f"{line} cut {other}") == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_temperature_of_saliency_is_used(monkeypatch) -> None:
+    """At 0 there is one hypothesis a step; the default is the library's own."""
+    line = f"{BCD} --quiet --epochs 0 --adt=-100 --proposal saliency"
+    assert fastbcd_(f"{line} --saliency-temperature 0 --run-dir greedy") == 0
+    assert fastbcd_(f"{line} --run-dir default") == 0
+    assert [r["tried"] for r in records("greedy")] == [1, 1, 1]
+    assert [r["tried"] for r in records("default")] == [2, 2, 2]
+    settings = json.loads(Path("default/config.json").read_text())["settings"]
+    assert settings["proposal"]["temperature"] == fastbcd.Saliency().temperature
+
+
+def test_an_adaptive_drc_follows_adt() -> None:
+    line = f"{BCD} --quiet --epochs 0 --drc adaptive"
+    assert fastbcd_(f"{line} --adt=-100 --run-dir none-met") == 0
+    assert [r["after"] for r in records("none-met")] == [96, 46, 30]  # 100, 50, 25 and the rest
+    assert fastbcd_(f"{line} --budget 10 --adt 100 --run-dir all-met") == 0
+    assert [r["after"] for r in records("all-met")] == [96, 10]  # 100, 125 and the rest
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"{BCD} --budget -3", "budget=-3"),
+        (f"{BCD} --weights nowhere", "there are no weights at nowhere"),
+        (f"{BCD} --weights .", ". is no run directory"),
+        (f"{BCD} --lr -1", "lr=-1.0"),
+        (f"{BCD} --format snl", "--format snl says whose checkpoint --weights is"),
+        (BCD.replace("my_nets:small", "my_nets"), "write MODULE:FUNCTION"),
+        (BCD.replace("my_nets:small", "my_nets:large"), "my_nets has no function 'large'"),
+        (BCD.replace("my_nets:small", "no_nets:small"), "No module named 'no_nets'"),
+        (BCD.replace("my_nets:small", "my_nets:number"), "returned a int, no nn.Module"),
+        (BCD.replace("tiny.npz", "cifar7"), "no data is called 'cifar7'"),
+        (f"{BCD} --resume must --run-dir new", "there is no run in new"),
+        ("bcd --arch resnet17 --budget 3 --data tiny.npz", "no network 'resnet17'"),
+    ],
+)
+def test_errors_are_one_line(line, message, capsys) -> None:
+    assert fastbcd_(line) == 2
+    found = capsys.readouterr()
+    assert found.err.startswith("fastbcd bcd: ")
+    assert message in found.err
+    assert len(found.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("bcd --arch resnet20", "give either --budget or --recipe"),
+        ("bcd --recipe resnet18-cifar100-15k --budget 3", "give either --budget or --recipe"),
+        ("bcd --recipe resnet18-cifar100-16k", "resnet18-cifar100-15k"),
+        (f"{BCD} --drc 0%", "--drc: 0% is neither a number of ReLUs from 1 on, nor a share"),
+        (f"{BCD} --drc 101%", "--drc: 101% is neither"),
+        (f"{BCD} --drc nan%", "--drc: nan% is neither"),
+        (f"{BCD} --drc %", "--drc: % is neither"),
+        (f"{BCD} --drc 0", "--drc: 0 is neither"),
+        (f"{BCD} --drc -3", "--drc: -3 is neither"),
+        (f"{BCD} --drc 2.5", "--drc: 2.5 is neither"),
+        (f"{BCD} --drc adapt", "--drc: adapt is neither"),
+        (f"{BCD} --proposal random", "invalid choice: 'random'"),
+        (f"{BCD} --saliency-temperature 1", "--saliency-temperature goes with --proposal saliency"),
+        (f"{SALIENCY} -1", "--saliency-temperature: -1 is no temperature"),
+        (f"{SALIENCY} nan", "--saliency-temperature: nan is no temperature"),
+        (f"{SALIENCY} warm", "--saliency-temperature: warm is no temperature"),
+        (f"{BCD} --dry-run", "--dry-run goes with --recipe only"),
+        (f"{BCD} --scale-x2 0.5", "--scale-x2 goes with --format autorep only"),
+        (f"{BCD} --epochs 0 --teacher dense", "--teacher goes with --epochs of 1 or more only"),
+        (f"{BCD} --engine magic", "invalid choice: 'magic'"),
+        ("descend", "invalid choice: 'descend'"),
+    ],
+)
+def test_errors_of_the_line_itself(line, message, capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        fastbcd_(line)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_recipe_can_be_looked_at_first(capsys) -> None:
+    assert fastbcd_("bcd --recipe resnet18-cifar100-15k --dry-run") == 0
+    assert "resnet18-cifar100-15k" in capsys.readouterr().out
+    assert not Path("runs").exists()
+
+
+def test_every_command_has_help(capsys) -> None:
+    for name in cli.COMMANDS:
+        with pytest.raises(SystemExit) as caught:
+            fastbcd_(f"{name} --help")
+        assert caught.value.code == 0
+        assert f"fastbcd {name}" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:after 5 epochs:RuntimeWarning")
+def test_the_demo_shows_a_table_and_a_picture_and_is_then_done(capsys) -> None:
+    """On so few images that only its outlines can be seen."""
+    demo.show(Path("demo"), images=64, tests=40)
+    first = capsys.readouterr().out
+    assert "dense        28,224" in first
+    assert "SNL           5,000" in first
+    assert "step 10         300" in first
+    assert "layer3.0.alpha2" in first
+    pytest.importorskip("matplotlib")
+    assert Path("demo/demo.png").read_bytes().startswith(b"\x89PNG")
+    demo.show(Path("demo"), images=64, tests=40)
+    again = capsys.readouterr().out
+    assert "the run in demo/3-bcd is done: 10 steps, 300 ReLUs kept" in again
+    tables = [text[text.index("  ReLUs ") :] for text in (first, again)]
+    assert tables[0] == tables[1]
+
+
+def test_the_demo_does_without_matplotlib(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install 'fastbcd[plot]'" in demo.picture([], [], Path("none.png"))

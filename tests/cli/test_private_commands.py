@@ -1,0 +1,110 @@
+"""fastbcd cost and fastbcd export."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fastbcd
+from fastbcd import MaskSet, private
+from fastbcd.cli import main as cli
+from fastbcd.runs.directory import State, state_bytes
+
+NET = """
+from torch import nn
+
+def small():
+    return nn.Sequential(nn.Conv2d(1, 4, 5, 4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(196, 20),
+                         nn.ReLU(), nn.Linear(20, 10))
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch) -> nn.Module:
+    """A finished run in `out`, its masks in `masks.safetensors`; the net."""
+    (tmp_path / "my_nets.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_nets", raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    torch.manual_seed(0)
+    module = importlib.import_module("my_nets")
+    data = fastbcd.load("fashion-mnist-mini").first(16)
+    net = fastbcd.convert(module.small(), next(data.batches(2))[0], replacement="poly")
+    fastbcd.bcd(net, data, budget=100, drc=58, rt=2, finetune=None, run_dir="out")
+    fastbcd.masks(net).save("masks.safetensors")
+    return net.eval()
+
+
+def fastbcd_(line: str) -> int:
+    return cli.main(shlex.split(line))
+
+
+def test_cost_command(run, capsys) -> None:
+    assert fastbcd_("cost out --json --bandwidth 100Mbit --rtt 40ms") == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    expected = private.cost(run, "crypten", 1e8, 0.04)
+    assert found == json.loads(json.dumps(expected.as_dict()))
+    assert [s["name"] for s in found["sites"]] == [s.name for s in fastbcd.masks(run).sites]
+    assert found["total"]["squares"] == 116
+    assert fastbcd_("cost masks.safetensors --protocol delphi-gc spu-semi2k") == 0
+    out = capsys.readouterr().out
+    assert f"{private.cost(fastbcd.masks(run), 'delphi-gc')}\n\nspu-semi2k, " in out
+    Path("recipe").mkdir()
+    Path("out").rename("recipe/3-bcd")
+    assert fastbcd_("cost recipe") == 0
+    assert capsys.readouterr().out.strip() == str(private.cost(run))
+
+
+def test_cost_of_an_unfinished_start(run, capsys) -> None:
+    """Between epochs a start's state holds what it trains, not masks."""
+    for path in Path("out").glob("*.safetensors"):
+        path.unlink()
+    state = State(1, {"net.1.mask": torch.ones(4)}, {})
+    Path("out/state.safetensors").write_bytes(state_bytes(state))
+    assert fastbcd_("cost out") == 2
+    assert "has no final masks yet (none for site '1'): let it end" in capsys.readouterr().err
+
+
+def test_export_command(run, capsys) -> None:
+    net = "--model my_nets:small --data fashion-mnist-mini"
+    assert fastbcd_(f"export out {net} --out net.pt2") == 0
+    assert "net.pt2: 100 of 216 ReLUs, any batch of 1×28×28" in capsys.readouterr().out
+    x = torch.randn(3, 1, 28, 28)
+    assert torch.equal(torch.export.load("net.pt2").module()(x), run(x))
+    bits = torch.zeros(216, dtype=torch.bool)
+    MaskSet(fastbcd.masks(run).sites, bits).save("none.safetensors")
+    assert fastbcd_(f"export none.safetensors {net} --weights out --out none.pt2") == 0
+    fastbcd.set_masks(run, MaskSet.load("none.safetensors"))
+    assert torch.equal(torch.export.load("none.pt2").module()(x), run(x))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("cost nothing", "there is nothing at nothing"),
+        ("cost .", "is no run directory"),
+        ("cost my_nets.py", "is not a readable safetensors file"),
+        ("export out --model my_nets:small --data fashion-mnist-mini --out a.txt", "must end in"),
+        ("export out --weights out --out a.pt2", "a run directory has its own"),
+        ("export masks.safetensors --out a.pt2", "give the net's --weights too"),
+    ],
+)
+def test_errors_are_one_line(run, line, message, capsys) -> None:
+    assert fastbcd_(line) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--bandwidth fast", "--bandwidth 0", "--rtt soon"])
+def test_units_are_checked(option, capsys) -> None:
+    with pytest.raises(SystemExit):
+        fastbcd_(f"cost somewhere {option}")
+    assert option.split()[1] in capsys.readouterr().err

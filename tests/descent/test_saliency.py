@@ -1,0 +1,336 @@
+"""saliency: kernels, formulas, finite differences, and whether it finds harmless removals."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastbcd
+from fastbcd import MaskedPoly, MaskedReLU
+from fastbcd.descent import effects
+from fastbcd.descent import saliency as saliencies
+from fastbcd.masking.masks import mask_modules
+from fastbcd.ops import reference
+from helpers.nets import images, make, thinned
+from helpers.op_cases import SITES, Call, equal, make_call
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+ORDERS = ["contiguous", "channels_last", "sliced"]
+NETS = ["mlp", "resnet", "preactivation", "dense", "sizes", "poly", "mixture"]
+KINDS = pytest.mark.parametrize("kind", ["mean_abs", "abs_mean"])
+operator = torch.ops.fastbcd.saliency_backward.default
+
+
+# -------------------------------------------------------------------------------- the operator
+
+
+def arguments(call: Call, poly: bool, absolute: bool) -> tuple:
+    grad = torch.randn(call.x.shape, generator=torch.Generator().manual_seed(1))
+    grad = grad.to(call.x.device, call.x.dtype)
+    return grad, call.x, call.mask, call.coef if poly else None, call.residual, absolute
+
+
+def check(call: Call, poly: bool, absolute: bool) -> None:
+    given = arguments(call, poly, absolute)
+    dx, sums = operator(*given)
+    true_dx, true_sums = reference.saliency_backward(*given)
+    assert equal(dx, true_dx)
+    eps = torch.finfo(sums.dtype).eps
+    largest = 1 + true_sums.abs().max().item()
+    torch.testing.assert_close(sums, true_sums, rtol=8 * eps, atol=64 * eps * largest)
+
+
+@pytest.mark.usefixtures("nan_empty")
+@pytest.mark.parametrize("poly", [False, True])
+@pytest.mark.parametrize("site", SITES, ids=str)
+def test_kernels_equal_the_reference(poly, site, device) -> None:
+    for i, (dtype, order) in enumerate(product(DTYPES, ORDERS)):
+        if dtype == torch.float64 and device != "cpu":
+            continue
+        for residual, absolute in product((False, True), repeat=2):
+            call = make_call(
+                site, batch=5, dtype=dtype, order=order, residual=residual, affine=False,
+                mask_order=("channels_last", "uint8")[i % 2], device=device, seed=i,
+            )  # fmt: skip
+            check(call, poly, absolute)
+
+
+@pytest.mark.usefixtures("nan_empty")
+@pytest.mark.parametrize("poly", [False, True])
+@pytest.mark.parametrize(("site", "batch"), [((64, 32, 32), 19), ((5000,), 3), ((3, 45, 31), 33)])
+def test_larger_than_a_tile(poly, site, batch, device) -> None:
+    for order in ("contiguous", "channels_last"):
+        call = make_call(site, batch=batch, order=order, affine=False, device=device)
+        check(call, poly, absolute=True)
+
+
+@pytest.mark.parametrize("poly", [False, True])
+def test_special_values(poly, device) -> None:
+    """NaN, infinities and zeros go the way of the formula."""
+    call = make_call((16, 8, 8), special=True, affine=False, residual=False, device=device)
+    given = arguments(call, poly, True)
+    for found, true in zip(operator(*given), reference.saliency_backward(*given), strict=True):
+        torch.testing.assert_close(found, true, equal_nan=True, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 3), (0, 3, 4), (2, 3, 0), (0, 0)])
+def test_zero_size(shape, device) -> None:
+    x, mask = torch.zeros(shape, device=device), torch.ones(shape[1:], dtype=torch.bool)
+    dx, sums = operator(x, x, mask.to(device), None, None, True)
+    assert (dx.shape, sums.shape) == (x.shape, mask.shape)
+    assert not sums.any()
+
+
+def test_opcheck(device) -> None:
+    for order, residual, poly in zip(ORDERS, (False, True, True), (True, False, True), strict=True):
+        call = make_call((3, 4, 2), order=order, affine=False, residual=residual, device=device)
+        torch.library.opcheck(operator, arguments(call, poly, True))
+
+
+def test_sums_do_not_depend_on_the_number_of_threads() -> None:
+    given = arguments(make_call((16, 32, 32), batch=50, affine=False), True, True)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(operator(*given)[1])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("poly", [False, True])
+def test_the_gradients_are_those_of_the_activation(poly) -> None:
+    call = make_call((3, 4, 2), affine=False)
+    coef = call.coef if poly else None
+    anchor = torch.zeros((), requires_grad=True)
+    totals = torch.zeros(3, 4, 2, dtype=torch.float64)
+
+    def graded(function) -> list[Tensor]:
+        x, residual = (t.clone().requires_grad_() for t in (call.x, call.residual))
+        y = function(x, residual)
+        y.sin().sum().backward()
+        return [y.detach(), x.grad, residual.grad]
+
+    ours = graded(
+        lambda x, r: effects.collect(
+            x, call.mask, anchor, totals, absolute=False, coef=coef, residual=r
+        )
+    )
+    true = graded(lambda x, r: call.op(poly, x=x, residual=r))
+    assert all(torch.equal(a, b) for a, b in zip(ours, true, strict=True))
+    assert anchor.grad is None
+
+
+# ------------------------------------------------------------------------------ the definition
+
+
+def restated(net: nn.Module, x: Tensor, labels: Tensor, kind: str) -> Tensor:
+    """The definition, one sample after the other through the net as it is, by hooks."""
+    modules, found = list(mask_modules(net).values()), []
+    for image, label in zip(x, labels, strict=True):
+        seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+        def note(module, inputs, output, seen=seen) -> None:
+            output.retain_grad()
+            seen[module] = inputs[0].detach().clone(), output
+
+        hooks = [m.register_forward_hook(note) for m in modules]
+        with torch.enable_grad():
+            # A new tensor for each activation, which in-place operations behind it then change.
+            hooks += [m.register_forward_hook(lambda m, i, out: out.clone()) for m in modules]
+            loss = F.cross_entropy(net(image[None].requires_grad_()), label[None])
+            loss.backward()
+        for hook in hooks:
+            hook.remove()
+        net.zero_grad()
+        t = []
+        for module in modules:
+            z, y = seen[module]
+            added = z.clamp(max=0)
+            if isinstance(module, MaskedPoly):
+                c0, c1, c2 = module.coef.detach().reshape(3, -1, *(1,) * (z.ndim - 2))
+                added = c2 * z**2 + c1 * z + c0 - z.relu()
+            t.append((y.grad * added)[0].flatten())
+        found.append(torch.cat(t))
+    t = torch.stack(found).double()
+    s = t.abs().mean(0) if kind == "mean_abs" else t.mean(0).abs()
+    return s.masked_fill(~fastbcd.masks(net).bits, math.inf)
+
+
+@KINDS
+@pytest.mark.parametrize("name", NETS)
+def test_equals_the_definition(name, kind) -> None:
+    net, (x, labels) = thinned(make(name)).double(), images(9)
+    x = x.double()
+    wanted = restated(net, x, labels, kind)
+    for batch_size in (4, None):
+        found = fastbcd.saliency(net, (x, labels), kind=kind, batch_size=batch_size)
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    single = fastbcd.saliency(thinned(make(name)), (x.float(), labels), kind=kind)
+    torch.testing.assert_close(single, wanted, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Untraceable runs as it is:RuntimeWarning")
+@KINDS
+def test_a_net_that_cannot_be_traced(kind) -> None:
+    net, (x, labels) = thinned(make("untraceable")).double(), images(9)
+    found = fastbcd.saliency(net, (x.double(), labels), kind=kind)
+    torch.testing.assert_close(found, restated(net, x.double(), labels, kind))
+
+
+class Overwrites(nn.Module):
+    """An activation's input is changed in place behind it, which training does not mind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act, self.head = nn.Linear(192, 6), MaskedReLU(6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(x.flatten(1))
+        y = self.act(z)
+        z += 1
+        return self.head(y + z if bool(y.sum() > -1) else y)
+
+
+@pytest.mark.filterwarnings("ignore:Overwrites runs as it is:RuntimeWarning")
+def test_an_input_that_is_changed_in_place_later() -> None:
+    torch.manual_seed(0)
+    net, (x, labels) = Overwrites().double().eval(), images(5)
+    found = fastbcd.saliency(net, (x.double(), labels))
+    torch.testing.assert_close(found, restated(net, x.double(), labels, "mean_abs"))
+
+
+def inputs_of(net: nn.Module, x: Tensor) -> Tensor:
+    """What every unit is given, [N, total]."""
+    seen: list[Tensor] = []
+    modules = mask_modules(net).values()
+    hooks = [m.register_forward_hook(lambda m, i, o: seen.append(i[0].clone())) for m in modules]
+    with torch.no_grad():
+        net(x)
+    for hook in hooks:
+        hook.remove()
+    return torch.cat([z.flatten(1) for z in seen], 1)
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "poly"])
+def test_equals_finite_differences_of_the_loss(name) -> None:
+    """Where z is a little below 0 a removal changes the loss of its sample by t."""
+    net, (x, labels) = make(name).double(), images(400)
+    x, masks = x.double(), fastbcd.masks(net)
+    with torch.no_grad():  # polynomials that differ little from ReLU where z is small
+        for module in mask_modules(net).values():
+            if isinstance(module, MaskedPoly):
+                module.coef.copy_(torch.tensor([1e-5, 1.0, 0.1])[:, None].expand(module.coef.shape))
+    z = inputs_of(net, x)
+    places = ((z < -1e-4) & (z > -1e-3)).nonzero()
+    full = fastbcd.MaskSet(masks.sites, masks.bits)
+    compared = 0
+    for sample, flat in places[:: max(1, len(places) // 12)].tolist():
+        one = x[sample : sample + 1], labels[sample : sample + 1]
+        with torch.no_grad():
+            before = F.cross_entropy(net(one[0]), one[1])
+            fastbcd.set_masks(net, full.without([flat]))
+            change = float(F.cross_entropy(net(one[0]), one[1]) - before)
+            fastbcd.set_masks(net, full)
+        found = fastbcd.saliency(net, one)[flat].item()
+        assert found == pytest.approx(abs(change), rel=0.02, abs=1e-12), (sample, flat)
+        compared += abs(change) > 1e-9
+    assert compared >= 4
+
+
+# ---------------------------------------------------------------------------------- a trained net
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[nn.Module, fastbcd.ImageData]:
+    """A few seconds of training on the embedded images."""
+    torch.manual_seed(0)
+    data = fastbcd.load("fashion-mnist-mini").first(1000)
+    net = fastbcd.models.resnet20(image_size=28, in_channels=1, width=4, blocks=1)
+    fastbcd.train(net, data, epochs=4, lr=0.1, batch_size=50, padding=0)
+    return net.eval(), data.first(500)
+
+
+@KINDS
+def test_finds_harmless_removals_in_a_trained_net(trained, kind) -> None:
+    net, data = trained
+    masks = fastbcd.masks(net)
+    size = masks.total // 5
+    order = fastbcd.saliency(net, data, kind=kind).argsort()
+    chance = [masks.sample(size, seed=0, step=0, trial=t) for t in range(8)]
+    scores = fastbcd.score(net, [order[:size], order[-size:], *chance], data)
+    lowest, highest, *others = (scores.loss - scores.base_loss).tolist()
+    assert min(others) > 0.02, "random removals do harm"
+    assert lowest < min(others)
+    assert lowest < 0.3 * sum(others) / len(others)
+    assert highest > max(others)
+
+
+def test_the_net_is_as_it_was(trained) -> None:
+    net, data = trained
+    names = {name: p.requires_grad for name, p in net.named_parameters()}
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    contents = {name: set(m.__dict__) for name, m in net.named_modules()}
+    next(net.children()).train()
+    with torch.no_grad():
+        fastbcd.saliency(net, data.first(10))
+    assert next(net.children()).training
+    next(net.children()).eval()
+    assert {name: p.requires_grad for name, p in net.named_parameters()} == names
+    assert all(p.grad is None for p in net.parameters())
+    assert {name: set(m.__dict__) for name, m in net.named_modules()} == contents
+    assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
+
+
+def test_the_net_is_as_it_was_after_an_error(trained, monkeypatch) -> None:
+    net, data = trained
+    monkeypatch.setattr(saliencies.effects, "collect", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fastbcd.saliency(net, data.first(10))
+    assert all("forward" not in m.__dict__ for m in net.modules())
+    assert all(p.requires_grad for p in net.parameters())
+
+
+def test_the_same_twice_and_in_any_batches(trained) -> None:
+    net, data = trained
+    first = fastbcd.saliency(net, data)
+    assert torch.equal(first, fastbcd.saliency(net, data))
+    torch.testing.assert_close(first, fastbcd.saliency(net, data, batch_size=33), rtol=1e-3,
+                               atol=1e-9)  # fmt: skip
+
+
+def test_ranks_share_the_batches_out(trained, monkeypatch) -> None:
+    """The batches of all ranks together are those of one."""
+    _, data = trained
+    parts = []
+    for r in range(3):
+        monkeypatch.setattr(saliencies, "rank", lambda r=r: r)
+        monkeypatch.setattr(saliencies, "world", lambda: 3)
+        parts.append(saliencies._own_batches(data, 64))
+    monkeypatch.undo()
+    together = [labels for part in parts for _, labels in part]
+    alone = [labels for _, labels in saliencies._own_batches(data, 64)]
+    assert all(torch.equal(a, b) for a, b in zip(together, alone, strict=True))
+    assert all(parts)
+
+
+def test_bad_input(trained) -> None:
+    net, data = trained
+    with pytest.raises(ValueError, match=r"kind='max'; choose from mean_abs, abs_mean"):
+        fastbcd.saliency(net, data, kind="max")
+    with pytest.raises(ValueError, match="no images to take the saliency on"):
+        fastbcd.saliency(net, data.first(0))
+    with pytest.raises(ValueError, match="batch_size=0"):
+        fastbcd.saliency(net, data, batch_size=0)
+    with pytest.raises(ValueError, match="no masked activations"):
+        fastbcd.saliency(nn.Linear(3, 3), data)
+    net, (x, labels) = make("mlp"), images(4)
+    x[2] = math.nan
+    with pytest.raises(FloatingPointError, match=r"site '.*', position \(0,\), is not finite"):
+        fastbcd.saliency(net, (x, labels))

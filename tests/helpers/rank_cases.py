@@ -1,0 +1,238 @@
+"""Two gloo ranks, started by fork from one process that has torch imported.
+
+`python tests/rank_cases.py FOLDER` goes through all cases and prints what each rank found as
+JSON; `torchrun tests/rank_cases.py FOLDER` is one rank of a small run. See tests/test_ranks.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import fastbcd
+from fastbcd.descent import bcd as descent
+from fastbcd.runs import fingerprint as snapshots
+from fastbcd.runs.directory import read_state
+from fastbcd.runtime import ranks
+from fastbcd.scoring.plan import ENGINES
+from helpers.nets import images, make, thinned
+from helpers.run_cases import contents, small_net, small_run
+
+NETS = ["mlp", "resnet", "mixture"]
+
+
+def problem(name: str, n: int) -> tuple[Any, Any]:
+    net, (x, labels) = thinned(make(name)), images(n, n)
+    with torch.no_grad():
+        answers = net(x).argmax(1)
+    return net, (x, torch.where(torch.arange(n) % 4 == 0, labels, answers))
+
+
+def said(work: Callable[[], object]) -> str:
+    """The error's text."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# ------------------------------------------------------------- what every rank does, and one alone
+
+
+def collectives(folder: Path) -> Any:
+    r = ranks.rank()
+
+    def fails() -> str:
+        raise KeyError("here")
+
+    return {
+        "sum": ranks.all_sum(torch.tensor([r + 1, 10])).tolist(),
+        "bits": ranks.from_first(torch.tensor([r == 0, r == 1])).tolist(),
+        "scalar": ranks.from_first(torch.tensor(float(r))).item(),
+        "half": ranks.from_first(torch.tensor([2.5 + r], dtype=torch.bfloat16)).tolist(),
+        "text": [ranks.text_from_first(t) for t in (f"größer {r}", "")],
+        "on first": ranks.on_first(lambda: f"from {r}"),
+        "failure": said(lambda: ranks.on_first(fails)),
+        "same": said(lambda: ranks.check_same("the masks", torch.arange(3))),
+        "other values": said(lambda: ranks.check_same("the masks", torch.arange(3) + r)),
+        "other shape": said(lambda: ranks.check_same("the masks", torch.zeros(3 + r))),
+    }
+
+
+def scores(folder: Path) -> Any:
+    """Counts and losses, for numbers of images that do not divide, and fewer than ranks."""
+    found = []
+    for name in NETS:
+        for n, batch in ((1, 1), (2, 3), (7, 3), (13, 2), (30, None)):
+            net, data = problem(name, n)
+            masks = fastbcd.masks(net)
+            removals = [masks.sample(9, seed=0, step=n, trial=t) for t in range(4)]
+            s = fastbcd.score(net, removals, data, batch_size=batch)
+            losses = [round(loss, 6) for loss in [s.base_loss, *s.loss.tolist()]]
+            found.append([name, n, s.correct.tolist(), s.base_correct, s.samples, losses])
+    return found
+
+
+def choices(folder: Path) -> Any:
+    """Decisions, taken early or late, over ADT and wave."""
+    found = []
+    for name in NETS:
+        for n, adt, wave in ((31, -90.0, 2), (31, 3.0, 3), (17, 0.0, 8), (6, 20.0, 1), (1, 0.5, 2)):
+            net, data = problem(name, n)
+            masks = fastbcd.masks(net)
+            removals = [masks.sample(20, seed=3, step=n, trial=t) for t in range(6)]
+            c = fastbcd.choose(net, removals, data, adt=adt, wave=wave, batch_size=3)
+            found.append([name, n, c.number, c.accepted, c.correct, c.base_correct, c.tried])
+    return found
+
+
+def untrained(folder: Path) -> Any:
+    """Runs without fine-tuning, with every engine that takes the net."""
+    found = []
+    for engine in ENGINES:
+        net, data = problem("mlp", 25)
+        run = fastbcd.bcd(net, data, 4, drc=7, rt=4, adt=2.0, finetune=None, engine=engine, wave=3)
+        chosen = [(s.chosen, s.accepted) for s in run.history]
+        found.append([engine, run.masks.bits.nonzero().flatten().tolist(), chosen])
+    return found
+
+
+def salient(folder: Path) -> Any:
+    """The same with hypotheses from the saliency, whose batches the ranks share out."""
+    found = []
+    for name in NETS:
+        net, data = problem(name, 300)
+        run = fastbcd.bcd(
+            net, data, 9, drc=fastbcd.Fraction(0.5), rt=4, adt=2.0, finetune=None,
+            proposal="saliency",
+        )  # fmt: skip
+        chosen = [(s.chosen, s.accepted) for s in run.history]
+        found.append([name, run.masks.bits.nonzero().flatten().tolist(), chosen])
+    net, data = problem("resnet", 300)
+    found.append(ranks.digest({"s": fastbcd.saliency(net, data, batch_size=32)}).hex())
+    return found
+
+
+def trained(folder: Path) -> Any:
+    """A real run; the last step's weights, and that the steps before were compared."""
+    compared = []
+    real = ranks.check_same
+    ranks.check_same = lambda what, t: (compared.append(what), real(what, t))[1]  # type: ignore
+    run = small_run(folder / f"trained{ranks.world()}")
+    ranks.check_same = real
+    state = ranks.digest(snapshots.take(run.model)).hex()
+    return {"state": state, "steps": len(run.history), "compared": compared}
+
+
+def different(folder: Path) -> Any:
+    """Ranks that were given different weights, or different data."""
+    net, data = problem("mlp", 20)
+    other, _ = problem("mlp", 20)
+    with torch.no_grad():
+        next(other.parameters()).add_(ranks.rank())
+    shifted = data[0], (data[1] + ranks.rank()) % 5
+    return [
+        said(lambda: fastbcd.bcd(other, data, 5, drc=10, finetune=None)),
+        said(lambda: fastbcd.bcd(net, shifted, 5, drc=10, finetune=None)),
+    ]
+
+
+def full_disk(folder: Path) -> Any:
+    """Only rank 0 writes, but all ranks end with its error."""
+    if ranks.rank() == 0:
+        os.fsync = lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    return said(lambda: small_run(folder / "full"))
+
+
+def dies(folder: Path) -> Any:
+    """Rank 1 is gone before it finishes step 3; rank 0 has an error soon after."""
+    calls, real = [], descent.accuracy
+
+    def accuracy(net: Any, data: Any) -> float:
+        calls.append(1)
+        if len(calls) == 3 and ranks.rank() == 1:
+            os._exit(7)
+        return real(net, data)
+
+    descent.accuracy = accuracy
+    begin = time.perf_counter()
+    return {"error": said(lambda: small_run(folder / "died")), "s": time.perf_counter() - begin}
+
+
+# ------------------------------------------------------------------------------- the processes
+
+
+def work(case: Callable[[Path], Any], folder: Path, rank: int, world: int) -> None:
+    """One rank in its own process; its answer goes into a file."""
+    answer = folder / f"{case.__name__}{world}.{rank}"
+    try:
+        if world > 1:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            store = f"file://{folder}/{case.__name__}.store"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+        answer.write_text(json.dumps(case(folder)))
+        os._exit(0)
+    except BaseException:
+        answer.write_text(json.dumps({"failed": traceback.format_exc()}))
+        os._exit(1)
+
+
+def on_ranks(case: Callable[[Path], Any], folder: Path, world: int) -> list[Any]:
+    """The answers of all ranks; None where a rank ended without one."""
+    pids = []
+    for rank in range(world):
+        tqdm.set_lock(threading.RLock())  # see run_cases.fork
+        pid = os.fork()
+        if not pid:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            work(case, folder, rank, world)
+        pids.append(pid)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    answers = [folder / f"{case.__name__}{world}.{rank}" for rank in range(world)]
+    return [json.loads(a.read_text()) if a.exists() else None for a in answers]
+
+
+def all_cases(folder: Path) -> dict[str, Any]:
+    found = {c.__name__: on_ranks(c, folder, 2) for c in (collectives, different, full_disk)}
+    for case in (scores, choices, untrained, salient, trained):
+        found[case.__name__] = on_ranks(case, folder, 2) + on_ranks(case, folder, 1)
+    found["dies"] = on_ranks(dies, folder, 2)
+    found["stood"] = read_state(folder / "died" / "state.safetensors").step
+    small_run(folder / "died")  # on one rank, from the two ranks' directory
+    found["resumed"] = len(contents(folder / "died")[1])
+    return found
+
+
+def one_of_torchrun(folder: Path) -> None:
+    """With the file `die` in the folder rank 1 kills itself in step 2."""
+    with ranks.joined():
+        assert ranks.world() == 2
+        doomed = (folder / "die").exists() and ranks.rank() == 1
+        for step in fastbcd.steps(
+            small_net(), fastbcd.load("fashion-mnist-mini").first(30), 8, drc=20, rt=2,
+            run_dir=folder / "run",
+        ):  # fmt: skip
+            if doomed and step.number == 2:
+                os.kill(os.getpid(), 9)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        one_of_torchrun(Path(sys.argv[1]))
+    else:
+        small_run(None)  # imports what is imported late, once for all children
+        print(json.dumps(all_cases(Path(sys.argv[1]))))

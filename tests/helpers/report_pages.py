@@ -1,0 +1,86 @@
+"""What the tests of reports share: a page taken apart, and runs as the paper's nets leave them."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastbcd
+from fastbcd.runs.directory import RunDirectory
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+class Page(HTMLParser):
+    """The text, the tables, the images and every address in a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.words: list[str] = []
+        self.rows: list[list[str]] = []
+        self.images: list[dict[str, Any]] = []
+        self.addresses: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(self.source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.tags.add(tag)
+        self.addresses += [v or "" for k, v in attrs if k in ("src", "href", "srcset", "action")]
+        if tag == "img":
+            self.images.append(given)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+        if self.lasttag in ("td", "th") and self.rows and data.strip():
+            self.rows[-1][-1] += data
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+    def row(self, first: str) -> list[str]:
+        return next(row for row in self.rows if row and row[0] == first)
+
+
+def large_run(place: Path, arch: str, classes: int, images: int, size: int = 32) -> Path:
+    """A run directory as of a net of the paper, without its weights: three steps."""
+    with torch.device("meta"):
+        net = fastbcd.models.build(arch, classes, size)
+    kept = fastbcd.MaskSet.full({s.name: s.shape for s in fastbcd.masks(net).sites})
+    kept = kept.without(range(20_000, kept.total))
+    mark = f"× 3×{size}×{size} uint8, {classes} classes, cpu) 0123"
+    config = {
+        "format": "fastbcd.run 1",
+        "settings": {"drc": 100, "proposal": "uniform", "budget": 19_000, "rt": 50, "adt": 0.3,
+                     "samples": None, "seed": 0, "finetune": None, "finetune_when": "every_step"},
+        "data": f"ImageData({images} {mark}", "test": f"ImageData(10000 {mark}",
+        "net": {"sites": {s.name: s.shape for s in kept.sites}, "tensors": {}},
+    }  # fmt: skip
+    run = RunDirectory(place, config, "never")
+    for number in range(4):
+        before = kept.count()
+        kept = kept.without(kept.sample(100, seed=0, step=number, trial=0)) if number else kept
+        record = {
+            "number": number, "before": before, "after": kept.count(), "drc": 100, "tried": 7,
+            "chosen": 6, "accepted": True, "drops": {}, "base_accuracy": 80.0, "base_loss": 1.0,
+            "chosen_accuracy": 79.9, "chosen_loss": 1.0, "engine": "stacked", "train_loss": None,
+            "test_accuracy": 70.0 - number, "seconds": {"score": 5.0, "finetune": 40.0},
+        }  # fmt: skip
+        tensors = {f"{s.name}.mask": b for s, b in zip(kept.sites, kept.split(), strict=True)}
+        run.save(number, tensors, record if number else {})
+    run.close()
+    return place
+
+
+def records(place: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (place / "history.jsonl").read_text().splitlines()]

@@ -1,0 +1,71 @@
+"""What the tests of snl and autorep share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from fastbcd.data.sources import as_data
+from fastbcd.runs import fingerprint as snapshots
+from fastbcd.starts.gated import to_poly
+from fastbcd.training.finetune import Finetune
+from fastbcd.training.trainer import Training
+from helpers.nets import images, make
+
+SHORT = Finetune(epochs=1, padding=1, teacher_cache=10**7)
+# Of snl: a handful of epochs, in seconds.
+QUICK = {"lr": 0.03, "lambda0": 3e-3, "kappa": 1.5, "batch_size": 32, "finetune": SHORT}
+
+
+def data(n: int = 96):
+    return as_data(images(n))
+
+
+def state(net: nn.Module) -> dict[str, torch.Tensor]:
+    return snapshots.take(net)
+
+
+def same(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+class Other(nn.Module):
+    """A teacher with seven classes."""
+
+    def forward(self, x):
+        return x.flatten(1)[:, :7]
+
+
+def stopped_at(epoch: int, step: int | None = None) -> Callable:
+    """`Training.epoch` with a Ctrl-C in place of that epoch, of that step or of any."""
+    whole = Training.epoch
+
+    def interrupted(self, number, *rest, **more):
+        if number == epoch and step in (None, self.step):
+            raise KeyboardInterrupt
+        return whole(self, number, *rest, **more)
+
+    return interrupted
+
+
+def small_net() -> nn.Module:
+    return make("mlp")
+
+
+def poly_net() -> nn.Module:
+    return to_poly(small_net())
+
+
+def write_images(path: Path) -> str:
+    """An .npz file with both splits."""
+    g = np.random.default_rng(0)
+    splits = {}
+    for split, n in (("train", 60), ("test", 20)):
+        splits[f"{split}_images"] = g.integers(0, 256, (n, 8, 8, 3), np.uint8)
+        splits[f"{split}_labels"] = np.arange(n) % 5
+    np.savez(path, **splits)
+    return str(path)

@@ -1,0 +1,376 @@
+"""convert: every ReLU call found, nothing else changed."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastbcd
+from fastbcd import (
+    ConversionError,
+    MaskedPoly,
+    MaskedReLU,
+    convert,
+)
+from helpers.nets import randomize
+
+TORCHVISION = [
+    ("resnet18", 64), ("resnet50", 64), ("wide_resnet50_2", 64), ("vgg11_bn", 64),
+    ("densenet121", 64), ("googlenet", 64), ("regnet_y_400mf", 64),
+]  # fmt: skip
+
+
+RELUS = (F.relu, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_)
+
+
+class Counter(torch.overrides.TorchFunctionMode):
+    """Counts ReLU calls in a real forward pass, independently of fx, with their shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in RELUS:
+            self.shapes.append(tuple((args[0] if args else kwargs["input"]).shape[1:]))
+        return func(*args, **(kwargs or {}))
+
+
+def relu_shapes(model: nn.Module, x: torch.Tensor) -> list[tuple[int, ...]]:
+    with torch.no_grad(), Counter() as counter:
+        model(x)
+    return counter.shapes
+
+
+def identity_twin(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The logits of the model with every ReLU call replaced by the identity."""
+
+    class NoReLU(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func in RELUS:
+                return args[0] if args else kwargs["input"]
+            return func(*args, **(kwargs or {}))
+
+    with torch.no_grad(), NoReLU():
+        return model(x)
+
+
+@pytest.mark.parametrize(("name", "size"), TORCHVISION)
+def test_torchvision(name, size, torchvision, device) -> None:
+    kwargs = {"init_weights": False} if name == "googlenet" else {}
+    model = randomize(getattr(torchvision.models, name)(weights=None, num_classes=10, **kwargs))
+    model = model.eval().to(device)
+    x = torch.randn(2, 3, size, size, device=device)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with torch.no_grad():
+        logits = model(x.clone())
+        net = convert(model, x)
+        masks = fastbcd.masks(net)
+        assert [s.shape for s in masks.sites] == relu_shapes(model, x.clone())
+        assert masks.count() == masks.total
+        assert torch.equal(net(x), logits)
+        fastbcd.set_masks(net, masks.without(masks.bits.nonzero().flatten()))
+        assert masks.count() == 0
+        torch.testing.assert_close(net(x), identity_twin(model, x.clone()), rtol=1e-5, atol=1e-5)
+    # The model is untouched; the weights keep their keys and their order.
+    assert [k for k in net.state_dict() if not k.endswith("mask")] == list(before)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert not any(isinstance(m, MaskedReLU) for m in model.modules())
+    assert all(not m.training for m in model.modules())
+    shared = {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in net.parameters()}
+    assert not shared
+
+
+def test_site_names_of_resnet18(torchvision) -> None:
+    net = convert(torchvision.models.resnet18(weights=None), torch.randn(1, 3, 32, 32))
+    names = [s.name for s in fastbcd.masks(net).sites]
+    assert names[:5] == [
+        "relu",
+        "layer1.0.relu",
+        "layer1.0.relu_2",
+        "layer1.1.relu",
+        "layer1.1.relu_2",
+    ]
+    assert len(names) == 17
+
+
+def test_relu6_is_refused_unless_skipped(torchvision) -> None:
+    model = torchvision.models.mobilenet_v2(weights=None)
+    with pytest.raises(ConversionError, match=r"35 ReLU6 calls.*'features.0.2'.*skip="):
+        convert(model, torch.randn(1, 3, 32, 32))
+    with pytest.raises(ConversionError, match="no ReLU to mask besides those skipped \\(ReLU6\\)"):
+        convert(model, torch.randn(1, 3, 32, 32), skip=[nn.ReLU6])
+    model.classifier.append(nn.ReLU())
+    net = convert(model, torch.randn(1, 3, 32, 32), skip=[nn.ReLU6])
+    assert [s.name for s in fastbcd.masks(net).sites] == ["classifier.2"]
+    functional = Functional(lambda x: F.relu6(torch.relu(x)))
+    with pytest.raises(ConversionError, match="'relu6'"):
+        convert(functional, torch.randn(1, 3))
+    convert(functional, torch.randn(1, 3), skip=["relu6"])
+
+
+class Functional(nn.Module):
+    """A module around a function, for odd calls."""
+
+    def __init__(self, function, features: int = 3) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, features)
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+class Mixed(nn.Module):
+    """nn.ReLU twice, F.relu, torch.relu, x.relu, x.relu_ and keyword arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.bn = nn.BatchNorm2d(4)
+        self.act = nn.ReLU(inplace=True)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x):
+        x = self.act(self.bn(self.conv(x)))
+        x = F.relu(x - 0.1)
+        x = x + F.relu(input=x - 0.3, inplace=False)
+        x = torch.relu(0.4 - x)
+        x = (x - 0.1).relu()
+        y = x - 0.2
+        y.relu_()
+        y = self.act(y - 0.05)
+        y = F.dropout(y, 0.5, self.training)
+        return self.head(y.mean((2, 3)))
+
+
+@pytest.mark.parametrize("replacement", ["identity", "poly"])
+def test_mixed_calls(replacement, device) -> None:
+    model = randomize(Mixed()).eval().to(device)
+    x = torch.randn(4, 3, 6, 6, device=device)
+    net = convert(model, x, replacement=replacement)
+    masks = fastbcd.masks(net)
+    assert [s.shape for s in masks.sites] == relu_shapes(model, x)
+    assert len({s.name for s in masks.sites}) == 7
+    assert torch.equal(net(x), model(x))
+    kind = MaskedReLU if replacement == "identity" else MaskedPoly
+    assert sum(type(m) is kind for m in net.modules()) == 7
+    if replacement == "identity":
+        fastbcd.set_masks(net, masks.without(range(masks.total)))
+        torch.testing.assert_close(net(x), identity_twin(model, x))
+
+
+def test_one_bit_is_one_neuron() -> None:
+    model = randomize(Mixed()).eval()
+    x = torch.randn(8, 3, 6, 6)
+    net = convert(model, x)
+    masks = fastbcd.masks(net)
+    site = masks.sites[2]
+    seen = {}
+    module = dict(net.named_modules())[site.name]
+    module.register_forward_hook(lambda m, args, out: seen.update(z=args[0], y=out))
+    fastbcd.set_masks(net, masks.without([site.start + 17]))
+    net(x)
+    changed = (seen["y"] != torch.relu(seen["z"])).flatten(1).any(0)
+    assert changed.nonzero().flatten().tolist() == [17]
+
+
+def test_in_place_relu_whose_input_is_used_again(device) -> None:
+    def function(x):
+        y = F.relu(x, inplace=True)
+        return x * 2 + y
+
+    model = Functional(function).to(device)
+    x = torch.randn(5, 3, device=device)
+    net = convert(model, x)
+    assert torch.equal(net(x), model(x))
+
+
+def test_in_place_relu_through_a_view_is_refused() -> None:
+    def function(x):
+        y = x[:, :2]
+        y.relu_()
+        return x
+
+    model = Functional(function)
+    nn.init.constant_(model.linear.bias, -10)
+    with pytest.raises(ConversionError, match="in-place ReLU changes a tensor"):
+        convert(model, torch.ones(5, 3))
+
+
+def test_sequential_mlp(device) -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 2))
+    model.to(device)
+    x = torch.randn(3, 5, device=device)
+    net = convert(model, x)
+    assert [tuple(s) for s in fastbcd.masks(net).sites] == [("1", (7,), 0), ("3", (6,), 7)]
+    assert torch.equal(net(x), model(x))
+
+
+def test_a_module_called_twice_gets_two_sites() -> None:
+    relu, linear = nn.ReLU(), nn.Linear(4, 4)
+    model = nn.Sequential(linear, relu, linear, relu)
+    net = convert(model, torch.randn(2, 4))
+    assert fastbcd.masks(net).total == 8
+    assert torch.equal(net(torch.ones(2, 4)), model(torch.ones(2, 4)))
+    with torch.no_grad():
+        net.get_parameter("0.weight").zero_()
+    assert net.get_submodule("2") is net.get_submodule("0"), "shared weights stay shared"
+
+
+def test_train_mode_follows(device) -> None:
+    model = randomize(Mixed()).to(device)
+    model.bn.eval()  # a frozen batch norm stays frozen
+    net = convert(model, torch.randn(4, 3, 6, 6, device=device))
+    assert net.training
+    assert not net.bn.training
+    x = torch.randn(4, 3, 6, 6, device=device)
+    assert not torch.equal(net(x), net(x)), "dropout is live in train mode"
+    net.eval()
+    assert torch.equal(net(x), net(x))
+    net.train()
+    net.bn.train()
+    before = net.bn.running_mean.clone()
+    net(x)
+    assert not torch.equal(net.bn.running_mean, before)
+
+
+def test_gradients_equal_the_models() -> None:
+    model = randomize(Mixed()).eval()
+    x = torch.randn(4, 3, 6, 6)
+    net = convert(model, x)
+    for m in (model, net):
+        m(x).square().sum().backward()
+    for (name, p), (_, q) in zip(model.named_parameters(), net.named_parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, msg=name)
+
+
+def test_wrappers_are_taken_off() -> None:
+    model = randomize(Mixed()).eval()
+    x = torch.randn(2, 3, 6, 6)
+    plain = convert(model, x)
+    for wrapped in (nn.DataParallel(model, device_ids=[]), torch.compile(model)):
+        net = convert(wrapped, x)
+        assert list(net.state_dict()) == list(plain.state_dict())
+        assert fastbcd.masks(net).sites == fastbcd.masks(plain).sites
+
+
+def test_checkpoints_of_wrapped_models_load() -> None:
+    model = randomize(Mixed()).eval()
+    x = torch.randn(2, 3, 6, 6)
+    net, other = convert(model, x), convert(randomize(Mixed(), seed=3).eval(), x)
+    fastbcd.set_masks(net, fastbcd.masks(net).without([3, 4]))
+    for prefix in ("", "module.", "_orig_mod.", "module._orig_mod."):
+        fresh = copy.deepcopy(other)
+        fresh.load_state_dict({prefix + k: v for k, v in net.state_dict().items()})
+        assert torch.equal(fresh(x), net(x))
+        assert fastbcd.masks(fresh).count() == fastbcd.masks(net).count()
+
+
+def test_converting_a_converted_net_finds_what_is_left() -> None:
+    model = randomize(Mixed()).eval()
+    x = torch.randn(2, 3, 6, 6)
+    net = convert(model, x, skip=["act"])
+    again = convert(net, x)
+    assert fastbcd.masks(again).total == 7 * 4 * 36
+    assert torch.equal(again(x), model(x))
+
+
+def test_skip_by_name() -> None:
+    model = randomize(Mixed()).eval()
+    x = torch.randn(2, 3, 6, 6)
+    net = convert(model, x, skip=["act"])
+    assert len(fastbcd.masks(net).sites) == 5
+    assert torch.equal(net(x), model(x))
+
+
+def test_deepcopy_and_compile_of_a_converted_net() -> None:
+    model = randomize(Mixed()).eval()
+    x = torch.randn(2, 3, 6, 6)
+    net = convert(model, x)
+    fastbcd.set_masks(net, fastbcd.masks(net).without(range(0, 500, 3)))
+    twin = copy.deepcopy(net)
+    assert fastbcd.masks(twin) == fastbcd.masks(net)
+    assert torch.equal(twin(x), net(x))
+    fastbcd.set_masks(twin, fastbcd.masks(twin).without([1]))
+    assert fastbcd.masks(twin).count() == fastbcd.masks(net).count() - 1
+    torch.testing.assert_close(torch.compile(net, fullgraph=True)(x), net(x))
+
+
+# ------------------------------------------------------------------------------- bad input
+
+
+class Branches(nn.Module):
+    def forward(self, x):
+        return torch.relu(x) if x.sum() > 0 else x
+
+
+class Folds(nn.Module):
+    def forward(self, x):
+        return torch.relu(x.view(-1, 2)).view(x.shape[0], -1)
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "words"),
+    [
+        (nn.Linear(3, 3), torch.randn(2, 3), "Linear has no ReLU to mask"),
+        (Branches(), torch.randn(2, 3), r"cannot be traced.*test_convert.py:\d+.*MaskedReLU"),
+        (Folds(), torch.randn(2, 6), r"'relu' sees a tensor of shape \(6, 2\) for a batch of 2"),
+        (
+            nn.Sequential(nn.ReLU(), nn.TransformerEncoderLayer(4, 2, batch_first=True)),
+            torch.randn(2, 5, 4),
+            r"not captured: '1' \(TransformerEncoderLayer\) computes relu",
+        ),
+        (Functional(lambda x: torch.relu(x).clamp(min=0)), torch.randn(2, 3), "'clamp'.*clamp"),
+        (Functional(lambda x: torch.relu(x.clamp_min(0))), torch.randn(2, 3), "clamp_min"),
+        (Functional(lambda x: F.threshold(x.relu(), 0, 0)), torch.randn(2, 3), "threshold"),
+        (nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 4), r"shape \(2, 4\)"),
+    ],
+    ids=[
+        "no relu",
+        "untraceable",
+        "folded batch",
+        "hidden",
+        "clamp",
+        "clamp_min",
+        "threshold",
+        "size",
+    ],
+)
+def test_refusals_name_the_place(model, x, words) -> None:
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(ConversionError, match=words):
+        convert(model, x)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert model.training
+
+
+def test_other_bounded_functions_are_left_alone() -> None:
+    model = nn.Sequential(nn.Hardtanh(), Functional(lambda x: x.clamp(0, 1).relu()), nn.LeakyReLU())
+    x = torch.randn(4, 3)
+    net = convert(model, x)
+    assert fastbcd.masks(net).total == 3
+    assert torch.equal(net(x), model(x))
+
+
+def test_bad_arguments() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    with pytest.raises(ValueError, match=r"replacement='square'.*identity.*poly"):
+        convert(model, torch.randn(2, 3), replacement="square")
+    with pytest.raises(ValueError, match="example_input must be a batch"):
+        convert(model, torch.randn(3))
+    with pytest.raises(ValueError, match="example_input must be a batch"):
+        convert(model, [1, 2])
+
+
+def test_public_signature() -> None:
+    assert list(inspect.signature(convert).parameters)[:3] == [
+        "model",
+        "example_input",
+        "replacement",
+    ]

@@ -1,0 +1,342 @@
+"""Run directories: killed at any moment a run ends as if it had not been; damage is told."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fastbcd
+from fastbcd.runtime import atomic_files as files
+from fastbcd.runs import directory as runs, fingerprint as snapshots
+from fastbcd.runs.directory import RunDirectory, read_state
+from helpers.run_cases import contents, small_net, small_run
+
+CASES = Path(__file__).parents[1] / "helpers" / "run_cases.py"
+CONFIG = {"settings": {"budget": 3, "drc": 2}, "net": {"tensors": {"w": "float32 [2]"}}}
+FAST = {"finetune": None, "drc": 30, "rt": 1, "test": None}
+
+
+@pytest.fixture(scope="module")
+def children(tmp_path_factory) -> dict:
+    """What happened to child processes that were killed, or ran out of room."""
+    command = [sys.executable, str(CASES), str(tmp_path_factory.mktemp("children"))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_killed_at_random_moments(children) -> None:
+    found = children["random"]
+    assert "failed" not in found, found["failed"]
+    assert found["kills"] >= 15
+    assert len(found["steps"]) > 1, "some kills fell between steps"
+
+
+def test_killed_between_any_two_operations(children) -> None:
+    """Before every rename, sync, removal and half of a write of three steps and their beginning."""
+    found = children["operations"]
+    assert "failed" not in found, found["failed"]
+    assert found["operations"] > 40
+
+
+def test_killed_while_the_history_is_mended(children) -> None:
+    found = children["mending"]
+    assert "failed" not in found, found["failed"]
+    assert found["operations"] > 4
+
+
+def test_a_disk_that_takes_no_more(children) -> None:
+    """A real limit on the size of files: the state does not fit."""
+    found = children["limit"]
+    assert "step 2 could not be written into the run directory" in found["error"]
+    assert "File too large" in found["error"]
+    assert (found["stands"], found["done"]) == (1, 5)
+
+
+# ------------------------------------------------------------------------------- resume
+
+
+def test_the_same_call_again_is_done_at_once(tmp_path, capsys) -> None:
+    first = small_run(tmp_path, **FAST)
+    before = contents(tmp_path)
+    again = small_run(tmp_path, **FAST)
+    assert f"the run in {tmp_path} is done: 3 steps, 8 ReLUs kept" in capsys.readouterr().out
+    assert again.masks == first.masks
+    assert [s.number for s in again.history] == [1, 2, 3]
+    assert again.history == first.history
+    assert contents(tmp_path) == before
+    assert read_state(tmp_path / "start.safetensors").tensors["2.mask"].all()
+
+
+def test_an_interrupted_run_goes_on_with_what_is_on_the_disk(tmp_path, capsys) -> None:
+    whole = small_run(None)
+    # The weights that the second call is given do not matter: the run has its own.
+    for number, step in enumerate(steps_of(tmp_path), 1):
+        assert step.number == number
+        if number == 3:
+            break
+    other = small_net()
+    torch.nn.init.zeros_(next(other.parameters()))
+    for step in steps_of(tmp_path, other):
+        assert step.number >= 3
+    assert f"going on in {tmp_path} after step 2" in capsys.readouterr().out
+    assert fastbcd.masks(other).count() == whole.masks.count()
+    uninterrupted = small_net()
+    for _ in steps_of(None, uninterrupted):
+        pass
+    for name, tensor in snapshots.take(uninterrupted).items():
+        assert torch.equal(snapshots.take(other)[name], tensor)
+
+
+def steps_of(run_dir, net=None):
+    data = fastbcd.load("fashion-mnist-mini").first(48)
+    return fastbcd.steps(net or small_net(), data, budget=8, drc=20, rt=2, run_dir=run_dir)
+
+
+@pytest.mark.parametrize("resume", ["auto", True, "must"])
+def test_resume_continues(resume, tmp_path) -> None:
+    small_run(tmp_path, **FAST)
+    assert len(small_run(tmp_path, **FAST, resume=resume).history) == 3
+
+
+@pytest.mark.parametrize("resume", [False, "never"])
+def test_never_refuses_what_is_there(resume, tmp_path) -> None:
+    small_run(tmp_path / "new", **FAST, resume=resume)
+    before = contents(tmp_path / "new")
+    with pytest.raises(FileExistsError, match="is not empty"):
+        small_run(tmp_path / "new", **FAST, resume=resume)
+    assert contents(tmp_path / "new") == before
+
+
+def test_must_wants_a_run(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no run in"):
+        small_run(tmp_path / "none", **FAST, resume=True)
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_cannot_change_the_outcome_may_change(tmp_path) -> None:
+    small_run(tmp_path, **FAST)
+    options = {"engine": "sequential", "wave": 1, "batch_size": 7, "memory": 10**6}
+    assert len(small_run(tmp_path, **FAST, **options).history) == 3
+
+
+def test_settings_may_be_numbers_of_numpy(tmp_path) -> None:
+    small_run(tmp_path, **FAST)
+    options = {"drc": np.int64(30), "rt": np.int32(1), "adt": np.float64(1.0), "seed": np.uint8(0)}
+    assert len(small_run(tmp_path, **{**FAST, **options}).history) == 3
+    small_run(tmp_path / "new", **{**FAST, **options})
+    assert contents(tmp_path / "new") == contents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 9}, r"settings\.budget is 8 there and 9 now"),
+        ({"drc": lambda n: 5}, r"settings\.drc is 30 there and .function test_runs.*lambda"),
+        ({"adt": 0.5}, r"settings\.adt is 1\.0 there and 0\.5 now"),
+        ({"seed": 1}, r"settings\.seed is 0 there and 1 now"),
+        ({"finetune": fastbcd.training.finetune.Finetune()}, r"settings\.finetune is null there and"),
+        ({"test": fastbcd.load("fashion-mnist-mini", "test")}, "test is null there and"),
+    ],
+)
+def test_other_settings_are_refused(options, message, tmp_path) -> None:
+    small_run(tmp_path, **FAST)
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match=f"holds another run: {message}.*name another run_dir"):
+        small_run(tmp_path, **{**FAST, **options})
+    assert contents(tmp_path) == before
+
+
+def test_another_net_is_refused(tmp_path) -> None:
+    small_run(tmp_path, **FAST)
+    data = fastbcd.load("fashion-mnist-mini").first(48)
+    net = small_net()
+    net[0] = torch.nn.Conv2d(1, 2, 5, 4, 2, bias=False)
+    with pytest.raises(ValueError, match=r"net\.tensors\.0\.bias is .* and \(not there\) now"):
+        fastbcd.bcd(net, data, 8, **{**FAST, "adt": 1.0}, run_dir=tmp_path)
+
+
+def test_other_data_is_refused(tmp_path) -> None:
+    small_run(tmp_path, **FAST)
+    data = fastbcd.load("fashion-mnist-mini").first(49)
+    with pytest.raises(ValueError, match=r"data is .*48 × .*49 × "):
+        fastbcd.bcd(small_net(), data, 8, **{**FAST, "adt": 1.0}, run_dir=tmp_path)
+
+
+# ------------------------------------------------------------------------------- damage
+
+
+@pytest.fixture
+def stopped(tmp_path) -> Path:
+    """A run that was interrupted after two of its steps."""
+    for step in steps_of(tmp_path):
+        if step.number == 3:
+            break
+    return tmp_path
+
+
+def go_on(run_dir: Path) -> list[int]:
+    return [step.number for step in steps_of(run_dir)]
+
+
+def test_the_fixture_goes_on(stopped) -> None:
+    assert go_on(stopped) == [3, 4, 5]
+
+
+@pytest.mark.parametrize("where", [10, -1, 0])
+def test_a_truncated_state_is_told_and_the_one_before_it_is_kept(stopped, where) -> None:
+    state = stopped / "state.safetensors"
+    content = state.read_bytes()
+    state.write_bytes(content[:where])
+    previous = (stopped / "state.previous.safetensors").read_bytes()
+    with pytest.raises(ValueError, match=r"damaged.*step 1, state\.previous.*move state"):
+        go_on(stopped)
+    assert (stopped / "state.previous.safetensors").read_bytes() == previous
+    state.unlink()
+    assert go_on(stopped) == [2, 3, 4, 5]
+
+
+def test_an_edited_state_is_told(stopped) -> None:
+    state = stopped / "state.safetensors"
+    content = bytearray(state.read_bytes())
+    for position in (len(content) - 3, content.index(b'\\"number\\": 2') + 12):
+        changed = bytearray(content)
+        changed[position] ^= 1
+        state.write_bytes(changed)
+        with pytest.raises(ValueError, match="do not match their SHA-256"):
+            go_on(stopped)
+    (stopped / "state.previous.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"step 0, start\.safetensors, is whole"):
+        go_on(stopped)
+    (stopped / "start.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="No whole state is left"):
+        go_on(stopped)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda text: text + '{"number": 3, "bef',
+        lambda text: text + text.splitlines()[-1].replace('"number": 2', '"number": 3') + "\n",
+        lambda text: text[: text.index("\n") + 1],
+        lambda text: text[: text.index("\n") + 30],
+    ],
+    ids=["half a line", "a line too many", "a line too few", "half of the last"],
+)
+def test_the_history_follows_the_state(stopped, edit) -> None:
+    path = stopped / "history.jsonl"
+    text = path.read_text()
+    path.write_text(edit(text))
+    generator = steps_of(stopped)
+    assert next(generator).number == 3
+    generator.close()
+    first, second = (json.loads(line) for line in text.splitlines())
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[0] == first
+    assert {**lines[1], "seconds": None} == {**second, "seconds": None}
+    assert len(lines) == 2
+
+
+def test_a_lost_history_is_told(stopped) -> None:
+    (stopped / "history.jsonl").unlink()
+    with pytest.raises(ValueError, match="it has 0 of the 2 records"):
+        go_on(stopped)
+
+
+def test_a_state_without_its_config(stopped) -> None:
+    (stopped / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"holds history\.jsonl but no config\.json"):
+        go_on(stopped)
+
+
+def test_a_config_that_is_no_json(stopped) -> None:
+    (stopped / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not readable as JSON"):
+        go_on(stopped)
+
+
+def test_a_file_is_no_directory(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="is a file; name a directory"):
+        small_run(tmp_path / "file", **FAST)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_full_disk(tmp_path, monkeypatch, at) -> None:
+    """Each step makes two files durable and appends to one: the n-th from step 2 on fails."""
+    calls, real = 0, os.fsync
+
+    def full(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    net = small_net()
+    states = []
+    data = fastbcd.load("fashion-mnist-mini").first(48)
+
+    def train(net, step):
+        if step.number == 2:
+            monkeypatch.setattr(os, "fsync", full)
+        torch.nn.init.constant_(net[5].bias, step.number)
+        states.append(snapshots.take(net))
+
+    options = {"drc": 20, "rt": 1, "finetune": train, "run_dir": tmp_path}
+    with pytest.raises(OSError, match=r"step 2 could not be .*: No space left.* whole") as caught:
+        fastbcd.bcd(net, data, 8, **options)
+    assert caught.value.errno == errno.ENOSPC
+    assert all(torch.equal(states[0][k], v) for k, v in snapshots.take(net).items())
+    assert not list(tmp_path.glob(".*.tmp"))
+    monkeypatch.setattr(os, "fsync", real)
+    resumed = fastbcd.bcd(small_net(), data, 8, **options)
+    whole = fastbcd.bcd(small_net(), data, 8, **{**options, "run_dir": None})
+    assert resumed.masks == whole.masks
+    bare = [{**s.as_json(), "seconds": None} for s in resumed.history]
+    assert bare == [{**s.as_json(), "seconds": None} for s in whole.history]
+
+
+def test_two_at_once_are_refused(tmp_path) -> None:
+    first = RunDirectory(tmp_path, CONFIG, "auto")
+    with pytest.raises(RuntimeError, match="another process is working in the run directory"):
+        RunDirectory(tmp_path, CONFIG, "auto")
+    first.close()
+    RunDirectory(tmp_path, CONFIG, "auto").close()
+
+
+def test_an_error_lets_go_of_the_lock(tmp_path) -> None:
+    RunDirectory(tmp_path, CONFIG, "auto").close()
+    with pytest.raises(ValueError, match=r"settings\.drc is 2 there and 5 now"):
+        RunDirectory(tmp_path, {**CONFIG, "settings": {"budget": 3, "drc": 5}}, "auto")
+    RunDirectory(tmp_path, CONFIG, "auto").close()
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path) -> None:
+    left = tmp_path / ".state.safetensors.123.tmp"
+    left.write_bytes(b"half")
+    RunDirectory(tmp_path, CONFIG, "auto").close()
+    assert not left.exists()
+
+
+def test_states_keep_every_dtype(tmp_path) -> None:
+    tensors = {
+        "a": torch.randn(3, 2), "b": torch.tensor(7), "c": torch.tensor([True, False]),
+        "d": torch.randn(2).bfloat16(), "e": torch.empty(0, 3),
+    }  # fmt: skip
+    path = tmp_path / "state.safetensors"
+    state = runs.State(4, tensors, {"number": 4})
+    files.write_atomically(path, lambda file: file.write(runs.state_bytes(state)))
+    back = read_state(path)
+    assert (back.step, back.record) == (4, {"number": 4})
+    for name, tensor in tensors.items():
+        assert back.tensors[name].dtype == tensor.dtype
+        assert torch.equal(back.tensors[name], tensor)

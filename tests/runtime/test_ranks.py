@@ -1,0 +1,106 @@
+"""Many ranks: the same choices as one, the same nets on all, and an end when one is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastbcd.runs.directory import read_state
+
+CASES = Path(__file__).parents[1] / "helpers" / "rank_cases.py"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> dict:
+    """What two ranks, and one, found in every case of rank_cases.py."""
+    command = [sys.executable, str(CASES), str(tmp_path_factory.mktemp("ranks"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_collectives(found) -> None:
+    first, second = found["collectives"]
+    for answer in (first, second):
+        assert answer["sum"] == [3, 20]
+        assert answer["bits"] == [True, False]
+        assert (answer["scalar"], answer["half"]) == (0.0, [2.5])
+        assert answer["text"] == ["größer 0", ""]
+        assert answer["on first"] == "from 0"
+        assert answer["same"] == "no error"
+        for what in ("other values", "other shape"):
+            assert answer[what].startswith("RuntimeError: the masks differ between ranks: rank 1")
+    assert first["failure"] == "KeyError: 'here'"
+    assert second["failure"] == "RuntimeError: rank 0 failed: KeyError: 'here'"
+
+
+@pytest.mark.parametrize("case", ["scores", "choices", "untrained", "salient"])
+def test_two_ranks_find_what_one_finds(found, case) -> None:
+    first, second, alone = found[case]
+    assert first == second == alone
+    assert len(alone) > 3
+
+
+def test_real_fine_tuning_leaves_the_ranks_equal(found) -> None:
+    first, second, alone = found["trained"]
+    assert first == second
+    assert first["steps"] == alone["steps"] == 5
+    # At the start, and after each of the five steps.
+    assert first["compared"].count("the weights and masks") == 6
+    assert alone["compared"] == []
+
+
+def test_ranks_that_were_given_different_things(found) -> None:
+    for weights, labels in found["different"]:
+        assert "the weights and masks differ between ranks: rank 1" in weights
+        assert "the labels differ between ranks: rank 1" in labels
+
+
+def test_all_ranks_end_with_an_error_of_the_first(found) -> None:
+    first, second = found["full_disk"]
+    assert "No space left on device" in first
+    assert second.startswith("RuntimeError: rank 0 failed: OSError")
+
+
+def test_a_rank_that_dies_ends_the_run_which_then_resumes_on_one(found) -> None:
+    first, second = found["dies"]
+    assert second is None
+    assert first["error"].startswith(("RuntimeError", "DistBackendError"))
+    assert first["s"] < 60
+    assert (found["stood"], found["resumed"]) == (2, 5)
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_torchrun_ends_the_others_and_the_run_resumes(tmp_path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += [
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        free_port(),
+        str(CASES),
+        str(tmp_path),
+    ]
+    options = {"capture_output": True, "text": True, "timeout": 120}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    (tmp_path / "die").touch()
+    done = subprocess.run(command, env=environment, **options)
+    assert done.returncode != 0
+    assert "exitcode: -9" in done.stderr, done.stderr
+    assert read_state(tmp_path / "run" / "state.safetensors").step == 1
+    (tmp_path / "die").unlink()
+    done = subprocess.run(command, env=environment, **options)
+    assert done.returncode == 0, done.stderr
+    assert "going on in" in done.stdout
+    assert read_state(tmp_path / "run" / "state.safetensors").step == 5

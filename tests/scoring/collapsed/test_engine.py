@@ -1,0 +1,194 @@
+"""score with the collapsed engine: its forms are kept, noticed as stale, and refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fastbcd import (
+    MaskedReLU,
+    MaskSet,
+    masks,
+    models,
+    score,
+    set_masks,
+)
+from fastbcd.scoring import plan
+from fastbcd.scoring.collapsed import build as building
+from fastbcd.scoring.collapsed.engine import form_at_hand
+from fastbcd.scoring.collapsed.form import find
+from helpers.affine_nets import engine_of, some_removals, worst_difference, zoo
+from helpers.nets import images, make, randomize, thinned
+
+
+@pytest.mark.parametrize("batch", [None, 5])
+def test_scores_equal_those_of_sequential(batch) -> None:
+    for net in (thinned(make("resnet")), thinned(zoo())):
+        data = images(41)
+        ids = list(some_removals(net).values())
+        truth = score(net, ids, data, engine="sequential")
+        found = score(net, ids, data, engine="collapsed", batch_size=batch)
+        assert found.engine == "collapsed"
+        assert found.correct.tolist() == truth.correct.tolist()
+        assert torch.allclose(found.loss, truth.loss, atol=1e-5)
+        assert found.base_correct == truth.base_correct
+
+
+@pytest.mark.parametrize("name", ["resnet18", "wide_resnet22_8"])
+def test_the_papers_nets(name) -> None:
+    """Random weights, few ReLUs: logits within 1e-4 of the net's own."""
+    torch.manual_seed(0)
+    net = randomize(models.build(name, num_classes=20, image_size=16)).eval()
+    now = masks(net)
+    kept = MaskSet.full({s.name: s.shape for s in now.sites}).sample(150, seed=0, step=0, trial=0)
+    bits = torch.zeros(now.total, dtype=torch.bool)
+    bits[kept] = True
+    set_masks(net, MaskSet(now.sites, bits))
+    x = torch.randn(3, 3, 16, 16)
+    assert worst_difference(net, engine_of(net, x), x, some_removals(net, 3, 20), 4) < 1e-4
+
+
+@pytest.fixture
+def builds(monkeypatch) -> list[int]:
+    """How many forms were built, by their number of kinks."""
+    made: list[int] = []
+    plain = building.Builder.build
+
+    def build(self, with_image):
+        made.append(len(self.ids))
+        return plain(self, with_image)
+
+    monkeypatch.setattr(building.Builder, "build", build)
+    return made
+
+
+def test_a_removal_shrinks_the_form(builds) -> None:
+    net, data = thinned(make("resnet")), images(30)
+    for step in range(3):
+        ids = [masks(net).sample(120, seed=5, step=step, trial=t) for t in range(3)]
+        # Other batches each time, so that the affine part is computed anew.
+        found = score(net, ids, data, engine="collapsed", batch_size=7 + step)
+        truth = score(net, ids, data, engine="sequential")
+        assert found.correct.tolist() == truth.correct.tolist()
+        assert torch.allclose(found.loss, truth.loss, atol=1e-5)
+        set_masks(net, masks(net).without(ids[1]))
+    assert len(builds) == 1
+    now = MaskSet(masks(net).sites, masks(net).bits)
+    small, fresh = form_at_hand(net, now), engine_of(net, data[0]).form
+    assert small is not None
+    # The order of kinks follows the tiles of what was there at first; their values do not.
+    place = find(small.ids, fresh.ids)
+    assert torch.equal(small.ids[place], fresh.ids)
+    assert torch.allclose(small.out[place], fresh.out, atol=1e-6)
+    assert small.multiply_adds == fresh.multiply_adds
+
+
+@pytest.mark.parametrize("change", ["data", "step", "load", "statistics", "masks"])
+def test_changes_are_noticed(builds, change) -> None:
+    net, data = thinned(make("resnet")), images(30)
+    ids = [masks(net).sample(9, seed=5, step=0, trial=t) for t in range(3)]
+    before = score(net, ids, data, engine="collapsed")
+    conv = next(m for m in net.modules() if isinstance(m, nn.Conv2d))
+    if change == "data":
+        conv.weight.data[0] *= 1.5
+    elif change == "step":
+        conv.weight.grad = torch.ones_like(conv.weight)
+        torch.optim.SGD([conv.weight], 0.1).step()
+    elif change == "load":
+        state = net.state_dict()
+        net.load_state_dict({k: v * 1.1 if v.is_floating_point() else v for k, v in state.items()})
+    elif change == "statistics":
+        next(m for m in net.modules() if isinstance(m, nn.BatchNorm2d)).running_var.mul_(3)
+    else:  # a ReLU comes back
+        bits = masks(net).bits.clone()
+        bits[(~bits).nonzero()[0]] = True
+        set_masks(net, MaskSet(masks(net).sites, bits))
+    found = score(net, ids, data, engine="collapsed")
+    truth = score(net, ids, data, engine="sequential")
+    assert len(builds) == 2
+    assert torch.allclose(found.loss, truth.loss, atol=1e-5)
+    assert not torch.equal(found.loss, before.loss)
+
+
+def test_the_affine_part_is_computed_once(monkeypatch) -> None:
+    net, (x, labels) = thinned(make("resnet")), images(50)
+    ids = list(some_removals(net).values())
+    calls: list[int] = []
+    plain = building.Builder.at_taps
+    monkeypatch.setattr(
+        building.Builder, "at_taps", lambda self, x: calls.append(len(x)) or plain(self, x)
+    )
+    first = score(net, ids, (x, labels), engine="collapsed", batch_size=20)
+    spent = len(calls)
+    again = score(net, ids, (x, labels), engine="collapsed", batch_size=20)
+    assert len(calls) == spent + 1  # the check on two images
+    assert torch.equal(first.loss, again.loss)
+    other = score(net, ids, (x + 1, labels), engine="collapsed", batch_size=20)
+    truth = score(net, ids, (x + 1, labels), engine="sequential")
+    assert torch.allclose(other.loss, truth.loss, atol=1e-5)
+    assert len(calls) > spent + 2
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("dense", "max_pool2d"), ("poly", "polynomial"), ("mixture", "site 'act' is polynomial")],
+)
+def test_what_stops_it_is_named(name, words) -> None:
+    net, data = make(name), images(10)
+    with pytest.raises(ValueError, match=words):
+        score(net, torch.tensor([[0]]), data, engine="collapsed")
+    assert score(net, torch.tensor([[0]]), data, engine="auto").engine == "stacked"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.softmax, torch.sigmoid, lambda y, _: y * y, lambda y, _: 1 / y, lambda y, _: y.abs()],
+)
+def test_nonlinear_steps_are_refused(function) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.act, self.head = nn.Linear(192, 9), MaskedReLU(9), nn.Linear(9, 5)
+
+        def forward(self, x):
+            y = self.act(self.first(x.flatten(1)))
+            return self.head(function(y, 1) if function is torch.softmax else odd(y))
+
+    def odd(y):
+        return torch.sigmoid(y) if function is torch.sigmoid else function(y, 1)
+
+    with pytest.raises(ValueError, match="is not an affine function of the image"):
+        score(Odd().eval(), torch.tensor([[0]]), images(10), engine="collapsed")
+
+
+def test_too_little_memory_is_refused_before_any_work(builds) -> None:
+    net, data = make("resnet"), images(10)
+    with pytest.raises(ValueError, match=r"form of 1,024 ReLUs takes .* MiB.*memory=.*stacked"):
+        score(net, torch.tensor([[0]]), data, engine="collapsed", memory=2**20)
+    assert not builds
+
+
+def test_auto_takes_what_costs_less(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(plan, "WORTH", 0)
+    net, data = make("resnet"), images(400)
+    ids = [masks(net).sample(5, seed=0, step=0, trial=t) for t in range(30)]
+    assert score(net, ids, data, explain=True).engine == "stacked"
+    net = thinned(net, 0.05)
+    ids = [masks(net).sample(5, seed=0, step=0, trial=t) for t in range(30)]
+    found = score(net, ids, data, explain=True)
+    assert found.engine == "collapsed"
+    assert f"{masks(net).count()} kinks" in capsys.readouterr().out
+    truth = score(net, ids, data, engine="sequential")
+    assert found.correct.tolist() == truth.correct.tolist()
+
+
+def test_no_relus_left() -> None:
+    net, data = make("resnet"), images(10)
+    set_masks(net, masks(net).without(masks(net).bits.nonzero().flatten()))
+    empty = [torch.empty(0, dtype=torch.int64)]
+    found = score(net, empty, data, engine="collapsed")
+    assert found.correct.tolist() == [found.base_correct]
+    assert found.base_loss == pytest.approx(
+        score(net, empty, data, engine="sequential").base_loss, abs=1e-6
+    )

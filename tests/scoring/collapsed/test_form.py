@@ -1,0 +1,188 @@
+"""collapsed: the form of a net gives the net's own logits, for every hypothesis."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fastbcd import (
+    MaskedReLU,
+    MaskSet,
+    masks,
+    models,
+)
+from fastbcd.masking.masks import mask_modules
+from fastbcd.ops.kink import kinks, kinks_reference
+from fastbcd.scoring.collapsed.affine_net import AffineNet
+from fastbcd.scoring.collapsed.build import Builder
+from fastbcd.scoring.collapsed.patches import (
+    Patch,
+    convolve,
+    subsample,
+    whole,
+)
+from fastbcd.scoring.collapsed.tiles import Units
+from fastbcd.scoring.folding import Convolution
+from fastbcd.scoring.program import make_program
+from helpers.affine_nets import engine_of, some_removals, worst_difference, zoo
+from helpers.nets import images, make, thinned
+
+AFFINE = ["mlp", "resnet", "preactivation", "sizes"]
+
+
+@pytest.mark.parametrize("with_image", [False, True])
+@pytest.mark.parametrize("name", [*AFFINE, "zoo"])
+def test_logits_are_those_of_the_net(name, with_image) -> None:
+    net = thinned(zoo() if name == "zoo" else make(name)).double()
+    x = images(7)[0].double()
+    engine = engine_of(net, x, with_image)
+    assert worst_difference(net, engine, x, some_removals(net), lanes=4) < 1e-12
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2),
+                  st.integers(1, 2)),
+        min_size=1, max_size=3,
+    ),
+    st.floats(0.02, 1.0), st.integers(1, 5), st.integers(0, 99),
+)  # fmt: skip
+def test_any_convolutions(layers, keep, lanes, seed) -> None:
+    """Random kernels, strides, paddings and dilations, where they leave an image."""
+    torch.manual_seed(seed)
+    x = torch.randn(3, 2, 9, 7, dtype=torch.float64)
+    stack: list[nn.Module] = []
+    y = x
+    for kh, kw, stride, padding, dilation in layers:
+        if min(y.shape[2] + 2 * padding - dilation * (kh - 1),
+               y.shape[3] + 2 * padding - dilation * (kw - 1)) < 1:  # fmt: skip
+            break
+        conv = nn.Conv2d(y.shape[1], 3, (kh, kw), stride, padding, dilation).double()
+        stack += [conv, MaskedReLU(tuple(conv(y).shape[1:]))]
+        y = conv(y)
+    net = nn.Sequential(*stack, nn.Flatten(), nn.Linear(y[0].numel(), 4).double()).eval()
+    if not stack:
+        return
+    net = thinned(net, keep)
+    if not masks(net).count():
+        return
+    engine = engine_of(net, x)
+    removals = some_removals(net, 3, min(2, masks(net).count()))
+    assert worst_difference(net, engine, x, removals, lanes) < 1e-11
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 9), st.integers(1, 9), st.data(), st.integers(1, 4), st.integers(1, 4),
+    st.integers(1, 3), st.integers(0, 3), st.integers(1, 3),
+)  # fmt: skip
+def test_patches_convolve_like_whole_images(h, w, data, kh, kw, stride, padding, dilation) -> None:
+    if min(h + 2 * padding - dilation * (kh - 1), w + 2 * padding - dilation * (kw - 1)) < 1:
+        return
+    top, left = data.draw(st.integers(0, h - 1)), data.draw(st.integers(0, w - 1))
+    bottom, right = data.draw(st.integers(top + 1, h)), data.draw(st.integers(left + 1, w))
+    value = torch.randn(2, 3, bottom - top, right - left, dtype=torch.float64)
+    patch = Patch(value, top, left, (h, w))
+    conv = Convolution(
+        torch.randn(4, 3, kh, kw, dtype=torch.float64), None, (stride, stride), (padding, padding),
+        (dilation, dilation), 1,
+    )  # fmt: skip
+    truth = conv(patch.whole())
+    found = convolve(patch, conv)
+    assert torch.allclose(whole(found), truth, atol=1e-12)
+    assert torch.equal(whole(subsample(patch, stride, kh)), patch.whole()[:, :, ::stride, ::kh])
+    if stride == 1 and h > 6 and w > 6 and bottom - top == right - left == 1 and dilation == 1:
+        assert found.value[0, 0].numel() <= kh * kw
+
+
+def test_impulses_stay_small() -> None:
+    """Only what an impulse reaches is convolved."""
+    torch.manual_seed(0)
+    net = models.resnet20(num_classes=10, image_size=32).eval()
+    now = masks(net)
+    x = torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    program = make_program(net, mask_modules(net), x[:1])
+    builder = Builder(AffineNet(program), MaskSet(now.sites, now.bits), x)
+    forward = sum(program.multiply_adds.values())
+    costs = [builder.impulse_cost(s) for s in range(len(now.sites))]
+    assert costs[-1] == 0  # nothing but the mean and the classifier follows
+    assert all(a > b for a, b in pairwise(costs[7:]))
+    assert costs[0] < 0.75 * forward
+    assert costs[-2] < 0.02 * forward
+
+
+def test_blocks_of_zeros_are_not_stored() -> None:
+    class Branches(nn.Module):
+        """Two branches that never meet before the end."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.act_a = nn.Linear(6, 5), MaskedReLU(5)
+            self.b, self.act_b = nn.Linear(6, 5), MaskedReLU(5)
+            self.c, self.act_c = nn.Linear(5, 4), MaskedReLU(4)
+            self.head = nn.Linear(9, 3)
+
+        def forward(self, x):
+            left = self.act_a(self.a(x.flatten(1)))
+            right = self.act_b(self.b(x.flatten(1)))
+            return self.head(torch.cat([self.act_c(self.c(left)), right], 1))
+
+    torch.manual_seed(0)
+    net, x = Branches().eval(), torch.randn(4, 6, 1, 1)
+    engine = engine_of(net, x)
+    assert [[(b.start, b.stop) for b in site] for site in engine.form.blocks] == [[], [], [(0, 5)]]
+    assert worst_difference(net, engine, x, some_removals(net), 8) < 1e-5
+    # A path whose weights are all zero adds nothing either.
+    nn.init.zeros_(net.c.weight)
+    assert engine_of(net, x).form.blocks == [[], [], []]
+
+
+def test_later_hypotheses_share_what_comes_before_them() -> None:
+    net, x = make("resnet"), images(3)[0]
+    engine = engine_of(net, x)
+    last = masks(net).sites[-1].start
+    ids = {0: torch.tensor([last + 1]), 1: torch.tensor([last + 5, last + 7])}
+    (group,) = engine.prepare(ids, lanes=8)
+    assert group.start == engine.form.bounds[-2]
+    assert group.masks.shape == (engine.form.kinks - group.start, 2)
+    assert worst_difference(net, engine, x, ids, 8) < 1e-5
+
+
+# -------------------------------------------------------------------------------- parts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (17, 3, 5), (64, 2, 4), (130, 1, 300), (3, 0, 2)])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_kinks_equal_the_reference(dtype, shape, fresh, device) -> None:
+    if device == "cuda" and dtype is torch.float64:
+        pytest.skip("on a GPU float64 runs the reference itself")
+    n, trials, batch = shape
+    torch.manual_seed(0)
+    table = torch.randn(n + 7, trials, batch, dtype=dtype, device=device)
+    table[3:5] = float("nan") if not fresh else 0.0
+    a = torch.randn(n + 2, batch, dtype=dtype, device=device)[1 : n + 1]
+    mask = torch.randint(2, (n + 3, trials), dtype=torch.uint8, device=device)[2 : n + 2]
+    found, truth = table.clone(), table.clone()
+    kinks(found[3 : n + 3], a, mask, fresh=fresh)
+    kinks_reference(truth[3 : n + 3], a, mask, fresh)
+    assert torch.equal(found.nan_to_num(7.0), truth.nan_to_num(7.0))
+
+
+def test_units_cover_a_site_once() -> None:
+    positions = torch.randperm(6 * 10 * 7)[:111].sort().values
+    units = Units((6, 10, 7), positions)
+    groups = list(units.groups())
+    assert [g.start for g in groups[1:]] == [g.stop for g in groups[:-1]]
+    assert groups[-1].stop == 111
+    like = torch.zeros(1)
+    flat = torch.cat([whole(units.impulses(g, like)).flatten(1) for g in groups])
+    assert torch.equal(flat.nonzero()[:, 1], positions[units.order])
+    value = torch.randn(2, 6, 10, 7)
+    assert torch.equal(units.gather(value)[1], value.flatten(1)[:, positions[units.order]])

@@ -1,0 +1,28 @@
+"""accuracy: that of one image at a time."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from fastbcd.scoring.accuracy import accuracy
+from helpers.nets import images, make
+from helpers.train_cases import assert_same, pair, weights
+
+
+@pytest.mark.parametrize("name", ["resnet", "sizes"])
+def test_accuracy(name) -> None:
+    net, (x, labels) = make(name).train(), images(37)
+    with torch.no_grad():
+        correct = sum(
+            int((copy.deepcopy(net).eval()(x[i : i + 1]).argmax(1) == labels[i]).sum())
+            for i in range(37)
+        )
+    before = weights(net)
+    assert accuracy(net, (x, labels), batch_size=10) == pytest.approx(100 * correct / 37)
+    assert net.training
+    assert_same(before, weights(net))
+    with pytest.raises(ValueError, match="no images"):
+        accuracy(net, pair().first(0))

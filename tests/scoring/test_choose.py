@@ -1,0 +1,110 @@
+"""choose: the decisions of the one-by-one loop, with less work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastbcd
+from fastbcd import choose, score
+from helpers.nets import images, make, thinned
+
+
+def one_by_one(net, hypotheses, data, adt):
+    """Algorithm 1's inner loop, word for word: (number, accepted, tried)."""
+    best, least = 0, (-1, 0.0)
+    for number, ids in enumerate(hypotheses):
+        s = score(net, [ids], data, engine="sequential")
+        if s.drop[0] < adt:
+            return number, True, number + 1
+        correct, loss = int(s.correct[0]), s.loss[0].item()
+        tie = correct == least[0] and loss < least[1] - 1e-5 * max(1.0, least[1])
+        if correct > least[0] or tie:
+            best, least = number, (correct, loss)
+    return best, False, len(hypotheses)
+
+
+def trained(name: str, n: int, noise: int, seed: int):
+    """A net and labels that it mostly gets right, as on a train set."""
+    net, (x, labels) = thinned(make(name)), images(n, seed)
+    with torch.no_grad():
+        answers = net(x).argmax(1)
+    return net, (x, torch.where(torch.arange(n) % noise == 0, labels, answers))
+
+
+@given(
+    name=st.sampled_from(["mlp", "resnet", "mixture"]), n=st.integers(1, 40),
+    noise=st.integers(2, 20), adt=st.sampled_from([-50.0, -3.0, 0.0, 0.1, 2.6, 5.0, 20.0, 200.0]),
+    count=st.integers(1, 7), size=st.integers(1, 60), wave=st.integers(1, 8),
+    batch=st.integers(1, 13), early=st.booleans(), seed=st.integers(0, 50),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_the_choice_is_that_of_the_loop(
+    name, n, noise, adt, count, size, wave, batch, early, seed
+) -> None:
+    net, data = trained(name, n, noise, seed)
+    masks = fastbcd.masks(net)
+    size = min(size, masks.count())
+    hypotheses = [masks.sample(size, seed=seed, step=0, trial=t) for t in range(count)]
+    number, accepted, _ = one_by_one(net, hypotheses, data, adt)
+    found = choose(net, iter(hypotheses), data, adt=adt, wave=wave, batch_size=batch, early=early)
+    assert (found.number, found.accepted) == (number, accepted)
+    assert torch.equal(found.removal, hypotheses[number])
+    assert found.images <= found.tried * n
+
+
+def test_hypotheses_are_drawn_lazily() -> None:
+    net, data = trained("mlp", 20, 5, 0)
+    masks, drawn = fastbcd.masks(net), []
+
+    def source():
+        for t in range(50):
+            drawn.append(t)
+            yield masks.sample(1, seed=0, step=0, trial=t)
+
+    found = choose(net, source(), data, adt=100.0, wave=4)
+    assert found.number == 0
+    assert drawn == [0]
+    found = choose(net, source(), data, adt=-100.0, wave=4)
+    assert (found.tried, found.accepted, drawn) == (50, False, [0, *range(50)])
+
+
+def test_hopeless_hypotheses_are_dropped_early() -> None:
+    """Removing everything ruins the net within a few images; removing nothing much passes."""
+    net, data = trained("mlp", 200, 40, 3)
+    masks = fastbcd.masks(net)
+    everything = masks.bits.nonzero().flatten()
+    assert score(net, [everything], data).drop[0] > 20
+    mild = masks.sample(1, seed=0, step=0, trial=0)
+    fast = choose(net, [everything, mild], data, adt=3.0, batch_size=10)
+    slow = choose(net, [everything, mild], data, adt=3.0, batch_size=10, early=False)
+    assert (fast.number, fast.accepted) == (slow.number, slow.accepted) == (1, True)
+    assert slow.images == 400
+    assert fast.images < 380
+
+
+def test_a_tie_in_correct_answers_goes_to_the_smaller_loss() -> None:
+    net, data = trained("mlp", 12, 3, 1)
+    masks = fastbcd.masks(net)
+    hypotheses = [masks.sample(2, seed=2, step=0, trial=t) for t in range(6)]
+    s = score(net, hypotheses, data)
+    most = s.correct.max()
+    tied = [k for k in range(6) if s.correct[k] == most]
+    assert len(tied) > 1, "the case is there"
+    expected = min(tied, key=lambda k: s.loss[k].item())
+    found = choose(net, hypotheses, data, adt=-100.0, wave=2)
+    assert (found.number, found.accepted, found.tried) == (expected, False, 6)
+    assert found.drops[expected] == pytest.approx(s.drop[expected].item())
+
+
+def test_bad_input() -> None:
+    net, data = trained("mlp", 5, 2, 0)
+    with pytest.raises(ValueError, match="no hypothesis"):
+        choose(net, [], data, adt=1.0)
+    with pytest.raises(ValueError, match="wave=0"):
+        choose(net, [torch.tensor([0])], data, adt=1.0, wave=0)
+    with pytest.raises(IndexError, match="hypothesis 1: id 999 is out of range"):
+        choose(net, [torch.tensor([0]), torch.tensor([999])], data, adt=-500.0, wave=1)
+    assert not net.training

@@ -1,0 +1,314 @@
+"""score: all engines, chunks and batch sizes give the numbers of the naive loop."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fastbcd
+from fastbcd import ImageData, score
+from fastbcd.scoring import plan
+from fastbcd.scoring.portions import peak_bytes, portions
+from fastbcd.scoring.stacked import Stacked, first_change
+from helpers.nets import TRACEABLE, Block, images, make, randomize, thinned
+
+
+def naive(net, removals, x, labels):
+    """One hypothesis at a time, one image at a time: what the numbers mean."""
+    masks = fastbcd.masks(net)
+    before = fastbcd.MaskSet(masks.sites, masks.bits)
+    rows = []
+    with torch.no_grad():
+        for ids in [torch.empty(0, dtype=torch.int64), *removals]:
+            fastbcd.set_masks(net, before.without(ids))
+            logits = torch.cat([net(image) for image in x.split(1)])
+            margin = logits.topk(2, 1).values.diff(dim=1).abs().squeeze(1)
+            loss = F.cross_entropy(logits.double(), labels).item()
+            rows.append((int((logits.argmax(1) == labels).sum()), loss, int((margin < 1e-4).sum())))
+    fastbcd.set_masks(net, before)
+    return rows
+
+
+def assert_same(found, rows) -> None:
+    """Equal counts, but for images whose two best logits tie within rounding; loss to 1e-5."""
+    base, *rest = rows
+    assert abs(found.base_correct - base[0]) <= base[2]
+    assert found.base_loss == pytest.approx(base[1], abs=1e-5)
+    assert found.correct.dtype == torch.int64
+    assert found.loss.dtype == torch.float64
+    for correct, loss, (truth, true_loss, ties) in zip(
+        found.correct.tolist(), found.loss.tolist(), rest, strict=True
+    ):
+        assert abs(correct - truth) <= ties
+        assert loss == pytest.approx(true_loss, abs=1e-5)
+
+
+def hypotheses(net, count: int, size: int, step: int = 0) -> list[torch.Tensor]:
+    masks = fastbcd.masks(net)
+    return [masks.sample(size, seed=1, step=step, trial=t) for t in range(count)]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked", "auto"])
+@pytest.mark.parametrize("name", TRACEABLE)
+def test_engines_equal_the_naive_loop(name, engine) -> None:
+    net, (x, labels) = thinned(make(name)), images(23)
+    removals = hypotheses(net, 6, 9)
+    rows = naive(net, removals, x, labels)
+    assert len({r[1] for r in rows}) == 7, "the hypotheses differ, so a mix-up would show"
+    for batch_size in (None, 1, 5, 23, 64):
+        found = score(net, removals, (x, labels), engine=engine, batch_size=batch_size)
+        assert_same(found, rows)
+        assert found.samples == 23
+        assert found.engine == ("sequential" if engine == "sequential" else "stacked")
+
+
+@given(
+    name=st.sampled_from(TRACEABLE), sizes=st.lists(st.integers(0, 30), max_size=7),
+    n=st.integers(1, 9), batch=st.integers(1, 10), lanes=st.integers(1, 5), seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_any_removals_and_any_cut(name, sizes, n, batch, lanes, seed) -> None:
+    """Mixed lengths, empty removals, K = 0, single sites, any chunk of images and lanes."""
+    net, (x, labels) = thinned(make(name)), images(n, seed)
+    masks = fastbcd.masks(net)
+    removals = [masks.sample(k, seed=seed, step=0, trial=t) for t, k in enumerate(sizes)]
+    # Some hypotheses stay inside one late site, so that they share a prefix.
+    last = masks.sites[-1]
+    kept = masks.bits[last.start :].nonzero().flatten() + last.start
+    removals = [r if i % 3 else kept[: len(r) % 4] for i, r in enumerate(removals)]
+    rows = naive(net, removals, x, labels)
+    engine_memory = lanes * batch * 60_000
+    found = score(
+        net, removals, (x, labels), engine="stacked", batch_size=batch, memory=engine_memory
+    )
+    assert_same(found, rows)
+
+
+def test_prefix_is_shared_until_the_first_change() -> None:
+    """Hypotheses that change the last site alone run nothing before it."""
+    net, x = make("resnet"), images(4)[0]
+    masks = fastbcd.masks(net)
+    calls: list[int] = []
+    with torch.inference_mode():
+        engine = Stacked(net, masks, x[:2])
+    late = {k: torch.tensor([masks.sites[-1].start + k]) for k in range(3)}
+    early = {k: torch.tensor([k]) for k in range(3)}
+    conv = F.conv2d
+    for removals, extra in ((late, 0), (early, 5)):  # every convolution but the first
+        calls.clear()
+        work = engine.prepare(removals, 3)
+        with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+            patch.setattr(F, "conv2d", lambda i, *a: calls.append(len(i)) or conv(i, *a))
+            list(engine.logits(x, work, base=True))
+        assert sum(n == 12 for n in calls) == extra
+    assert [first_change(masks, r) for r in (late[0], early[0], torch.empty(0))] == [4, 0, 5]
+
+
+def test_batch_norm_and_residual_are_fused() -> None:
+    net = make("resnet")
+    with torch.inference_mode():
+        engine = Stacked(net, fastbcd.masks(net), images(2)[0])
+    names = [str(s.node.target) for s in engine.program.steps]
+    assert not any("bn" in n for n in names if not n.endswith("bn2")), names
+    fused = [s for s in engine.program.steps if hasattr(s, "site")]
+    assert [s.scale is not None for s in fused] == [True] * 5
+    assert [s.residual is not None for s in fused] == [False, False, True, False, True]
+
+
+def test_base_masks_and_mode_are_restored() -> None:
+    for engine in ("sequential", "stacked"):
+        net, (x, labels) = thinned(make("resnet")), images(6)
+        net.train()
+        net.get_submodule("3").eval()
+        modes = [m.training for m in net.modules()]
+        bits = fastbcd.masks(net).bits
+        statistics = [b.clone() for b in net.buffers()]
+        score(net, hypotheses(net, 2, 5), (x, labels), engine=engine)
+        assert [m.training for m in net.modules()] == modes
+        assert torch.equal(fastbcd.masks(net).bits, bits)
+        assert all(torch.equal(a, b) for a, b in zip(statistics, net.buffers(), strict=True))
+
+
+def test_edges() -> None:
+    net, (x, labels) = make("resnet"), images(1)
+    for engine in ("sequential", "stacked"):
+        none = score(net, torch.empty(0, 5, dtype=torch.int64), (x, labels), engine=engine)
+        assert none.correct.shape == none.loss.shape == none.drop.shape == (0,)
+        empty = score(net, torch.empty(3, 0, dtype=torch.int64), (x, labels), engine=engine)
+        assert empty.correct.tolist() == [empty.base_correct] * 3
+        assert empty.loss.tolist() == [empty.base_loss] * 3
+        assert empty.drop.tolist() == [0.0] * 3
+
+
+def test_drop_is_in_percentage_points() -> None:
+    s = fastbcd.Scores(torch.tensor([5, 9]), torch.zeros(2), 8, 0.0, 10, "sequential")
+    assert s.drop.tolist() == [30.0, -10.0]
+
+
+def test_kinds_of_data_give_the_same_scores() -> None:
+    net = thinned(make("resnet"))
+    pixels = torch.randint(256, (11, 3, 8, 8), dtype=torch.uint8)
+    labels = torch.arange(11) % 5
+    data = ImageData.from_arrays(pixels, labels, mean=(0.5,) * 3, std=(0.2,) * 3)
+    removals = hypotheses(net, 3, 4)
+    truth = score(net, removals, data)
+    floats = (pixels.float() / 255 - 0.5) / 0.2
+    pair = TensorDataset(floats, labels)
+    for other in ((floats, labels), pair, DataLoader(pair, batch_size=4, shuffle=True)):
+        found = score(net, removals, other)
+        assert torch.equal(found.correct, truth.correct)
+        torch.testing.assert_close(found.loss, truth.loss, rtol=0, atol=1e-5)
+
+
+def test_untraceable_nets_score_sequentially_and_say_so_once(monkeypatch) -> None:
+    monkeypatch.setattr(plan, "_said", set())
+    net, (x, labels) = make("untraceable"), images(7)
+    removals = hypotheses(net, 3, 4)
+    rows = naive(net, removals, x, labels)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = [score(net, removals, (x, labels)) for _ in range(2)]
+    assert [f.engine for f in found] == ["sequential"] * 2
+    assert_same(found[0], rows)
+    said = [str(w.message) for w in caught if "one hypothesis at a time" in str(w.message)]
+    assert len(said) == 1
+    assert "cannot trace" in said[0]
+    with pytest.raises(ValueError, match="engine='stacked' cannot score Untraceable"):
+        score(net, removals, (x, labels), engine="stacked")
+
+
+class MixesTheBatch(nn.Module):
+    """Subtracts the batch's mean: an image's logits depend on its neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(192, 9), fastbcd.MaskedReLU(9))
+
+    def forward(self, x):
+        y = self.net(x)
+        return y - y.mean(0)
+
+
+def test_a_net_that_mixes_the_batch_is_not_stacked() -> None:
+    net, (x, labels) = MixesTheBatch(), images(6)
+    with pytest.raises(ValueError, match="depend on the rest of the batch"):
+        score(net, hypotheses(net, 2, 2), (x, labels), engine="stacked")
+
+
+def test_explain_prints_the_plan(capsys) -> None:
+    net, (x, labels) = make("resnet"), images(9)
+    late = torch.tensor([[fastbcd.masks(net).sites[-1].start]])
+    score(net, late, (x, labels), explain=True)
+    out = capsys.readouterr().out
+    for word in ("stacked", "multiply-adds", "saved by shared prefixes", "images x", "MiB"):
+        assert word in out
+    share = float(out.split("prefix")[1].split("%")[0])
+    assert 40 < share < 50, "half of (base + one hypothesis), less the head"
+
+
+def test_portions_follow_cache_and_memory() -> None:
+    cpu = torch.device("cpu")
+    batch, lanes = portions(2**20, 2**18, 50, cpu, None, None)
+    assert batch * lanes >= 1
+    small = portions(2**20, 2**18, 50, cpu, None, 2**22)
+    assert small[0] * small[1] <= 4
+    assert portions(2**20, 2**18, 50, cpu, 16, 2**22) == (16, 1)
+    assert portions(10, 10, 3, cpu, 4, None) == (4, 3)
+
+
+def test_peak_bytes_counts_what_is_alive() -> None:
+    net = make("mlp")
+    with torch.inference_mode():
+        engine = Stacked(net, fastbcd.masks(net), images(2)[0])
+    # The image (192 floats, flattened as a view), the widest layer (30) and its buffer.
+    assert 4 * (192 + 30) <= peak_bytes(engine.program) <= 4 * (2 * 192 + 30 + 30)
+
+
+def test_in_place_modules_do_not_disturb_later_lanes() -> None:
+    """A skipped in-place ReLU overwrites a value that lanes read later."""
+    torch.manual_seed(0)
+    model = randomize(nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), Block(4, 8, 2), Block(8, 8, 1),
+                                    nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                                    nn.Linear(8, 5))).eval()  # fmt: skip
+    x, labels = images(5)
+    net = fastbcd.convert(model, x, skip=["3"])
+    removals = hypotheses(net, 4, 6)
+    assert_same(
+        score(net, removals, (x, labels), engine="stacked"), naive(net, removals, x, labels)
+    )
+
+
+# ------------------------------------------------------------------------------ bad input
+
+
+def bad_call(**changes):
+    net, (x, labels) = make("resnet"), images(4)
+    arguments = {"net": net, "removals": torch.tensor([[0, 1]]), "data": (x, labels), **changes}
+    return score(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"engine": "fast"}, ValueError, r"engine='fast'; choose from auto, sequential, stacked"),
+        ({"removals": torch.tensor([0, 1])}, ValueError, r"expected \[K, D\]"),
+        ({"removals": torch.tensor([[1, 9999]])}, IndexError, r"hypothesis 0: id 9999 is out"),
+        ({"removals": torch.tensor([[1, 2], [3, 3]])}, ValueError, r"hypothesis 1 .* twice"),
+        ({"batch_size": 0}, ValueError, "batch_size=0"),
+        ({"memory": -1}, ValueError, "memory=-1"),
+        ({"data": (torch.randn(2, 3, 8, 8), torch.tensor([0, 7]))}, ValueError,
+         "label 7 of image 1"),
+        ({"data": (torch.randn(2, 3, 6, 6), torch.tensor([0, 1]))}, ValueError,
+         r"(do not fit the masks|mask has shape).*\(4, 8, 8\)"),
+        ({"data": (torch.randn(0, 3, 8, 8), torch.empty(0).long())}, ValueError, "no images"),
+    ],
+)  # fmt: skip
+def test_bad_input(changes, error, words) -> None:
+    with pytest.raises(error, match=words):
+        bad_call(**changes)
+
+
+def test_ids_that_are_gone_are_refused() -> None:
+    net, (x, labels) = make("resnet"), images(4)
+    fastbcd.set_masks(net, fastbcd.masks(net).without([5]))
+    with pytest.raises(ValueError, match=r"hypothesis 1: id 5 .* is not kept"):
+        score(net, torch.tensor([[1], [5]]), (x, labels))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_nan_logits_name_the_hypothesis_and_the_batch(engine) -> None:
+    """NaN that only one hypothesis lets through, and only for one image."""
+    net, (x, labels) = make("mlp"), images(10)
+    with torch.no_grad():
+        weight = net.get_parameter("1.weight")
+        weight[3].zero_()
+        net.get_parameter("1.bias")[3] = -1
+        weight[3, 0] = -1e38
+    x = x.clone().clamp(-3, 3)
+    x[:, 0, 0, 0] = 0
+    x[7, 0, 0, 0] = 1000.0  # -1e41: -inf at neuron 3, which its ReLU hides
+    net.train()
+    bits = fastbcd.masks(net).bits
+    with pytest.raises(FloatingPointError, match=r"hypothesis 1 gives NaN logits.*images 6 to 8"):
+        score(net, torch.tensor([[1], [3]]), (x, labels), engine=engine, batch_size=3)
+    assert net.training
+    assert torch.equal(fastbcd.masks(net).bits, bits)
+
+
+def test_data_on_another_device_is_refused() -> None:
+    net = make("mlp").to("meta")
+    with pytest.raises(ValueError, match="data is on cpu and the net on meta"):
+        score(net, torch.empty(0, 1, dtype=torch.int64), images(3))
+
+
+def test_a_net_that_returns_no_logits_is_refused() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 2, 3), fastbcd.MaskedReLU((2, 6, 6)))
+    with pytest.raises(ValueError, match=r"must return logits \[B, classes\]"):
+        score(net, torch.empty(0, 1, dtype=torch.int64), images(3))

@@ -1,0 +1,346 @@
+"""autorep: DaPa, hysteresis, the published training, exact budgets, BCD on top, resuming."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastbcd
+from fastbcd import MaskedPoly, MaskedReLU
+from fastbcd.cli import main as cli
+from fastbcd.starts import autorep as module
+from fastbcd.starts.autorep import autorep, dapa
+from fastbcd.starts.gated import (
+    IndicatorPoly,
+    count_on,
+    to_poly,
+    twin,
+)
+from fastbcd.training.finetune import Finetune
+from fastbcd.training.trainer import Training
+from helpers.nets import images, make, thinned
+from helpers.start_cases import Other, data, same, state, stopped_at, write_images
+
+pytestmark = pytest.mark.filterwarnings("ignore:after . epochs .* bits are on:RuntimeWarning")
+SHORT = Finetune(epochs=0, padding=1, teacher_cache=10**7)
+QUICK = {"epochs": 6, "lr": 0.1, "penalty": 20.0, "batch_size": 32, "finetune": SHORT}
+
+
+# ------------------------------------------------------------------------------------- DaPa
+
+
+@pytest.mark.parametrize(("u", "s"), [(0.0, 1.0), (0.7, 0.3), (-1.5, 2.0), (3.0, 0.5)])
+def test_dapa_is_the_least_squares_quadratic(u, s) -> None:
+    """Against a weighted least-squares fit on a fine grid."""
+    z = torch.linspace(-10, 10, 20_001, dtype=torch.float64)
+    x, root = u + s * z, torch.exp(-z * z / 4)
+    powers = torch.stack([x**0, x, x * x], 1) * root[:, None]
+    fit = torch.linalg.lstsq(powers, (torch.relu(x) * root)[:, None]).solution.flatten()
+    found = dapa(torch.tensor([u], dtype=torch.float64), torch.tensor([s * s], dtype=torch.float64))
+    torch.testing.assert_close(found.flatten(), fit, rtol=1e-4, atol=1e-5)
+
+
+def test_the_quirks_are_the_authors() -> None:
+    """Their formulas, by erfc: the variance, clipped, for the standard deviation; c0/5, c2/10."""
+    u = torch.tensor([0.0, 0.4, -1.2], dtype=torch.float64)
+    var = torch.tensor([1.0, 0.2, 3.0], dtype=torch.float64)
+    v = var.clamp(min=0.5)
+    bell = torch.exp(-(u**2) / (2 * v**2))
+    c2 = math.sqrt(2) * bell / (4 * math.sqrt(math.pi) * v)
+    c1 = 1 - torch.erfc(math.sqrt(2) * u / (2 * v)) / 2
+    c1 -= math.sqrt(2) * u * bell / (2 * math.sqrt(math.pi) * v)
+    c0 = math.sqrt(2) * bell * (u**2 / v + v) / (4 * math.sqrt(math.pi))
+    torch.testing.assert_close(dapa(u, var, paper_quirks=True), torch.stack([c0 / 5, c1, c2 / 10]))
+
+
+# --------------------------------------------------------------------------------- the parts
+
+
+def test_hysteresis() -> None:
+    """m ← m·[aux > -thr] + (1-m)·[aux > thr]; a unit that was removed before never comes."""
+    poly = MaskedPoly(6)
+    poly.mask[4:] = False
+    act = IndicatorPoly(poly, torch.tensor([0.002, -0.002, -0.004, 0.5, 0.5, -0.5]))
+    act.follow(0.003)
+    assert act.mask.tolist() == [True, True, False, True, False, False]
+    for aux, expected in ((0.002, False), (0.004, True), (-0.002, True), (-0.004, False)):
+        with torch.no_grad():
+            act.aux[2] = aux
+        act.follow(0.003)
+        assert act.mask[2].item() is expected
+    assert poly.mask.tolist() == [True] * 4 + [False] * 2
+
+
+def test_the_gradient_of_the_density_goes_straight_through() -> None:
+    act = IndicatorPoly(MaskedPoly((2, 3)), torch.randn(2, 3))
+    act.follow(0.003)
+    count = count_on(act)
+    assert count.item() == act.mask.sum().item()
+    (grad,) = torch.autograd.grad(5 * count, [act.aux])
+    torch.testing.assert_close(grad, 5 * F.softplus(act.aux))
+
+
+def test_to_poly_computes_the_same() -> None:
+    for net in (thinned(make("resnet")), make("poly"), make("mixture")):
+        poly, x = to_poly(net), images(6)[0]
+        torch.testing.assert_close(poly(x), net(x))
+        assert fastbcd.masks(poly) == fastbcd.masks(net)
+        kinds = {type(m) for m in poly.modules()}
+        assert MaskedPoly in kinds
+        assert MaskedReLU not in kinds
+        theirs = {k: v for k, v in poly.state_dict().items() if not k.endswith("coef")}
+        mine = {k: v for k, v in net.state_dict().items() if not k.endswith("coef")}
+        assert theirs.keys() == mine.keys()
+        assert all(torch.equal(theirs[k], mine[k]) for k in mine)
+
+
+# ------------------------------------------------------------------ the published algorithm
+
+
+class Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, aux, mask):
+        ctx.save_for_backward(aux)
+        return mask.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return F.softplus(*ctx.saved_tensors) * grad, None
+
+
+class PublishedPoly(nn.Module):
+    """AutoReP's activation as published: its mask follows aux in every forward."""
+
+    def __init__(self, act: IndicatorPoly, coef: torch.Tensor) -> None:
+        super().__init__()
+        self.aux = nn.Parameter(act.aux.detach().clone().contiguous())
+        self.coef = nn.Parameter(coef.clone())
+        self.register_buffer("bits", act.mask.float().contiguous())
+
+    def forward(self, x):
+        with torch.no_grad():
+            on, off = (self.aux > -0.003).float(), (self.aux > 0.003).float()
+            self.bits.copy_(self.bits * on + (1 - self.bits) * off)
+        m = Through.apply(self.aux, self.bits)
+        c0, c1, c2 = (c.reshape(-1, *(1,) * (x.ndim - 2)) for c in self.coef)
+        return m * F.relu(x) + (1 - m) * (c2 * x**2 + c1 * x + c0)
+
+
+def statistics(net: nn.Module, train, batch_size: int) -> dict[str, list[torch.Tensor]]:
+    """Mean and variance of what comes into each site, averaged over batches."""
+    found: dict[str, list] = {}
+    for name, act in net.named_modules():
+        if isinstance(act, MaskedPoly):
+            act.register_forward_pre_hook(
+                lambda m, x, name=name: found.setdefault(name, []).append(
+                    torch.var_mean(x[0], [d for d in range(x[0].ndim) if d != 1], correction=0)
+                )
+            )
+    with torch.no_grad():
+        for x, _ in train.batches(batch_size):
+            net(x)
+    return {n: [torch.stack(v).mean(0) for v in zip(*s, strict=True)] for n, s in found.items()}
+
+
+def test_the_training_is_the_published_one(monkeypatch) -> None:
+    """Weights, quadratics and bits of a plain re-statement, up to rounding."""
+    monkeypatch.setattr(module, "REFRESH", 0)
+    net, train = make("poly"), data()
+    epochs, lr, budget, lam = 4, 0.05, 120, 30.0
+    student, total = copy.deepcopy(net), fastbcd.masks(net).total
+    measured = statistics(copy.deepcopy(net), train, 48)
+    teacher = copy.deepcopy(net).eval()
+    generator = torch.Generator().manual_seed(0)
+    gates = twin(net, lambda a: IndicatorPoly(a, torch.rand(a.mask.shape, generator=generator)))
+    for name, act in list(gates.named_modules()):
+        if isinstance(act, IndicatorPoly):
+            var, mean = measured[name]
+            student.set_submodule(name, PublishedPoly(act, dapa(mean, var)))
+    sites = {n: m for n, m in student.named_modules() if isinstance(m, PublishedPoly)}
+    optimizer = torch.optim.Adam(student.parameters(), lr)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs, eta_min=1e-5)
+    for epoch in range(epochs):
+        student.train()
+        for x, labels, _, _ in train.train_batches(48, seed=0, step=0, epoch=epoch, padding=1):
+            s = student(x)
+            density = sum(Through.apply(m.aux, m.bits).sum() for m in sites.values()) / total
+            t = teacher(x).detach()
+            kd = F.kl_div(F.log_softmax(s / 4, 1), F.softmax(t / 4, 1), reduction="batchmean") * 16
+            loss = F.cross_entropy(s, labels) + kd + lam * F.relu(density - budget / total)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        scheduler.step()
+    found = {}
+    decide = module.Replacement.decide
+
+    def noted(self, history):
+        found.update({n: m for n, m in self.model.named_modules() if hasattr(m, "aux")})
+        return decide(self, history)
+
+    monkeypatch.setattr(module.Replacement, "decide", noted)
+    start = autorep(
+        net, train, budget, epochs=epochs, lr=lr, penalty=lam, batch_size=48, finetune=SHORT
+    )
+    assert start.model is net
+    for name, act in sites.items():
+        torch.testing.assert_close(found[name].coef, act.coef, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(found[name].aux, act.aux, rtol=1e-3, atol=1e-3)
+        act(torch.zeros(1, *act.aux.shape))  # its bits follow aux at the next forward
+        assert int((found[name].mask != act.bits.bool()).sum()) <= 2
+    noise = ("0.bias", "running_mean", "num_batches_tracked", "bits", "aux", "coef")
+    for key, value in student.state_dict().items():
+        if not key.endswith(noise):
+            torch.testing.assert_close(net.state_dict()[key], value, rtol=1e-3, atol=1e-3)
+    counts = [r["count"] for r in start.history]
+    assert min(counts) < total
+
+
+def test_quadratics_follow_the_statistics_at_first(monkeypatch) -> None:
+    """Refreshed every few iterations while there are statistics, trained afterwards."""
+    seen = []
+    refresh = module.Replacement._refresh
+    monkeypatch.setattr(module.Replacement, "_refresh", lambda s: seen.append(refresh(s)))
+    monkeypatch.setattr(module, "REFRESH", 5)
+    monkeypatch.setattr(module, "EVERY", 2)
+    autorep(make("resnet"), data(), 300, **QUICK)
+    assert len(seen) == 1 + 2  # the calibration; iterations 2 and 4
+
+
+# ---------------------------------------------------------------------------------- results
+
+
+def test_an_identity_net_becomes_a_polynomial_one() -> None:
+    net = make("resnet")
+    before = state(net)
+    start = autorep(net, data(), 300, test=data(40), **QUICK)
+    assert same(state(net), before)
+    assert start.model is not net
+    assert {type(m) for m in start.model.modules()} & {MaskedReLU, IndicatorPoly} == set()
+    assert start.masks.count() == fastbcd.masks(start.model).count() == 300
+    assert start.measured_on == "test"
+    assert set(start.accuracy) == {"trained", "thresholded", "final"}
+    assert [r["epoch"] for r in start.history] == list(range(6))
+    assert start.history[0]["lr"] == 0.1
+    assert start.history[-1]["lr"] < 0.02
+    assert start.overlaps
+
+
+@pytest.mark.parametrize("budget", [0, 5, 45, 50])
+def test_exact_budgets(budget) -> None:
+    """Whether the training ends above or below them."""
+    assert autorep(make("mlp"), data(), budget, **QUICK).masks.count() == budget
+
+
+def test_a_training_that_stays_above_the_budget_is_said() -> None:
+    with pytest.warns(RuntimeWarning, match="after 1 epochs 50 bits are on, more than the budget"):
+        autorep(make("mlp"), data(), 10, epochs=1, finetune=SHORT)
+
+
+def test_which_units_are_kept() -> None:
+    """Those whose bit is on before those whose bit is off, by aux."""
+    method = module.Replacement(to_poly(make("mlp")), 3, 1, 0.1, 0.0, 1.0, 0.003, False, 1.0, 0)
+    first = method.acts[0]
+    with torch.no_grad():
+        for act in method.acts:
+            act.aux.fill_(-1)
+        first.aux[:5] = torch.tensor([0.002, 0.5, 0.001, 0.002, 0.0029])
+        first.mask.fill_(False)
+        method.acts[1].mask.fill_(False)
+        first.mask[[0, 2]] = True  # on, by hysteresis
+    kept = method.decide([]).bits.nonzero().flatten().tolist()
+    assert kept == [0, 1, 2]
+
+
+def test_removed_relus_stay_removed() -> None:
+    net = thinned(make("poly"))
+    before = fastbcd.masks(net).bits.clone()
+    start = autorep(net, data(), 150, **QUICK)
+    assert start.masks.count() == 150
+    assert not (start.masks.bits & ~before).any()
+
+
+def test_what_bcd_removes_never_comes_back() -> None:
+    start = autorep(make("resnet"), data(), 200, **QUICK)
+    before = start.masks.bits.clone()
+    tune = Finetune(epochs=1, lr=0.05, padding=1, batch_size=32)
+    gone = torch.zeros_like(before)
+    for step in fastbcd.steps(start.model, data(), 180, drc=5, rt=2):
+        gone |= before & ~fastbcd.masks(start.model).bits
+        fastbcd.training.finetune.Finetuner(start.model, data(), tune).run(step.number)
+        assert not (fastbcd.masks(start.model).bits & gone).any()
+    assert int(gone.sum()) == 20
+    run = fastbcd.bcd(start.model, data(), 170, drc=5, rt=2, finetune=tune)
+    assert run.masks.count() == 170
+    assert not (run.masks.bits & (gone | ~before)).any()
+
+
+# --------------------------------------------------------------------------------- resuming
+
+
+def test_an_interrupted_run_goes_on_to_the_same_result(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "REFRESH", 12)  # the interruption falls into it
+    settings = {**QUICK, "finetune": Finetune(epochs=1, padding=1, teacher_cache=10**7)}
+    straight = autorep(make("resnet"), data(), 200, **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "epoch", stopped_at(2))
+        with pytest.raises(KeyboardInterrupt):
+            autorep(make("resnet"), data(), 200, run_dir=tmp_path, **settings)
+    resumed = autorep(make("resnet"), data(), 200, run_dir=tmp_path, **settings)
+    assert same(state(resumed.model), state(straight.model))
+    keys = ("count", "loss", "iou", "lr")
+    assert [[r[k] for k in keys] for r in resumed.history] == [
+        [r[k] for k in keys] for r in straight.history
+    ]
+    again = autorep(make("resnet"), data(), 200, run_dir=tmp_path, **settings)
+    assert same(state(again.model), state(straight.model))
+
+
+# -------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"budget": 51}, ValueError, "budget=51; the net keeps 50 ReLUs"),
+        ({"budget": -1}, ValueError, "budget=-1"),
+        ({"teacher": Other()}, ValueError, "the teacher has 7 classes and the net 5"),
+        ({"epochs": -1}, ValueError, "epochs=-1"),
+        ({"lr": -1.0}, ValueError, "lr=-1.0"),
+        ({"penalty": float("inf")}, ValueError, "penalty=inf"),
+        ({"threshold": "x"}, TypeError, "threshold='x'"),
+        ({"net": nn.Linear(2, 2)}, ValueError, "no masked activations"),
+    ],
+)
+def test_bad_input(change, error, words) -> None:
+    arguments = {"net": make("mlp"), "data": data(), "budget": 10, **change}
+    with pytest.raises(error, match=words):
+        autorep(**arguments)
+
+
+def test_a_loss_that_is_not_finite_stops_and_restores() -> None:
+    net = make("poly")
+    before = state(net)
+    with pytest.raises(FloatingPointError, match="not finite in epoch"):
+        autorep(net, data(), 10, **{**QUICK, "lr": 1e30})
+    assert same(state(net), before)
+
+
+# ------------------------------------------------------------------------------ the command
+
+
+def test_the_command_and_bcd_on_its_run_directory(tmp_path, capsys) -> None:
+    data_file, run = write_images(tmp_path / "data.npz"), str(tmp_path / "run")
+    common = ["--data", data_file, "--batch-size", "32", "--quiet"]
+    line = ["autorep", "--model", "start_cases:small_net", "--budget", "30", "--epochs", "2"]
+    assert cli.main([*line, *common, "--lr", "0.01", "--run-dir", run]) == 0
+    assert "30 ReLUs after 2 epochs" in capsys.readouterr().out
+    line = ["bcd", "--model", "start_cases:poly_net", "--weights", run, "--budget", "20"]
+    line += [*common, "--drc", "5", "--rt", "2", "--epochs", "1", "--run-dir", str(tmp_path / "b")]
+    assert cli.main(line) == 0
+    assert "20 ReLUs kept" in capsys.readouterr().out

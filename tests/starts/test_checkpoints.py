@@ -1,0 +1,343 @@
+"""Importers: the same logits as the published structure, and every way a file can be wrong."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import fastbcd
+from fastbcd import MaskedPoly, MaskedReLU, models
+from fastbcd.starts.checkpoints.files import load_weights
+from fastbcd.starts.checkpoints.snl import CheckpointError
+from helpers import published_nets as published
+
+ARCHS = ["resnet18", "wide_resnet22_8"]
+IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def save_snl(path, net, prefix="", edit=lambda state: None, **more):
+    state = {prefix + name: value.detach().clone() for name, value in net.state_dict().items()}
+    edit(state)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3, 0.9).state_dict()
+    torch.save({"arch": "resnet18_in", "state_dict": state, "optimizer": optimizer, **more}, path)
+    return path
+
+
+def save_autorep(path, net, edit=lambda state: None):
+    state = dict(net.state_dict())
+    edit(state)
+    torch.save({"epoch": 7, "state_dict": state, "best_prec1": 71.6, "is_best": True}, path)
+    return path
+
+
+# ----------------------------------------------------------------------------- activations
+
+
+def test_snl_activation_forward_and_backward() -> None:
+    """y = a·relu(x) + (1-a)·x and dx = g·(a·1[x>0] + 1 - a), for hard alphas."""
+    theirs = published.SNLActivation(3, 4)
+    ours = MaskedReLU((3, 4, 4))
+    ours.mask.copy_(theirs.alphas[0] > 1e-2)
+    x = torch.randn(5, 3, 4, 4, requires_grad=True)
+    g = torch.randn(5, 3, 4, 4)
+    (dx,) = torch.autograd.grad(theirs(x), x, g)
+    (mine,) = torch.autograd.grad(ours(x), x, g)
+    assert torch.equal(ours(x), theirs(x))
+    torch.testing.assert_close(mine, dx)
+    a = theirs.alphas.detach()
+    torch.testing.assert_close(mine, g * (a * (x > 0) + 1 - a))
+
+
+def test_autorep_activation_forward_and_backward() -> None:
+    """dx = g·(m·1[x>0] + (1-m)(2·s2·c2·x + c1)), dc reduced over batch and pixels."""
+    s2 = 0.1
+    theirs = published.AutoRePActivation([(3, 4)], 2, s2, 9.0)
+    ours = MaskedPoly((3, 4, 4))
+    x = torch.randn(5, 3, 4, 4, requires_grad=True)
+    g = torch.randn(5, 3, 4, 4)
+    expected = theirs(x)
+    m = theirs.alpha_mask_0_0.detach()
+    c0, c1, c2 = (getattr(theirs, f"poly_para_0_{i}") for i in range(3))
+    ours.mask.copy_(m.bool())
+    with torch.no_grad():
+        ours.coef.copy_(torch.stack([c0.flatten(), c1.flatten(), s2 * c2.flatten()]))
+    torch.testing.assert_close(ours(x), expected)
+    dx, d0, d1, d2 = torch.autograd.grad(expected, [x, c0, c1, c2], g)
+    mine, dcoef = torch.autograd.grad(ours(x), [x, ours.coef], g)
+    torch.testing.assert_close(mine, dx)
+    torch.testing.assert_close(mine, g * (m * (x > 0) + (1 - m) * (2 * s2 * c2 * x + c1)))
+    # our c2 is s2·c2, so its gradient is theirs divided by s2
+    torch.testing.assert_close(dcoef, torch.stack([d0, d1, d2 / s2]).reshape(3, 3))
+
+
+# ----------------------------------------------------------------------------------- logits
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_snl_logits(tmp_path, arch, prefix) -> None:
+    theirs = published.snl(arch)
+    net = fastbcd.load_snl(save_snl(tmp_path / "c.pth", theirs, prefix))
+    with torch.no_grad():
+        torch.testing.assert_close(net(IMAGES), theirs(IMAGES), atol=1e-5, rtol=1e-5)
+    kept = sum(int(v.sum()) for k, v in theirs.state_dict().items() if k.endswith("alphas"))
+    assert fastbcd.masks(net).count() == kept == net.import_report.kept
+    assert net.import_report.ignored == ["arch", "optimizer"]
+    assert not net.import_report.notes
+    assert not net.training
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("degree", "s", "clip"), [(2, 0.1, None), (2, 2.0, 0.5), (1, 0.7, None)])
+def test_autorep_logits(tmp_path, arch, degree, s, clip) -> None:
+    theirs = published.autorep(arch, degree, s, clip or 9.0)
+    path = save_autorep(tmp_path / "c.pth", theirs)
+    before = kept_by(torch.load(path)["state_dict"])
+    options = {"scale_x2": s} if degree == 2 else {"scale_x1": s}
+    net = fastbcd.load_autorep(path, clip2=clip, **options)
+    with torch.no_grad():
+        expected = theirs(IMAGES)
+        assert expected.isfinite().all()
+        scale = float(expected.abs().max())
+        torch.testing.assert_close(net(IMAGES) / scale, expected / scale, atol=1e-5, rtol=1e-5)
+    after = kept_by(theirs.state_dict())
+    assert fastbcd.masks(net).count() == after
+    assert before != after, "the hysteresis must matter in this test"
+    assert {"bn_0.running_mean", "itr_cnt"} <= set(net.import_report.ignored)
+
+
+def kept_by(state) -> int:
+    """ReLUs that the masks of one alias keep."""
+    alias = next(k for k in state if k.endswith("alpha_mask_0_0")).removesuffix("alpha_mask_0_0")
+    return sum(int(v.sum()) for k, v in state.items() if k.startswith(alias + "alpha_mask"))
+
+
+def test_relupruner_logits(tmp_path) -> None:
+    theirs = published.snl("resnet18")
+    state = {
+        k.replace("shortcut.0", "conv_sc").replace("shortcut.1", "bn_sc"): v
+        for k, v in theirs.state_dict().items()
+        if not k.endswith("alphas")
+    }
+    masks = [v[0] for k, v in theirs.state_dict().items() if k.endswith("alphas")]
+    content = {"format_version": 1, "epoch": 3, "model": state, "config": {"a": 1}, "metrics": {}}
+    torch.save({**content, "masks": masks, "relu_count": 5}, tmp_path / "c.pth")
+    net = fastbcd.load_relupruner(tmp_path / "c.pth", arch="resnet18")
+    with torch.no_grad():
+        torch.testing.assert_close(net(IMAGES), theirs(IMAGES), atol=1e-5, rtol=1e-5)
+    assert "relu_count" in net.import_report.ignored
+    torch.save({**content, "mask_epoch": dict(enumerate(masks))}, tmp_path / "old.pth")
+    assert fastbcd.masks(fastbcd.load_relupruner(tmp_path / "old.pth")) == fastbcd.masks(net)
+    torch.save({**content, "masks": [0.5 * m for m in masks]}, tmp_path / "soft.pth")
+    with pytest.raises(CheckpointError, match="mask 0 holds values other than 0 and 1"):
+        fastbcd.load_relupruner(tmp_path / "soft.pth")
+    torch.save(content, tmp_path / "dense.pth")
+    with pytest.raises(CheckpointError, match="no list of masks: it holds format_version"):
+        fastbcd.load_relupruner(tmp_path / "dense.pth")
+
+
+def test_one_more_mask_is_the_stems_or_the_final_relu(tmp_path) -> None:
+    net = models.wide_resnet22_8(5, 8, factor=1, final_relu=True)
+    state = {k: v for k, v in net.state_dict().items() if not k.endswith(".mask")}
+    masks = [b.float() for b in fastbcd.masks(net).split()]
+    torch.save({"model": state, "masks": masks}, tmp_path / "c.pth")
+    imported = fastbcd.load_relupruner(tmp_path / "c.pth")
+    assert fastbcd.masks(imported).sites[-1].name == "alpha"
+    assert "final_relu" in str(imported.import_report)
+    torch.save({"model": state, "masks": masks[2:]}, tmp_path / "c.pth")
+    with pytest.raises(
+        CheckpointError, match=r"17 masks, but wide_resnet22_8 has 18 sites.*missing"
+    ):
+        fastbcd.load_relupruner(tmp_path / "c.pth")
+
+
+def test_an_imported_net_is_ready_for_bcd(tmp_path) -> None:
+    """A removed unit stays removed, also where AutoReP's aux would bring it back."""
+    net = fastbcd.load_autorep(
+        save_autorep(tmp_path / "c", published.autorep("resnet18")), scale_x2=1
+    )
+    data = IMAGES, torch.arange(6) % 5
+    removal = fastbcd.masks(net).sample(40, seed=0, step=0, trial=0)
+    choice = fastbcd.choose(net, [removal], data, adt=100.0)
+    fastbcd.set_masks(net, fastbcd.masks(net).without(choice.removal))
+    net.train()(IMAGES).sum().backward()
+    net.eval()(IMAGES)
+    assert not fastbcd.masks(net).bits[removal].any()
+    assert not any("aux" in name for name in net.state_dict())
+
+
+def test_the_report_is_readable_and_logged(tmp_path, caplog) -> None:
+    def soften(state) -> None:
+        state["layer1.0.alpha1.alphas"] *= 0.5
+
+    path = save_snl(tmp_path / "c.pth", published.snl("resnet18"), edit=soften)
+    with caplog.at_level(logging.INFO, "fastbcd"):
+        net = fastbcd.load_snl(path)
+    text = str(net.import_report)
+    assert "SNL checkpoint of resnet18 (width 4, 5 classes)" in text
+    assert "neither 0 nor 1" in text
+    assert "ignored: arch, optimizer" in text
+    assert text in caplog.text
+    # the threshold decides
+    assert fastbcd.masks(fastbcd.load_snl(path, threshold=0.6)).counts()["layer1.0.alpha1"] == 0
+    assert fastbcd.masks(net).counts()["layer1.0.alpha1"] > 0
+
+
+# ---------------------------------------------------------------------------------- bad files
+
+
+def drop(key):
+    return lambda state: state.pop(key)
+
+
+def put(key, value):
+    return lambda state: state.update({key: value})
+
+
+@pytest.mark.parametrize(
+    ("edit", "options", "words"),
+    [
+        (None, {"arch": "wide_resnet22_8"}, "has arch='resnet18', expected 'wide_resnet22_8'"),
+        (None, {"arch": "resnet99"}, "arch='resnet99'; choose from"),
+        (None, {"num_classes": 100}, "has num_classes=5, expected 100"),
+        (None, {"image_size": 32}, "has image_size=8, expected 32"),
+        (drop("layer2.0.alpha1.alphas"), {}, r"misses the masks layer2\.0\.alpha1\.alphas"),
+        (
+            put("layer2.2.alpha1.alphas", torch.ones(1, 8, 4, 4)),
+            {},
+            r"extra masks layer2\.2\.alpha1",
+        ),
+        (put("layer1.0.alpha1.beta", torch.ones(4)), {}, "learned beta and gamma"),
+        (put("layer1.0.alpha1.gamma", torch.ones(4)), {}, "learned beta and gamma"),
+        (drop("bn1.weight"), {}, "1 weights missing: bn1.weight"),
+        (put("bn9.weight", torch.ones(4)), {}, "1 not expected: bn9.weight"),
+        (put("bn1.weight", torch.ones(5)), {}, r"bn1.weight has shape \(5,\), expected \(4,\)"),
+        (
+            put("bn1.weight", torch.full((4,), torch.nan)),
+            {},
+            "bn1.weight holds values .* not finite",
+        ),
+        (put("layer1.0.alpha1.alphas", torch.ones(1, 4, 8, 4)), {}, "mask of layer1.0.alpha1 has"),
+        (put("layer1.0.alpha1.alphas", torch.ones(4, 8, 8)), {}, r"shapes .*channels, height"),
+        (put("layer1.2.conv1.weight", torch.ones(4, 4, 3, 3)), {}, r"blocks \(3, 2, 2, 2\)"),
+        (put("layer1.0.conv3.weight", torch.ones(4, 4, 1, 1)), {}, "bottlenecks"),
+        (drop("conv1.weight"), {}, "looks like unknown: its first weights are bn1.weight"),
+    ],
+)
+def test_bad_snl_files(tmp_path, edit, options, words) -> None:
+    path = save_snl(tmp_path / "c.pth", published.snl("resnet18"), edit=edit or (lambda s: None))
+    with pytest.raises(ValueError, match=words):
+        fastbcd.load_snl(path, **options)
+
+
+@pytest.mark.parametrize(
+    ("edit", "options", "words"),
+    [
+        (None, {"scale_x2": None}, "say scale_x2=0.1"),
+        (put("model.layer2.0.relu.poly_para_0_0", torch.ones(1, 4, 1, 1)), {}, "relu' differ"),
+        (put("model.linear.weight", torch.ones(5, 9)), {}, "linear.weight has shape"),
+        (None, {"image_size": 64}, "has image_size=8, expected 64"),
+    ],
+)
+def test_bad_autorep_files(tmp_path, edit, options, words) -> None:
+    path = save_autorep(tmp_path / "c", published.autorep("resnet18"), edit or (lambda s: None))
+    with pytest.raises(ValueError, match=words):
+        fastbcd.load_autorep(path, **{"scale_x2": 0.1, **options})
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value", "words"),
+    [
+        ("alpha_mask_15_0", None, "15 masks, but resnet18 has 16 sites"),
+        ("alpha_mask_3_0", None, r"masks for sites \[0, 1, 2, 4"),
+        ("alpha_aux_3_0", None, "alpha_aux_3_0 is missing"),
+        ("alpha_aux_3_0", torch.ones(2, 2), r"alpha_aux_3_0 has shape \(2, 2\)"),
+        ("poly_para_5_2", None, "poly_para_5_2 is missing"),
+        ("poly_para_5_2", torch.full((1, 8, 1, 1), torch.inf), "poly_para_5_2 holds values"),
+        ("poly_para_0_1", None, "no poly_para"),
+    ],
+)
+def test_bad_autorep_activations(tmp_path, leaf, value, words) -> None:
+    """The same edit under every alias."""
+
+    def edit(state) -> None:
+        for key in [k for k in state if k.endswith("." + leaf)]:
+            state.pop(key) if value is None else state.update({key: value})
+
+    path = save_autorep(tmp_path / "c.pth", published.autorep("resnet18"), edit)
+    with pytest.raises(CheckpointError, match=words):
+        fastbcd.load_autorep(path, scale_x2=0.1)
+
+
+def test_early_autorep_files_are_noted(tmp_path) -> None:
+    theirs = published.autorep("resnet18")
+    theirs.model.layer1[0].relu.itr_cnt.data.fill_(120)
+    net = fastbcd.load_autorep(save_autorep(tmp_path / "c.pth", theirs), scale_x2=0.1)
+    assert "iteration 120" in str(net.import_report)
+
+
+def test_the_wrong_loader_names_the_right_one(tmp_path) -> None:
+    snl = save_snl(tmp_path / "snl.pth", published.snl("resnet18"))
+    autorep = save_autorep(tmp_path / "autorep.pth", published.autorep("resnet18"))
+    with pytest.raises(CheckpointError, match="use load_autorep"):
+        fastbcd.load_snl(autorep)
+    with pytest.raises(CheckpointError, match="use load_snl"):
+        fastbcd.load_autorep(snl)
+    torch.save(models.resnet18(5, 8, width=4).state_dict(), tmp_path / "dense.pth")
+    for loader in (fastbcd.load_snl, fastbcd.load_autorep):
+        with pytest.raises(CheckpointError, match="has no alpha"):
+            loader(tmp_path / "dense.pth")
+
+
+@pytest.mark.parametrize(
+    "loader", [fastbcd.load_snl, fastbcd.load_autorep, fastbcd.load_relupruner]
+)
+def test_files_that_are_no_checkpoints(tmp_path, loader) -> None:
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        loader(tmp_path / "nothing.pth")
+    with pytest.raises(CheckpointError, match="is not a file"):
+        loader(tmp_path)
+    for content in (b"", b"hello, this is text", b"PK\x03\x04 half a zip"):
+        (tmp_path / "text").write_bytes(content)
+        with pytest.raises(CheckpointError, match="not a PyTorch checkpoint, or it is damaged"):
+            loader(tmp_path / "text")
+    torch.save([1, 2], tmp_path / "list")
+    with pytest.raises(CheckpointError, match="holds a list"):
+        loader(tmp_path / "list")
+    torch.save({"epoch": 3, "loss": torch.zeros(())}, tmp_path / "other")
+    with pytest.raises(CheckpointError, match="no state_dict: it holds epoch, loss"):
+        loader(tmp_path / "other")
+    torch.save({"state_dict": {}, "args": argparse.Namespace(lr=0.1)}, tmp_path / "objects")
+    with pytest.raises(CheckpointError, match=r"argparse\.Namespace.*if you trust it, save"):
+        loader(tmp_path / "objects")
+
+
+def test_a_truncated_checkpoint(tmp_path) -> None:
+    path = save_snl(tmp_path / "c.pth", published.snl("resnet18"))
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match="damaged"):
+        fastbcd.load_snl(path)
+
+
+def test_every_site_module_is_of_the_right_kind(tmp_path) -> None:
+    net = fastbcd.load_snl(save_snl(tmp_path / "c.pth", published.snl("resnet18")))
+    acts = [m for m in net.modules() if hasattr(m, "mask")]
+    assert acts
+    assert all(type(m) is MaskedReLU for m in acts)
+    assert isinstance(net, nn.Module)
+
+
+def test_weights_without_batch_norms_counters_load(tmp_path) -> None:
+    """As in checkpoints that were written for other libraries."""
+    net = fastbcd.models.resnet20(10, 8, width=4, blocks=1)
+    weights = {k: v for k, v in net.state_dict().items() if not k.endswith((".mask", "_tracked"))}
+    other = fastbcd.models.resnet20(10, 8, width=4, blocks=1)
+    load_weights(other, weights, "a file")
+    assert all(torch.equal(v, other.state_dict()[k]) for k, v in weights.items())
+    del weights["bn1.running_mean"]
+    with pytest.raises(CheckpointError, match=r"1 weights missing: bn1\.running_mean"):
+        load_weights(other, weights, "a file")

@@ -1,0 +1,320 @@
+"""Fine-tuning: the numbers of a plain trainer, to the last bit the same when repeated."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import socket
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fastbcd
+from fastbcd import Finetune, Finetuner
+from fastbcd.scoring.accuracy import accuracy
+from fastbcd.training.finetune import LOOK_EVERY
+from helpers.nets import TRACEABLE, images, make, thinned
+from helpers.train_cases import SMALL, assert_same, pair, weights
+
+
+def plain_trainer(net, data, s: Finetune, teacher, seed: int, step: int) -> float:
+    """What a user would write: eager, NCHW, the teacher's forward in every batch."""
+    net.train()
+    make_optimizer = {
+        "sgd": lambda p: torch.optim.SGD(
+            p, s.lr, momentum=s.momentum, weight_decay=s.weight_decay, foreach=False
+        ),
+        "adam": lambda p: torch.optim.Adam(p, s.lr, weight_decay=s.weight_decay, foreach=False),
+    }
+    optimizer = make_optimizer[s.optimizer](net.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, s.epochs)
+    divergence = nn.KLDivLoss(reduction="batchmean")
+    for epoch in range(s.epochs):
+        total = 0.0
+        batches = data.train_batches(
+            s.batch_size, seed=seed, step=step, epoch=epoch, padding=s.padding, flip=s.flip
+        )
+        for x, labels, _, _ in batches:
+            logits = net(x)
+            loss = F.cross_entropy(logits, labels)
+            if teacher is not None:
+                with torch.no_grad():
+                    truth = F.softmax(teacher(x) / s.temperature, 1)
+                student = F.log_softmax(logits / s.temperature, 1)
+                loss = loss + s.distill * s.temperature**2 * divergence(student, truth)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(x)
+        schedule.step()
+    return total / len(data)
+
+
+def without_dropout(net: nn.Module) -> nn.Module:
+    for module in net.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return net
+
+
+# -------------------------------------------------------------------------- what it computes
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("name", [*TRACEABLE, "untraceable"])
+@pytest.mark.filterwarnings("ignore:.*torch.fx cannot trace:RuntimeWarning")
+def test_equals_the_plain_trainer(name, optimizer) -> None:
+    net = without_dropout(thinned(make(name)))
+    start = weights(net)
+    twin, teacher, data = copy.deepcopy(net), make(name), pair()
+    with torch.no_grad():
+        teacher.get_parameter(next(iter(dict(teacher.named_parameters())))).mul_(1.3)
+    s = dataclasses.replace(SMALL, optimizer=optimizer, lr=0.05 if optimizer == "sgd" else 1e-3)
+    result = Finetuner(net, data, s, teacher, seed=3).run(step=2)
+    truth = plain_trainer(twin, data, s, teacher.eval(), seed=3, step=2)
+    assert result["loss"] == pytest.approx(truth, rel=1e-3)
+    assert result["epochs"] == 2
+    assert 0 <= result["teacher_seconds"] <= result["seconds"]
+    moved = weights(twin)
+    for key, value in weights(net).items():
+        if not value.is_floating_point():
+            assert torch.equal(value, moved[key]), key
+            continue
+        # In units of how far training moved the tensor: running statistics are covered too.
+        distance = (moved[key] - start[key]).abs().max()
+        error = (value - moved[key]).abs().max()
+        assert error <= 0.02 * distance + 1e-6, f"{key}: {error} of {distance}"
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.sampled_from(["resnet", "poly", "mlp"]), st.integers(1, 5), st.sampled_from([7, 16, 100]),
+    st.integers(0, 2), st.booleans(), st.floats(0.5, 8), st.floats(0, 2),
+)  # fmt: skip
+def test_any_settings_equal_the_plain_trainer(
+    name, epochs, batch, padding, flip, temperature, distill
+) -> None:
+    s = Finetune(
+        epochs=epochs, lr=1e-3, batch_size=batch, padding=padding, flip=flip,
+        temperature=temperature, distill=distill,
+    )  # fmt: skip
+    net, teacher, data = thinned(make(name)), make("mlp"), pair(32)
+    twin = copy.deepcopy(net)
+    result = Finetuner(net, data, s, teacher, seed=1).run(step=0)
+    truth = plain_trainer(twin, data, s, teacher, seed=1, step=0)
+    assert result["loss"] == pytest.approx(truth, rel=1e-3)
+
+
+def test_masks_stay_and_modes_and_memory_are_restored() -> None:
+    net = thinned(make("resnet"))
+    net.get_submodule("1").train()
+    modes = {n: m.training for n, m in net.named_modules()}
+    before = fastbcd.MaskSet(fastbcd.masks(net).sites, fastbcd.masks(net).bits)
+    random = torch.random.get_rng_state()
+    Finetuner(net, pair(), SMALL).run(step=0)
+    assert fastbcd.masks(net) == before
+    assert {n: m.training for n, m in net.named_modules()} == modes
+    assert all(p.is_contiguous() and p.grad is None for p in net.parameters())
+    assert torch.equal(torch.random.get_rng_state(), random)
+
+
+def test_no_epochs_change_nothing() -> None:
+    net = make("resnet")
+    before = weights(net)
+    result = Finetuner(net, pair(), SMALL).run(step=0, epochs=0)
+    assert_same(before, weights(net))
+    assert "loss" not in result
+
+
+def test_frozen_parameters_stay() -> None:
+    net = make("resnet")
+    first = net.get_submodule("0")
+    first.requires_grad_(False)
+    before, other = first.weight.clone(), net.get_submodule("7").weight.clone()
+    Finetuner(net, pair(), SMALL).run(step=0)
+    assert torch.equal(first.weight, before)
+    assert not torch.equal(net.get_submodule("7").weight, other)
+
+
+def test_compiled_trains_the_same(monkeypatch) -> None:
+    compile_module = nn.Module.compile
+    # Everything but the code generation, which takes half a minute.
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self: compile_module(self, backend="aot_eager")
+    )
+    net = thinned(make("mlp"))
+    twin = copy.deepcopy(net)
+    Finetuner(net, pair(), dataclasses.replace(SMALL, compile=True, epochs=1)).run(step=0)
+    Finetuner(twin, pair(), dataclasses.replace(SMALL, epochs=1)).run(step=0)
+    for one, other in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_bfloat16_trains_about_the_same() -> None:
+    net = thinned(make("resnet"))
+    twin = copy.deepcopy(net)
+    wide = Finetuner(net, pair(), SMALL, make("mlp")).run(step=0)
+    amp = dataclasses.replace(SMALL, amp=True)
+    narrow = Finetuner(twin, pair(), amp, make("mlp")).run(step=0)
+    assert narrow["loss"] != wide["loss"]
+    assert narrow["loss"] == pytest.approx(wide["loss"], rel=0.05)
+    assert all(p.dtype == torch.float32 for p in twin.parameters())
+
+
+# ------------------------------------------------------------------------------ determinism
+
+
+@pytest.mark.parametrize("name", ["resnet", "dense", "poly"])
+def test_repeats_to_the_last_bit(name) -> None:
+    """Also with dropout (in `dense`), and whether the teacher's logits are known or not."""
+    net, teacher, data = thinned(make(name)), make(name), pair(150)
+    start = weights(net)
+    tuner = Finetuner(net, data, SMALL, teacher, seed=5)
+    tuner.run(step=0)
+    first = weights(net)
+    tuner.run(step=1)
+    second = weights(net)
+    net.load_state_dict(start)
+    tuner.run(step=0)  # the logits are known by now
+    assert_same(first, weights(net))
+    torch.manual_seed(99)
+    Finetuner(net, data, SMALL, teacher, seed=5).run(step=1)  # as after a restart: nothing is
+    assert_same(second, weights(net))
+    net.load_state_dict(start)
+    Finetuner(net, data, SMALL, teacher, seed=6).run(step=0)
+    assert any(not torch.equal(v, first[k]) for k, v in weights(net).items())
+
+
+# ------------------------------------------------------------------------ what can go wrong
+
+
+def test_a_loss_that_is_not_finite_is_named() -> None:
+    net = make("mlp")
+    with torch.no_grad():
+        net.get_parameter("5.bias")[0] = math.nan
+    with pytest.raises(FloatingPointError, match=r"the loss \(nan\).*step 4, epoch 0, batch 0"):
+        Finetuner(net, pair(), SMALL).run(step=4)
+
+
+def test_a_gradient_that_is_not_finite_is_named(monkeypatch) -> None:
+    net, calls = make("mlp"), []
+
+    def spoil(grad):
+        calls.append(1)
+        return grad * math.inf if len(calls) == 5 else grad
+
+    net.get_parameter("1.weight").register_hook(spoil)
+    monkeypatch.setattr("fastbcd.training.finetune.LOOK_EVERY", 2)
+    with pytest.raises(FloatingPointError, match=r"gradient of 1.weight .*epoch 1, batch 1"):
+        Finetuner(net, pair(), SMALL).run(step=0)
+    assert LOOK_EVERY > 1
+
+
+def test_a_teacher_that_is_not_finite_is_named() -> None:
+    teacher = make("mlp")
+    with torch.no_grad():
+        teacher.get_parameter("5.bias")[0] = math.inf
+    with pytest.raises(FloatingPointError, match="teacher gives non-finite logits for sample 0"):
+        Finetuner(make("mlp"), pair(), SMALL, teacher).run(step=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"epochs": -1}, "epochs=-1"), ({"epochs": 2.5}, "epochs=2.5"), ({"lr": -1.0}, "lr=-1.0"),
+        ({"lr": math.nan}, "lr=nan"), ({"lr": "1"}, "lr='1'"),
+        ({"optimizer": "sgdm"}, "optimizer='sgdm'; choose from sgd, adam"),
+        ({"momentum": 1.0}, "momentum=1.0"), ({"weight_decay": -1e-4}, "weight_decay"),
+        ({"batch_size": 0}, "batch_size=0"), ({"temperature": 0}, "temperature=0"),
+        ({"distill": -1}, "distill=-1"), ({"padding": -1}, "padding=-1"), ({"flip": 1}, "flip=1"),
+        ({"compile": None}, "compile=None"), ({"amp": "bf16"}, "amp='bf16'"),
+        ({"teacher_cache": -5}, "teacher_cache=-5"), ({"teacher_cache": 1e9}, "teacher_cache"),
+    ],
+)  # fmt: skip
+def test_bad_settings(changes, words) -> None:
+    with pytest.raises((ValueError, TypeError), match=words.replace(".", r"\.")):
+        Finetune(**changes)
+
+
+def test_settings_are_plain_data() -> None:
+    s = Finetune(epochs=3, amp=None)
+    assert Finetune(**json.loads(json.dumps(dataclasses.asdict(s)))) == s
+
+
+def test_bad_input() -> None:
+    net, data = make("mlp"), pair()
+    with pytest.raises(ValueError, match="teacher is the net itself"):
+        Finetuner(net, data, SMALL, net)
+    with pytest.raises(ValueError, match=r"shares '0\.1\.weight' with the net"):
+        Finetuner(net, data, SMALL, nn.Sequential(net))
+    other = nn.Sequential(nn.Flatten(), nn.Linear(192, 7))
+    with pytest.raises(ValueError, match="teacher has 7 classes and the net 5"):
+        Finetuner(net, data, SMALL, other)
+    with pytest.raises(ValueError, match="teacher is on meta and the data on cpu"):
+        Finetuner(net, data, SMALL, nn.Linear(192, 5, device="meta"))
+    with pytest.raises(ValueError, match="the net on meta"):
+        Finetuner(nn.Linear(192, 5, device="meta"), data, SMALL)
+    with pytest.raises(ValueError, match="no images"):
+        Finetuner(net, data.first(0), SMALL)
+    x, labels = images(10)
+    labels[3] = 5
+    with pytest.raises(ValueError, match="label 5 of image 3 is out of range: the net has 5"):
+        Finetuner(net, (x, labels), SMALL)
+    with pytest.raises(ValueError, match="no parameter to train"):
+        Finetuner(copy.deepcopy(net).requires_grad_(False), data, SMALL)
+    with pytest.raises(TypeError, match=r"expected fastbcd\.Finetune"):
+        Finetuner(net, data, {"epochs": 2})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="epochs=-1"):
+        Finetuner(net, data, SMALL).run(step=0, epochs=-1)
+    with pytest.raises(ValueError, match="step=-1"):
+        Finetuner(net, data, SMALL).run(step=-1)
+
+
+# ------------------------------------------------------------------------------- many ranks
+
+
+def run_rank(rank: int, world: int, port: int, folder: str) -> None:
+    """One process of a job: fine-tune twice, write down what came out."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+    )
+    results = {}
+    for name in ("mlp", "resnet"):
+        net, teacher = thinned(make(name)), make(name)
+        # 41 samples: shares of 8 and 8, and in the last batch of 4 and 5.
+        tuner = Finetuner(net, pair(41), SMALL, teacher, seed=1)
+        loss = [tuner.run(step=s)["loss"] for s in range(2)]
+        results[name] = {**weights(net), "loss": torch.tensor(loss, dtype=torch.float64)}
+        results[name]["accuracy"] = torch.tensor(accuracy(net, pair(41)))
+        computed = torch.tensor(tuner.teacher.computed)
+        torch.distributed.all_reduce(computed)
+        results[name]["computed"] = computed
+    torch.save(results, f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_train_as_one(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(run_rank, (2, port, str(tmp_path)), nprocs=2)
+    one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    for name in ("mlp", "resnet"):
+        assert_same(one[name], two[name])
+        net, teacher = thinned(make(name)), make(name)
+        tuner = Finetuner(net, pair(41), SMALL, teacher, seed=1)
+        loss = [tuner.run(step=s)["loss"] for s in range(2)]
+        assert int(one[name]["computed"]) == tuner.teacher.computed, "no view twice"
+        if name == "mlp":  # without batch norm, which sees other batches there
+            assert one[name]["loss"].tolist() == pytest.approx(loss, rel=1e-4)
+            for key, value in weights(net).items():
+                torch.testing.assert_close(one[name][key], value, rtol=1e-3, atol=1e-5)
+            assert float(one[name]["accuracy"]) == pytest.approx(accuracy(net, pair(41)), abs=2.5)
