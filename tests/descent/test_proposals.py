@@ -117,7 +117,7 @@ def test_ranking_minds_neither_the_last_bits_nor_removed_units() -> None:
 def test_hypothesis_0_has_the_smallest_saliency() -> None:
     net, data = problem("resnet")
     s = fastbcd.saliency(net, data)
-    draw = fastbcd.Saliency()(net, fastbcd.data.as_data(data), 25, 0, 1)
+    draw = fastbcd.Saliency()(net, fastbcd.data.sources.as_data(data), 25, 0, 1)
     rest = torch.ones(len(s), dtype=torch.bool)
     rest[draw(0)] = False
     assert s[draw(0)].max() <= s[rest].min() * (1 + 1e-5)
@@ -166,7 +166,7 @@ def test_greedy_tries_one_hypothesis() -> None:
 def test_a_resumed_run_ends_like_one_that_was_not_interrupted(drc, tmp_path) -> None:
     options = {"proposal": "saliency", "drc": drc, "adt": 2.0}
     whole = small_run(tmp_path / "whole", **options)
-    finish = fastbcd.descent.Descent._finish
+    finish = fastbcd.descent.bcd.Descent._finish
 
     def dies_after_two(self, record, run, bar):
         result = finish(self, record, run, bar)
@@ -175,7 +175,7 @@ def test_a_resumed_run_ends_like_one_that_was_not_interrupted(drc, tmp_path) -> 
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fastbcd.descent.Descent, "_finish", dies_after_two)
+        patch.setattr(fastbcd.descent.bcd.Descent, "_finish", dies_after_two)
         with pytest.raises(KeyboardInterrupt):
             small_run(tmp_path / "part", **options)
     again = small_run(tmp_path / "part", **options)

@@ -1,7 +1,7 @@
 """A small run with real fine-tuning, and children that are killed while they do it.
 
 `python tests/run_cases.py FOLDER` starts them by fork from one process that has torch imported,
-and prints what it found as JSON; tests/test_runs.py reads that.
+and prints what it found as JSON; tests/runs/test_directory.py reads that.
 """
 
 from __future__ import annotations

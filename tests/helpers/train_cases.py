@@ -13,7 +13,7 @@ SMALL = Finetune(epochs=2, lr=0.05, batch_size=16, padding=1)
 
 
 def pair(n: int = 40, seed: int = 0) -> ImageData:
-    return fastbcd.data.as_data(images(n, seed))
+    return fastbcd.data.sources.as_data(images(n, seed))
 
 
 def weights(net: nn.Module) -> dict[str, torch.Tensor]:

@@ -337,10 +337,18 @@ def test_a_loss_that_is_not_finite_stops_and_restores() -> None:
 def test_the_command_and_bcd_on_its_run_directory(tmp_path, capsys) -> None:
     data_file, run = write_images(tmp_path / "data.npz"), str(tmp_path / "run")
     common = ["--data", data_file, "--batch-size", "32", "--quiet"]
-    line = ["autorep", "--model", "start_cases:small_net", "--budget", "30", "--epochs", "2"]
+    line = [
+        "autorep",
+        "--model",
+        "helpers.start_cases:small_net",
+        "--budget",
+        "30",
+        "--epochs",
+        "2",
+    ]
     assert cli.main([*line, *common, "--lr", "0.01", "--run-dir", run]) == 0
     assert "30 ReLUs after 2 epochs" in capsys.readouterr().out
-    line = ["bcd", "--model", "start_cases:poly_net", "--weights", run, "--budget", "20"]
+    line = ["bcd", "--model", "helpers.start_cases:poly_net", "--weights", run, "--budget", "20"]
     line += [*common, "--drc", "5", "--rt", "2", "--epochs", "1", "--run-dir", str(tmp_path / "b")]
     assert cli.main(line) == 0
     assert "20 ReLUs kept" in capsys.readouterr().out

@@ -25,10 +25,10 @@ from helpers.start_cases import QUICK, data, same, state, stopped_at
 KILLED = """
 import os, sys, signal
 sys.path.insert(0, {tests!r})
-from nets import make
-from start_cases import QUICK, data
+from helpers.nets import make
+from helpers.start_cases import QUICK, data
 from fastbcd import snl
-from fastbcd.runs import RunDirectory
+from fastbcd.runs.directory import RunDirectory
 whole = RunDirectory._save
 def save(self, step, tensors, record):
     answer = whole(self, step, tensors, record)

@@ -272,7 +272,8 @@ def test_a_loss_that_is_not_finite_stops_and_restores() -> None:
 
 def test_the_command(tmp_path, capsys) -> None:
     line = [
-        "snl", "--model", "start_cases:small_net", "--data", write_images(tmp_path / "data.npz"),
+        "snl", "--model", "helpers.start_cases:small_net",
+        "--data", write_images(tmp_path / "data.npz"),
         "--lr", "0.03", "--lambda0", "0.003", "--kappa", "1.5", "--finetune-epochs", "1",
         "--batch-size", "32", "--run-dir", str(tmp_path / "run"),
     ]  # fmt: skip
