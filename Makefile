@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 TOOLS := triton==3.7.1 torchvision==0.28.0 "setuptools>=77" pytest==9.2.0 pytest-benchmark==5.3.1 \
          hypothesis==6.170.15 mypy==2.4.1 ruff==0.17.4 matplotlib==3.10.9
 
-.PHONY: setup test lint demo bench clean
+.PHONY: setup test test-all lint demo bench clean
 setup: $(READY)
 
 $(READY): Makefile pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
@@ -21,6 +21,9 @@ $(READY): Makefile pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/
 	@touch $(READY)
 
 test: $(READY)
+	$(BIN)/python -m pytest -m "not long"
+
+test-all: $(READY)
 	$(BIN)/python -m pytest
 
 # `make test` has these too: tests/test_quality.py reads them here.
