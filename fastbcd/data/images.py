@@ -53,6 +53,7 @@ class ImageData:
     classes: int
     # int64 [N], each sample's number in the data it was cut from; 0 .. N-1 if not given
     ids: Tensor = None  # type: ignore[assignment]
+    name: str | None = None  # what `load` was asked for; a run records it
 
     def __post_init__(self) -> None:
         if self.ids is None:

@@ -60,6 +60,10 @@ def load(
     >>> load("fashion-mnist-mini", "test")
     ImageData(2000 × 1×28×28 uint8, 10 classes, cpu)
     """
+    return dataclasses.replace(_read(name, split, root, download), name=str(name))
+
+
+def _read(name: str | Path, split: str, root: str | Path | None, download: bool) -> ImageData:
     if str(name).endswith(".npz"):
         return ImageData.from_npz(name, split)
     if name not in KNOWN:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -248,8 +247,8 @@ class Descent:
             good = run.state.tensors
             snapshots.restore(self.net, good)
         self.history = [Step.from_json(record) for record in run.history]
-        check_same_on_ranks("the weights and masks", good)
-        check_same_on_ranks("the labels", {"labels": self.whole_data.labels})
+        ranks.check_same("the weights and masks", good)
+        ranks.check_same("the labels", {"labels": self.whole_data.labels})
         count, budget, done = masks(self.net).count(), self.search.budget, len(self.history)
         bar.reset(max(count - budget, 0))
         where = "" if self.run_dir is None else f" in {self.run_dir}"
@@ -267,7 +266,7 @@ class Descent:
             if self.test is not None:
                 step.test_accuracy = accuracy(self.net, self.test)
         good = snapshots.take(self.net)
-        check_same_on_ranks("the weights and masks", good)
+        ranks.check_same("the weights and masks", good)
         record = step.as_json()
         run.save(step.number, good, record)
         step.seconds = {**record["seconds"]}
@@ -284,13 +283,6 @@ class Descent:
         """Once, above the bars."""
         if ranks.rank() == 0:
             tqdm.write(text)
-
-
-def check_same_on_ranks(what: str, tensors: dict[str, Tensor]) -> None:
-    """RuntimeError on all ranks if they do not hold the same tensors."""
-    if ranks.world() > 1:
-        mark = torch.frombuffer(bytearray(ranks.digest(tensors)), dtype=torch.uint8)
-        ranks.check_same(what, mark)
 
 
 def _check_masks(found: MaskSet, expected: Tensor) -> None:

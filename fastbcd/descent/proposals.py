@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
 from fastbcd.descent.saliency import check_kind, saliency
-from fastbcd.masking.masks import MaskSet, masks
+from fastbcd.masking.masks import masks
 
 Draw = Callable[[int], Tensor]  # trial -> LongTensor[size] of kept ids, no repeats
 Proposal = Callable[[nn.Module, ImageData, int, int, int], Draw]  # net, data, size, seed, step
@@ -37,7 +37,7 @@ def uniform(net: nn.Module, data: ImageData, size: int, seed: int, step: int) ->
     >>> uniform(net, None, 3, seed=0, step=1)(0).sort().values
     tensor([0, 1, 2])
     """
-    current = MaskSet(masks(net).sites, masks(net).bits)
+    current = masks(net).copy()
     return lambda trial: current.sample(size, seed=seed, step=step, trial=trial)
 
 

@@ -92,6 +92,17 @@ class MaskSet:
         parts = self.bits.split([s.numel for s in self.sites])
         return [p.view(s.shape) for p, s in zip(parts, self.sites, strict=True)]
 
+    def copy(self) -> MaskSet:
+        """The bits as they are now: unlike a live view, a copy does not follow the net.
+
+        >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3))
+        >>> live, before = fastbcd.masks(net), fastbcd.masks(net).copy()
+        >>> fastbcd.set_masks(net, live.without([0]))
+        >>> live.count(), before.count()
+        (2, 3)
+        """
+        return MaskSet(self.sites, self.bits.clone())
+
     def without(self, ids: Tensor | Sequence[int]) -> MaskSet:
         """A copy with the ReLUs `ids` removed; refuses ids that are not kept."""
         ids = self.check_kept(torch.as_tensor(ids))

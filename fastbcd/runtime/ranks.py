@@ -87,11 +87,11 @@ def on_first(work: Callable[[], str]) -> str:
     return answer[1:]
 
 
-def check_same(what: str, t: Tensor) -> None:
+def check_same(what: str, tensors: dict[str, Tensor]) -> None:
     """RuntimeError on all ranks, naming `what`, if their tensors differ in any bit."""
     if world() == 1:
         return
-    mine = torch.frombuffer(bytearray(digest({what: t})), dtype=torch.uint8).to(torch.int64)
+    mine = torch.frombuffer(bytearray(digest(tensors)), dtype=torch.uint8).to(torch.int64)
     different = (mine != from_first(mine)).any().to(torch.int64).reshape(1)
     others = torch.zeros(world(), dtype=torch.int64)
     others[rank()] = different

@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
-from fastbcd.masking.masks import MaskSet, masks
+from fastbcd.masking.masks import masks
 from fastbcd.scoring.plan import Plan
 from fastbcd.scoring.score import (
     Tally,
@@ -111,7 +111,7 @@ def choose(
 
 def _numbered(net: nn.Module, hypotheses: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
     # A copy: while a wave is scored the net's own masks may be those of a hypothesis.
-    current = MaskSet(masks(net).sites, masks(net).bits)
+    current = masks(net).copy()
     for number, ids in enumerate(hypotheses):
         yield number, check_removals(current, [ids], first=number)[0]
 

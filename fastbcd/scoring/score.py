@@ -245,7 +245,7 @@ def prepared(
     removals: those to come, or some that stand for the `expected` number of them.
     """
     images = check_scorable(net, data, engine, batch_size, memory)
-    before = MaskSet(masks(net).sites, masks(net).bits)
+    before = masks(net).copy()
     with evaluating(net), products(tf32):
         try:
             with torch.inference_mode():

@@ -168,7 +168,7 @@ class Replacement:
         self.budget, self.epochs, self.lr, self.lr_end = budget, epochs, lr, lr_end
         self.weight, self.threshold = penalty, threshold
         self.paper_quirks, self.scale_x2 = paper_quirks, scale_x2
-        self.start = MaskSet(masks(net).sites, masks(net).bits)
+        self.start = masks(net).copy()
         generator = torch.Generator().manual_seed(seed)
         self.model = twin(
             net, lambda act: IndicatorPoly(act, torch.rand(act.mask.shape, generator=generator))

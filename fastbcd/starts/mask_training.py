@@ -24,7 +24,6 @@ from tqdm import tqdm
 
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data
-from fastbcd.descent.bcd import check_same_on_ranks
 from fastbcd.masking.masks import MaskSet, masks, set_masks
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import (
@@ -135,7 +134,7 @@ class Job:
     ) -> None:
         """Finish an epoch; tensors are only made where they are written or compared."""
         state = tensors() if self.run_dir is not None or ranks.world() > 1 else {}
-        check_same_on_ranks("the weights and masks", state)
+        ranks.check_same("the weights and masks", state)
         run.save(record["number"], state, record)
 
     def open(self) -> RunDirectory | Unsaved:
@@ -163,8 +162,8 @@ def carry_out(job: Job, make: Callable[[nn.Module], Method]) -> StartingPoint:
     # Made first, as they check everything: the data, the classes, the teacher, the settings.
     tuner = Finetuner(job.net, job.data, job.tuning, job.teacher, seed=job.seed)
     make(job.net)
-    check_same_on_ranks("the weights and masks", given)
-    check_same_on_ranks("the labels", {"labels": job.data.labels})
+    ranks.check_same("the weights and masks", given)
+    ranks.check_same("the labels", {"labels": job.data.labels})
     with keeping_modes(job.net), closing(job.open()) as run:
         try:
             if run.history and run.history[-1].get("phase") == FINAL:

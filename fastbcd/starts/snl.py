@@ -152,7 +152,7 @@ class Selective:
         check_whole("max_epochs", max_epochs, 0)
         self.budget, self.lr, self.lambda0, self.kappa = budget, lr, lambda0, kappa
         self.threshold, self.max_epochs, self.exact = threshold, max_epochs, exact
-        self.start = MaskSet(masks(net).sites, masks(net).bits)
+        self.start = masks(net).copy()
         self.watched = _watched(self.start, watch, seed)
         self.model = twin(net, lambda act: SoftReLU(act.mask))
         self.alphas = [act.alpha for act in _soft(self.model)]

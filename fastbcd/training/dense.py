@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data
-from fastbcd.descent.bcd import check_same_on_ranks
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import RunDirectory, Unsaved, check_resume
 from fastbcd.runtime import ranks
@@ -127,7 +126,7 @@ class _Training:
             self.momenta = {k.removeprefix(MOMENTUM): v for k, v in momenta.items()}
             self.good = {k: v for k, v in run.state.tensors.items() if k not in momenta}
             snapshots.restore(self.net, self.good)
-        check_same_on_ranks("the weights", self.good)
+        ranks.check_same("the weights", self.good)
 
     def go_on(self, run: RunDirectory | Unsaved) -> None:
         """The epochs that are left."""
@@ -162,7 +161,7 @@ class _Training:
         """Momenta are of no use after the last epoch: the net alone is left."""
         good = snapshots.take(self.net)
         momenta = {} if last else self._momenta(optimizer)
-        check_same_on_ranks("the weights", good)
+        ranks.check_same("the weights", good)
         run.save(record["number"], {**good, **momenta}, record)
         self.good = good
         if not self.quiet:

@@ -12,7 +12,7 @@ import torch
 
 from fastbcd.data import archives
 from fastbcd.data.images import ImageData
-from fastbcd.data.sources import load
+from fastbcd.data.sources import as_data, load
 from helpers.image_cases import make
 
 EMBEDDED = ["1ed5c7bf87e37567", "6e8f8a41ac407232"]  # sha256 of images and labels, train and test
@@ -105,3 +105,10 @@ def test_download_goes_through_torchvision(tmp_path, monkeypatch):
     read = load("cifar10", "test", root=tmp_path, download=True)
     assert read.labels.tolist() == [7, 7, 7]
     assert (read.mean, read.classes) == ((0.4914, 0.4822, 0.4465), 10)
+
+
+def test_the_name_stays_with_parts_of_the_data() -> None:
+    data = load("fashion-mnist-mini", "test")
+    parts = data, data.first(5), data.rest(5), data.shard(0, 2), data.subset([1, 2]), data.to("cpu")
+    assert {part.name for part in parts} == {"fashion-mnist-mini"}
+    assert as_data((data.images[:5], data.labels[:5])).name is None

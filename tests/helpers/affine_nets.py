@@ -8,7 +8,6 @@ from torch import nn
 
 from fastbcd import (
     MaskedReLU,
-    MaskSet,
     masks,
     set_masks,
 )
@@ -65,7 +64,7 @@ def zoo() -> nn.Module:
 
 def engine_of(net, x, with_image=False) -> Collapsed:
     """The engine for a net in eval mode, without the plan around it."""
-    now = MaskSet(masks(net).sites, masks(net).bits)
+    now = masks(net).copy()
     with torch.inference_mode():
         x = x.contiguous(memory_format=torch.channels_last)
         builder = Builder(AffineNet(make_program(net, mask_modules(net), x[:1])), now, x[:2])
@@ -74,7 +73,7 @@ def engine_of(net, x, with_image=False) -> Collapsed:
 
 def worst_difference(net, engine, x, removals: dict, lanes: int) -> float:
     """The largest difference of logits from the net's own, relative to the largest logit."""
-    now = MaskSet(masks(net).sites, masks(net).bits)
+    now = masks(net).copy()
     worst = 0.0
     with torch.inference_mode():
         given = x.contiguous(memory_format=torch.channels_last)

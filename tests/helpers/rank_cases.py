@@ -65,9 +65,9 @@ def collectives(folder: Path) -> Any:
         "text": [ranks.text_from_first(t) for t in (f"größer {r}", "")],
         "on first": ranks.on_first(lambda: f"from {r}"),
         "failure": said(lambda: ranks.on_first(fails)),
-        "same": said(lambda: ranks.check_same("the masks", torch.arange(3))),
-        "other values": said(lambda: ranks.check_same("the masks", torch.arange(3) + r)),
-        "other shape": said(lambda: ranks.check_same("the masks", torch.zeros(3 + r))),
+        "same": said(lambda: ranks.check_same("the masks", {"m": torch.arange(3)})),
+        "other values": said(lambda: ranks.check_same("the masks", {"m": torch.arange(3) + r})),
+        "other shape": said(lambda: ranks.check_same("the masks", {"m": torch.zeros(3 + r)})),
     }
 
 

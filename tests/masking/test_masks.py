@@ -292,3 +292,14 @@ def test_activation_shape_is_checked(shape) -> None:
 def test_bits_must_fit_the_sites() -> None:
     with pytest.raises(ValueError, match=r"torch.bool \(3,\)"):
         MaskSet([Site("s", (3,), 0)], torch.ones(4, dtype=torch.bool))
+
+
+def test_a_copy_of_a_live_view_does_not_follow_the_net() -> None:
+    net = nn.Sequential(nn.Linear(4, 6), fastbcd.MaskedReLU(6))
+    before = fastbcd.masks(net).copy()
+    fastbcd.set_masks(net, fastbcd.masks(net).without([1, 4]))
+    assert before.bits.all()
+    again = fastbcd.masks(net).copy()
+    net[1].mask.zero_()
+    assert again.count() == 4
+    assert before.copy() == before

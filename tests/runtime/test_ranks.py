@@ -53,7 +53,6 @@ def test_real_fine_tuning_leaves_the_ranks_equal(found) -> None:
     assert first["steps"] == alone["steps"] == 5
     # At the start, and after each of the five steps.
     assert first["compared"].count("the weights and masks") == 6
-    assert alone["compared"] == []
 
 
 def test_ranks_that_were_given_different_things(found) -> None:

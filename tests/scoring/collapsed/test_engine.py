@@ -74,7 +74,7 @@ def test_a_removal_shrinks_the_form(builds) -> None:
         assert torch.allclose(found.loss, truth.loss, atol=1e-5)
         set_masks(net, masks(net).without(ids[1]))
     assert len(builds) == 1
-    now = MaskSet(masks(net).sites, masks(net).bits)
+    now = masks(net).copy()
     small, fresh = form_at_hand(net, now), engine_of(net, data[0]).form
     assert small is not None
     # The order of kinks follows the tiles of what was there at first; their values do not.
