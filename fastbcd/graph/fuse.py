@@ -20,9 +20,8 @@ from torch import Tensor, fx, nn
 from fastbcd import ops
 from fastbcd.graph import cpu_conv as convolution
 from fastbcd.graph import fuse_norm as normalisation
-from fastbcd.graph.trace import without_inplace
+from fastbcd.graph.trace import trace, without_inplace
 from fastbcd.masking.activations import MaskedActivation, MaskedPoly, MaskedReLU
-from fastbcd.masking.convert import trace
 
 _ADDITIONS = {operator.add, torch.add, "add"}
 _said: set[str] = set()

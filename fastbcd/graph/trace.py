@@ -1,16 +1,42 @@
-"""What is done to a network's torch.fx graph before it is rewritten."""
+"""The torch.fx graph of a network, and that graph without in-place operations."""
 
 from __future__ import annotations
 
 import operator
+import threading
+from typing import Any
 
 from torch import fx, nn
 
+from fastbcd.masking.activations import MaskedActivation
+
+_LOCK = threading.RLock()
+
+
+class Tracer(fx.Tracer):
+    """torch.fx's tracer with masked activations as leaf calls. One thread traces at a time:
+
+    torch.fx patches functions of the whole process while it traces.
+    """
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, MaskedActivation) or super().is_leaf_module(m, module_qualified_name)
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        with _LOCK:
+            return super().trace(root, concrete_args)
+
+
+def trace(net: nn.Module) -> fx.Graph:
+    """The graph of a net in its present mode, masked activations as call_module nodes."""
+    return net.graph if isinstance(net, fx.GraphModule) else Tracer().trace(net)
+
 
 def without_inplace(net: nn.Module, original: fx.Graph) -> fx.Graph:
-    """A copy of the graph in which nothing overwrites its input: later readers read the result.
+    """A copy of the graph in which no operation overwrites its input.
 
-    Values then stay what they were, so that they can be read later than the net reads them.
+    Nodes that read a value after it was overwritten read the result of the operation instead.
+    Modules with an `inplace` attribute are left to the caller.
     """
     graph = fx.Graph()
     done = graph.graph_copy(original, {}, return_output_node=True)
@@ -28,7 +54,7 @@ def without_inplace(net: nn.Module, original: fx.Graph) -> fx.Graph:
         elif node.op == "call_method" and str(node.target).endswith("_"):
             node.target = str(node.target)[:-1]
         elif node.op == "call_module" and getattr(net.get_submodule(node.target), "inplace", False):
-            pass  # the caller takes care of the module itself
+            pass  # the caller replaces the module
         elif node.kwargs.get("inplace"):
             node.update_kwarg("inplace", False)
         else:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
+from fastbcd.graph.trace import Tracer
 from fastbcd.masking.activations import MaskedActivation, MaskedPoly, MaskedReLU
 from fastbcd.masking.masks import plain_name
 from fastbcd.masking.missed_relus import run_watched, same_outputs
@@ -109,13 +110,6 @@ def convert(
 # ---------------------------------------------------------------------------------- tracing
 
 
-class _Tracer(fx.Tracer):
-    """fx's tracer, with masked activations that are already there as single calls."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, MaskedActivation) or super().is_leaf_module(m, module_qualified_name)
-
-
 def _unwrap(model: nn.Module) -> nn.Module:
     """The network inside DataParallel, DistributedDataParallel and torch.compile."""
     while True:
@@ -127,14 +121,9 @@ def _unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def trace(net: nn.Module) -> fx.Graph:
-    """The graph of a net in eval mode, masked activations as call_module nodes."""
-    return net.graph if isinstance(net, fx.GraphModule) else _Tracer().trace(net)
-
-
 def _trace(twin: nn.Module) -> fx.Graph:
     try:
-        graph = _Tracer().trace(twin)
+        graph = Tracer().trace(twin)
     except Exception as error:  # whatever the model's own forward raises on fx proxies
         place = _innermost_frame(error)
         raise ConversionError(

@@ -18,9 +18,8 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastbcd import ops
-from fastbcd.graph.trace import without_inplace
+from fastbcd.graph.trace import trace, without_inplace
 from fastbcd.masking.activations import MaskedActivation, MaskedPoly
-from fastbcd.masking.convert import trace
 from fastbcd.scoring.folding import folded, scale_and_shift
 
 _ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
