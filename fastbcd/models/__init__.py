@@ -30,8 +30,12 @@ def build(
 ) -> nn.Module:
     """A network by its name; `options` go to the function of that name.
 
+    Every net from here has `net.arch`, a dict of plain values from which `build` makes another.
+
     >>> type(build("resnet20", num_classes=10, image_size=28, in_channels=1, width=4)).__name__
     'ResNet'
+    >>> build(**resnet20(width=4).arch).arch["width"]
+    4
     """
     if name not in _BUILDERS:
         near = get_close_matches(name, NAMES, n=1)

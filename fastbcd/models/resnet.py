@@ -10,6 +10,7 @@ where there is one, is the site `alpha`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -82,6 +83,8 @@ class ResNet(nn.Module):
     ['layer1.0.alpha1', 'layer1.0.alpha2', 'layer2.0.alpha1', 'layer2.0.alpha2']
     """
 
+    arch: dict[str, Any] | None = None  # how a function of fastbcd.models built it
+
     def __init__(
         self,
         widths: Sequence[int],
@@ -144,11 +147,14 @@ def resnet18(
     >>> sum(module.mask.numel() for module in net.modules() if hasattr(module, "mask"))
     491520
     """
+    arch = {"name": "resnet18", **locals()}
     widths = [width, 2 * width, 4 * width, 8 * width]
-    return ResNet(
+    net = ResNet(
         widths, 2, num_classes, image_size, in_channels,
         stem_relu=stem_relu, replacement=replacement,
     )  # fmt: skip
+    net.arch = arch
+    return net
 
 
 def resnet20(
@@ -167,7 +173,10 @@ def resnet20(
     >>> fastbcd.masks(resnet20()).count()
     188416
     """
-    return ResNet(
+    arch = {"name": "resnet20", **locals()}
+    net = ResNet(
         [width, 2 * width, 4 * width], blocks, num_classes, image_size, in_channels,
         stem_relu=True, shortcut="pad", replacement=replacement,
     )  # fmt: skip
+    net.arch = arch
+    return net

@@ -9,6 +9,8 @@ block1.layer.0.alpha1.mask. A final ReLU, where there is one, is the site `alpha
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from fastbcd.models.layers import (
@@ -79,6 +81,8 @@ class WideResNet(nn.Module):
     torch.Size([2, 3])
     """
 
+    arch: dict[str, Any] | None = None  # how a function of fastbcd.models built it
+
     def __init__(
         self,
         depth: int,
@@ -137,7 +141,10 @@ def wide_resnet22_8(
     >>> sum(module.mask.numel() for module in net.modules() if hasattr(module, "mask"))
     1359872
     """
-    return WideResNet(
+    arch = {"name": "wide_resnet22_8", **locals()}
+    net = WideResNet(
         22, factor, num_classes, image_size, in_channels,
         final_relu=final_relu, replacement=replacement,
     )  # fmt: skip
+    net.arch = arch
+    return net

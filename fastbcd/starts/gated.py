@@ -141,7 +141,10 @@ def to_poly(net: nn.Module) -> nn.Module:
             new.coef.copy_(new.coef.new_tensor(IDENTITY)[:, None])
         return new.train(act.training)
 
-    return _replaced(copy.deepcopy(net), poly)
+    result = _replaced(copy.deepcopy(net), poly)
+    if isinstance(getattr(result, "arch", None), dict):
+        result.arch = {**result.arch, "replacement": "poly"}  # type: ignore[assignment, dict-item]
+    return result
 
 
 def _replaced(net: nn.Module, make: Callable[[Any], MaskedActivation]) -> nn.Module:

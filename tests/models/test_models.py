@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -102,6 +105,29 @@ def test_poly_and_widths() -> None:
     acts = [m for m in net.modules() if hasattr(m, "mask")]
     assert len(acts) == 7
     assert all(isinstance(m, MaskedPoly) for m in acts)
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_a_net_records_how_to_build_it(name) -> None:
+    """arch is plain data, survives deepcopy, is not in the state_dict, and rebuilds the net."""
+    extra = {"resnet18": {"stem_relu": True}, "wide_resnet22_8": {"final_relu": True}}.get(name, {})
+    net = small(name, in_channels=2, **extra)
+    arch = json.loads(json.dumps(copy.deepcopy(net).arch))
+    assert arch["name"] == name
+    assert (arch["num_classes"], arch["image_size"], arch["in_channels"]) == (5, 8, 2)
+    assert not any("arch" in key for key in net.state_dict())
+    again = models.build(**arch).eval()
+    again.load_state_dict(net.state_dict())
+    x = torch.randn(2, 2, 8, 8)
+    assert torch.equal(again(x), net(x))
+
+
+def test_to_poly_records_the_other_activation() -> None:
+    net = small("resnet20")
+    poly = fastbcd.to_poly(net)
+    models.build(**poly.arch).load_state_dict(poly.state_dict())
+    assert net.arch["replacement"] == "identity"
+    assert models.ResNet([4], 1, 3, 8).arch is None
 
 
 @pytest.mark.parametrize(
