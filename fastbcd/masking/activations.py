@@ -69,3 +69,13 @@ class MaskedPoly(MaskedActivation):
     def forward(self, x: Tensor) -> Tensor:
         """x [B, *shape] -> [B, *shape]."""
         return ops.masked_poly(x, self.mask, self.coef, trials=False)
+
+
+REPLACEMENTS: dict[str, type[MaskedActivation]] = {"identity": MaskedReLU, "poly": MaskedPoly}
+
+
+def activation_type(replacement: str) -> type[MaskedActivation]:
+    """The activation whose cleared bits give `replacement`, "identity" or "poly"."""
+    if replacement not in REPLACEMENTS:
+        raise ValueError(f"replacement={replacement!r}; choose from {sorted(REPLACEMENTS)}")
+    return REPLACEMENTS[replacement]

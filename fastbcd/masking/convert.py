@@ -19,11 +19,9 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from fastbcd.graph.trace import Tracer
-from fastbcd.masking.activations import MaskedActivation, MaskedPoly, MaskedReLU
+from fastbcd.masking.activations import MaskedActivation, activation_type
 from fastbcd.masking.masks import plain_name
 from fastbcd.masking.missed_relus import run_watched, same_outputs
-
-REPLACEMENTS: dict[str, type[MaskedActivation]] = {"identity": MaskedReLU, "poly": MaskedPoly}
 
 _RELU_FUNCTIONS = {F.relu, F.relu_, torch.relu, torch.relu_}
 _RELU_METHODS = {"relu", "relu_"}
@@ -68,8 +66,7 @@ def convert(
     MaskSet: 3 of 3 ReLUs kept (100.0%), 1 sites
       1                 3          3 of         3  100.0%
     """
-    if replacement not in REPLACEMENTS:
-        raise ValueError(f"replacement={replacement!r}; choose from {sorted(REPLACEMENTS)}")
+    activation = activation_type(replacement)
     if not isinstance(example_input, Tensor) or example_input.ndim < 2:
         raise ValueError("example_input must be a batch, a tensor of at least two dimensions")
     skipped = tuple(skip)
@@ -90,9 +87,9 @@ def convert(
         )
     places = [_place(n, twin, example_input) for n in calls]
     for order, (node, place) in enumerate(zip(calls, places, strict=True)):
-        activation = REPLACEMENTS[replacement](place.shape, device=example_input.device)
-        activation.order = order
-        _mask_call(graph, node, twin, place, activation)
+        masked = activation(place.shape, device=example_input.device)
+        masked.order = order
+        _mask_call(graph, node, twin, place, masked)
     graph.lint()
     net.recompile()
     output, uncaptured = run_watched(net, example_input, _call_name)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from fastbcd.masking.activations import MaskedActivation
-from fastbcd.masking.convert import REPLACEMENTS
+from fastbcd.masking.activations import MaskedActivation, activation_type
 
 
 def activation(channels: int, size: int, replacement: str) -> MaskedActivation:
     """A masked activation for [channels, size, size]; cleared bits give `replacement`."""
-    if replacement not in REPLACEMENTS:
-        raise ValueError(f"replacement={replacement!r}; choose from {sorted(REPLACEMENTS)}")
-    return REPLACEMENTS[replacement]((channels, size, size))
+    return activation_type(replacement)((channels, size, size))
 
 
 def conv3x3(c_in: int, c_out: int, stride: int = 1) -> nn.Conv2d:
