@@ -24,6 +24,7 @@ from fastbcd.masking.masks import (
     masks,
     set_masks,
 )
+from fastbcd.runtime.version import __version__ as __version__
 from fastbcd.scoring.accuracy import accuracy
 from fastbcd.scoring.choose import Choice, choose
 from fastbcd.scoring.score import Scores, score
@@ -35,7 +36,6 @@ from fastbcd.starts.snl import snl
 from fastbcd.training.dense import Trained, train
 from fastbcd.training.finetune import Finetune, Finetuner
 
-__version__ = "0.1.0"
 __all__ = [
     "Adaptive",
     "Choice",
@@ -79,3 +79,8 @@ __all__ = [
     "to_poly",
     "train",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, for tab completion."""
+    return [*(name for name in globals() if name.startswith("__")), *__all__]

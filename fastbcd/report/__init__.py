@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import fastbcd
 from fastbcd.report import (
     contents,
     course,
@@ -26,6 +25,7 @@ from fastbcd.report import (
 from fastbcd.report.contents import Network, Section
 from fastbcd.runs.read import Chain, read
 from fastbcd.runtime.atomic_files import write_atomically
+from fastbcd.runtime.version import __version__
 
 __all__ = ["Network", "published", "write"]
 
@@ -72,7 +72,7 @@ def write(
     others = [c.name for c in chains[1:] if recognising.subject(c, arch, data) != about]
     if others:
         notices.append(f"Not about the same net and data as {chains[0].name}: {', '.join(others)}.")
-    footer = f"fastbcd {fastbcd.__version__}. {PAPER}"
+    footer = f"fastbcd {__version__}. {PAPER}"
     text = page.render(contents.title(chains, about), notices, parts, images, footer)
     for name, content in images.items():
         _save(folder / f"{name}.png", content)

@@ -28,9 +28,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-import fastbcd
 from fastbcd.runtime import ranks
 from fastbcd.runtime.atomic_files import write_atomically
+from fastbcd.runtime.version import __version__
 
 STATES = ("state.safetensors", "state.previous.safetensors", "start.safetensors")
 OWN = ("config.json", "history.jsonl", *STATES)
@@ -132,7 +132,7 @@ class RunDirectory:
                     f"{self.path} holds {stray[0]} but no config.json, so it cannot be told which "
                     f"run that belongs to; name another directory"
                 )
-            written = {"fastbcd": fastbcd.__version__, **config}
+            written = {"fastbcd": __version__, **config}
             text = json.dumps(written, indent=2, ensure_ascii=False) + "\n"
             write_atomically(self.path / "config.json", lambda file: file.write(text.encode()))
         check_same_config(self.path, config)
