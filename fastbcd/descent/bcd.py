@@ -29,7 +29,7 @@ from fastbcd.masking.masks import MaskSet, masks, set_masks
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import RunDirectory, Unsaved, check_resume
 from fastbcd.runtime import ranks
-from fastbcd.runtime.modes import keeping_modes
+from fastbcd.runtime.module_mode import keep_mode
 from fastbcd.scoring.accuracy import accuracy, check_classes
 from fastbcd.scoring.choose import choose
 from fastbcd.scoring.score import check_scorable
@@ -189,7 +189,7 @@ class Descent:
 
     def steps(self) -> Generator[Step, None, None]:
         """Algorithm 1, with the fine-tuning left to whoever goes through the steps."""
-        with closing(self._open()) as run, keeping_modes(self.net), self._bar() as bar:
+        with closing(self._open()) as run, keep_mode(self.net), self._bar() as bar:
             good = self._begin(run, bar)
             try:
                 while masks(self.net).count() > self.search.budget:

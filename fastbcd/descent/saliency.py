@@ -26,7 +26,7 @@ from fastbcd.graph.fuse import fused
 from fastbcd.masking.activations import MaskedActivation, MaskedPoly
 from fastbcd.masking.masks import mask_modules, masks
 from fastbcd.runtime.malloc import kept_memory
-from fastbcd.runtime.modes import evaluating
+from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.ranks import all_sum, rank, world
 from fastbcd.runtime.tf32 import products
 from fastbcd.scoring.accuracy import check_classes, dtype_of
@@ -167,7 +167,7 @@ def _surroundings(net: nn.Module) -> Iterator[None]:
     """Eval mode, float32 that repeats, gradients, memory; everything as it was afterwards."""
     cudnn = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True)
     with ExitStack() as stack:
-        for context in (kept_memory(), cudnn, products(tf32=False), evaluating(net), _frozen(net)):
+        for context in (kept_memory(), cudnn, products(tf32=False), eval_mode(net), _frozen(net)):
             stack.enter_context(context)
         stack.enter_context(torch.enable_grad())
         yield

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fastbcd.data.sources import as_data
 from fastbcd.masking.activations import MaskedPoly
 from fastbcd.masking.masks import mask_modules
-from fastbcd.runtime.modes import evaluating
+from fastbcd.runtime.module_mode import eval_mode
 
 QUANTILES = (0.5, 0.99, 0.999)
 # |z| is counted by the upper 16 bits of its float32: bins of 1/128 of a value or less.
@@ -105,7 +105,7 @@ def activation_ranges(
         for name, module in modules.items()
     ]
     try:
-        with evaluating(net), torch.inference_mode():
+        with eval_mode(net), torch.inference_mode():
             for x, _ in images.batches(batch_size):
                 net(x)
     finally:

@@ -11,7 +11,7 @@ from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data
 from fastbcd.graph.fuse import fused
 from fastbcd.runtime import ranks
-from fastbcd.runtime.modes import evaluating
+from fastbcd.runtime.module_mode import eval_mode
 
 
 def accuracy(net: nn.Module, data: Any, batch_size: int = 500) -> float:
@@ -30,7 +30,7 @@ def accuracy(net: nn.Module, data: Any, batch_size: int = 500) -> float:
     mine = images.shard(ranks.rank(), ranks.world())
     correct = torch.zeros((), dtype=torch.int64, device=images.device)
     model, memory_format = fused(net, train=False)
-    with evaluating(net), torch.inference_mode():
+    with eval_mode(net), torch.inference_mode():
         for x, labels in mine.batches(batch_size, memory_format=memory_format):
             correct += (model.eval()(x).argmax(1) == labels).sum()
     return 100.0 * int(ranks.all_sum(correct)) / len(images)
@@ -41,7 +41,7 @@ def check_classes(net: nn.Module, data: ImageData, who: str) -> int:
     device = device_of(net)
     if device is not None and device != data.device:
         raise ValueError(f"the data is on {data.device} and {who} on {device}; data.to(device)")
-    with evaluating(net), torch.inference_mode():
+    with eval_mode(net), torch.inference_mode():
         logits = net(next(data.batches(1, dtype=dtype_of(net)))[0])
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != 1:
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__

@@ -28,7 +28,7 @@ from fastbcd.masking.masks import (
     masks,
     set_masks,
 )
-from fastbcd.runtime.modes import evaluating
+from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.ranks import (
     all_sum,
     from_first,
@@ -246,7 +246,7 @@ def prepared(
     """
     images = check_scorable(net, data, engine, batch_size, memory)
     before = masks(net).copy()
-    with evaluating(net), products(tf32):
+    with eval_mode(net), products(tf32):
         try:
             with torch.inference_mode():
                 example = next(images.batches(2))[0]

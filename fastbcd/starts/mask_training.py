@@ -33,7 +33,7 @@ from fastbcd.runs.directory import (
     read_state,
 )
 from fastbcd.runtime import ranks
-from fastbcd.runtime.modes import keeping_modes
+from fastbcd.runtime.module_mode import keep_mode
 from fastbcd.scoring.accuracy import accuracy, check_classes
 from fastbcd.starts.overlaps import Overlaps
 from fastbcd.training.finetune import Finetune, Finetuner
@@ -164,7 +164,7 @@ def carry_out(job: Job, make: Callable[[nn.Module], Method]) -> StartingPoint:
     make(job.net)
     ranks.check_same("the weights and masks", given)
     ranks.check_same("the labels", {"labels": job.data.labels})
-    with keeping_modes(job.net), closing(job.open()) as run:
+    with keep_mode(job.net), closing(job.open()) as run:
         try:
             if run.history and run.history[-1].get("phase") == FINAL:
                 assert run.state is not None
