@@ -1,17 +1,17 @@
 """The figures of a report, one function each, to be called within `style()`.
 
-They are made for a phone and for black and white: one column wide, letters large for their width,
-and every line is told from the others by its dashes and its marker, every bar by its width or
-hatching, never by colour alone.
+They are readable on a phone and in black and white: one column wide, with large letters, and
+lines and bars differ in dashes, markers, width or hatching, never in colour alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-from fastbcd.private import Cost
+from fastbcd.masking.masks import MaskSet
+from fastbcd.private.costs import Cost, si
 from fastbcd.report.published import Curve
 from fastbcd.runs.read import Stage
 
@@ -22,7 +22,7 @@ FONT: Any = {
     "hatch.linewidth": 0.6,
 }  # fmt: skip
 
-# marker, dashes, colour; what a method looks like in every figure
+# marker, dashes and colour of a method in every figure
 METHODS: dict[str, tuple[str, Any, str]] = {
     "BCD": ("s", "-", "#0072b2"),
     "SNL": ("x", (0, (1, 1)), "#d55e00"),
@@ -36,7 +36,7 @@ METHODS: dict[str, tuple[str, Any, str]] = {
     "BCD on AutoReP": ("h", (0, (8, 1)), "#56b4e9"),
 }
 OTHER = ("+", ":", "0.4")
-# this report's runs: dashes, filling of the marker
+# dashes and marker filling of this report's runs
 RUNS: tuple[tuple[Any, str], ...] = (
     ("-", "black"), ((0, (5, 1.5)), "white"), ((0, (1, 1)), "0.6"), ((0, (4, 1, 1, 1)), "black"),
 )  # fmt: skip
@@ -45,14 +45,14 @@ PHASES = {"finetune": ("o", "-"), "score": ("s", "--"), "propose": ("^", ":"), "
 
 
 class Line(NamedTuple):
-    """A run's points (ReLUs, percent), or a single one such as the dense net."""
+    """The points (ReLUs, percent) of a run, or a single one such as the dense net."""
 
     label: str
     points: Sequence[tuple[int, float]]
 
 
 def accuracy(
-    runs: Sequence[Line], single: Sequence[Line], published: Sequence[Curve], label: str
+    runs: Sequence[Line], single: Sequence[Line], published: Sequence[Curve], *, label: str
 ) -> Any:
     """Accuracy against ReLU count on a log axis; published curves thin, runs thick and black."""
     figure, axes = canvas(4.0 + 0.2 * ((len(runs) + len(single) + len(published) + 1) // 2))
@@ -77,43 +77,45 @@ def accuracy(
     return figure
 
 
-def distribution(stage: Stage) -> Any:
-    """ReLUs by site: the full net (wide, light), the start (hatched), now (narrow, black)."""
+def sites(stage: Stage) -> Any:
+    """The share of its ReLUs that each site had at the start (hatched) and keeps now (black)."""
     now = stage.start if stage.masks is None else stage.masks
-    sites, places = [s.name for s in now.sites], range(len(now.sites))
-    figure, axes = canvas(1.5 + 0.27 * len(sites))
-    full = [site.numel for site in now.sites]
-    axes.barh(places, full, 0.84, color="0.88", edgecolor="0.6", linewidth=0.6, label="full net")
+    places, full = range(len(now.sites)), [site.numel for site in now.sites]
+    figure, axes = canvas(1.5 + 0.27 * len(places))
+    axes.barh(places, [100] * len(places), 0.84, color="0.88", edgecolor="0.6", linewidth=0.6,
+              label="full net")  # fmt: skip
     if stage.start.count() < stage.start.total:
-        axes.barh(places, stage.start.counts().values(), 0.58, color="white", edgecolor="0.25",
+        axes.barh(places, _shares(stage.start, full), 0.58, color="white", edgecolor="0.25",
                   hatch="/////", linewidth=0.6, label="start")  # fmt: skip
-    axes.barh(places, now.counts().values(), 0.26, color="black", label="now")
-    for place, (n, whole) in enumerate(zip(now.counts().values(), full, strict=True)):
-        axes.annotate(f"{n:,}", (whole, place), (4, 0), textcoords="offset points", va="center",
-                      fontweight="bold" if n == 0 else "normal", fontsize=8)  # fmt: skip
-    axes.set(xscale="log", xlabel="ReLUs (log axis); the number is what is kept now")
-    axes.set_yticks(places, sites)
-    axes.set_xlim(0.8, max(full) * 4)
-    axes.xaxis.set_major_formatter(_thousands)
-    axes.set_ylim(len(sites) - 0.4, -0.6)  # execution order from the top
+    axes.barh(places, _shares(now, full), 0.26, color="black", label="now")
+    for place, (kept, whole) in enumerate(zip(now.counts().values(), full, strict=True)):
+        axes.annotate(f"{kept:,} of {whole:,}", (100, place), (4, 0), textcoords="offset points",
+                      va="center", fontweight="normal" if kept else "bold", fontsize=8)  # fmt: skip
+    axes.set(xlabel="ReLUs kept, % of the site", xlim=(0, 145), xticks=range(0, 101, 20))
+    axes.set_yticks(places, [site.name for site in now.sites])
+    axes.set_ylim(len(places) - 0.4, -0.6)  # execution order from the top
     axes.grid(axis="x", alpha=0.3)
     _legend_below(figure, axes, columns=3)
     return figure
 
 
+def _shares(masks: MaskSet, full: Sequence[int]) -> list[float]:
+    return [100 * kept / n for kept, n in zip(masks.counts().values(), full, strict=True)]
+
+
 def overlaps(bcd: Stage | None, start: Stage | None) -> Any:
-    """How much masks have in common: the paper's score from one to the next, and with the start."""
+    """IoU of masks: the paper's score of consecutive masks, and the overlap with the start."""
     figure, axes = canvas(3.6)
     epochs = consecutive(start)
     if start and epochs:
         x, y = zip(*epochs, strict=True)
         axes.plot(x, y, "x:", color="black", markevery=every(len(x)),
-                  label=f"{start.title}, an epoch and the next: |both| / |smaller|")  # fmt: skip
+                  label=f"{start.title}, consecutive epochs: |both| / |smaller|")  # fmt: skip
     if bcd:
         counts = [bcd.start.count(), *(step["after"] for step in bcd.history)]
         looks = {"markersize": 4.5, "markevery": every(len(counts))}
         axes.plot(counts, [1.0] * len(counts), "o-", color="black", **looks,
-                  label="BCD, any two: |both| / |smaller|")  # fmt: skip
+                  label="BCD, any two masks: |both| / |smaller|")  # fmt: skip
         axes.plot(counts, [n / max(counts[0], 1) for n in counts], "s--", color="0.35", **looks,
                   markerfacecolor="white",
                   label="BCD, with its start: |both| / |either|")  # fmt: skip
@@ -129,18 +131,18 @@ def consecutive(start: Stage | None) -> list[tuple[int, float]]:
     return [(r["count"], r["iou"]) for r in history if r.get("iou") is not None]
 
 
-def hypotheses(bcd: Stage) -> Any:
-    """By step: hypotheses tried, and the accuracy before the removal, after it, and in the end."""
+def steps(bcd: Stage) -> Any:
+    """Hypotheses tried in each step, and accuracy before and after the removal and at the end."""
     figure, (upper, lower) = canvas(5.4, rows=2)
     number = [s["number"] for s in bcd.history]
     for accepted, look, name in (
         (True, {"color": "0.35"}, "one met ADT"),
-        (False, {"facecolor": "white", "edgecolor": "black", "hatch": "/////"}, "none did: best"),
+        (False, {"facecolor": "white", "edgecolor": "black", "hatch": "/////"}, "none did"),
     ):
-        steps = [s for s in bcd.history if s["accepted"] is accepted]
-        if steps:
-            upper.bar([s["number"] for s in steps], [s["tried"] for s in steps], 0.8, linewidth=0.6,
-                      label=name, **look)  # fmt: skip
+        chosen = [s for s in bcd.history if s["accepted"] is accepted]
+        if chosen:
+            upper.bar([s["number"] for s in chosen], [s["tried"] for s in chosen], 0.8,
+                      linewidth=0.6, label=name, **look)  # fmt: skip
     upper.set(ylabel="hypotheses tried", ylim=(0, 1.3 * max(s["tried"] for s in bcd.history)))
     upper.legend(loc="upper right", ncols=2, frameon=False)
     looks = {"marker": "o", "markersize": 4, "markevery": every(len(number)), "color": "black"}
@@ -162,7 +164,7 @@ def hypotheses(bcd: Stage) -> Any:
 
 
 def times(bcd: Stage) -> Any:
-    """Seconds by phase: in all, and step by step on a log axis."""
+    """Seconds by phase: in all, and in each step on a log axis."""
     figure, (upper, lower) = canvas(5.2, rows=2, heights=(1, 1.5))
     spent = dict(sorted(bcd.seconds().items(), key=lambda item: -item[1]))
     whole = sum(spent.values()) or 1.0
@@ -185,43 +187,45 @@ def times(bcd: Stage) -> Any:
     return figure
 
 
-def costs(found: Mapping[str, Sequence[Cost]], units: Callable[[float | None, str], str]) -> Any:
-    """Seconds of private inference by protocol, one bar for each of the named masks.
+def costs(found: Mapping[str, Sequence[Cost]]) -> Any:
+    """Seconds of private inference by protocol, one mark for each of the named masks.
 
-    found: the same protocols in the same order for all. units(value, "s") is a value with its unit.
+    found: costs under the same protocols in the same order for all masks.
     """
     protocols = [cost.protocol.name for cost in next(iter(found.values()))]
     figure, axes = canvas(1.3 + 0.9 * len(protocols))
     known = [cost.known_seconds for several in found.values() for cost in several]
-    left = max(min(known), max(known) / 1e6) / 3  # nothing at all has no place on a log axis
-    looks: list[dict[str, str]] = [
-        {"color": "0.88", "edgecolor": "0.5"},
-        {"color": "white", "edgecolor": "0.25", "hatch": "/////"},
-        {"color": "black"},
-    ]
-    height = 0.84 / len(found)
+    left = max(min(known), max(known) / 1e6) / 3  # 0 has no place on a log axis
+    marks = {"full net": ("s", "0.88"), "start": ("D", "white"), "now": ("o", "black")}
     for row, (name, several) in enumerate(found.items()):
-        look = looks[row if len(found) == 3 else 2 * row]
-        places = [p + (row - (len(found) - 1) / 2) * height for p in range(len(protocols))]
+        marker, filling = marks[name]
+        shift = (row - (len(found) - 1) / 2) * 0.84 / len(found)
+        places = [place + shift for place in range(len(protocols))]
         seconds = [max(cost.known_seconds, left) for cost in several]
-        axes.barh(places, seconds, 0.9 * height, linewidth=0.6, label=name, **look)
+        axes.plot(seconds, places, marker=marker, linestyle="none", color="black", markersize=7,
+                  markerfacecolor=filling, label=name)  # fmt: skip
         for place, x, cost in zip(places, seconds, several, strict=True):
-            least = "" if cost.seconds is not None else "≥ "
-            text = f" {least}{units(cost.known_seconds, 's')}, {units(cost.bytes, 'B')}"
-            axes.annotate(text, (x, place), va="center", fontsize=8)
+            text = f"{seconds_text(cost)}, {si(cost.bytes, 'B')}"
+            axes.annotate(text, (x, place), (8, 0), textcoords="offset points", va="center",
+                          fontsize=8)  # fmt: skip
     axes.set(xscale="log", xlim=(left, max(known) * 150), xlabel="seconds (log axis), and bytes")
     axes.set_yticks(range(len(protocols)), protocols)
-    axes.invert_yaxis()
+    axes.set_ylim(len(protocols) - 0.5, -0.5)
     axes.grid(axis="x", alpha=0.3)
     _legend_below(figure, axes, columns=3)
     return figure
+
+
+def seconds_text(cost: Cost) -> str:
+    """The seconds of a cost, with ≥ if a part of them is unknown."""
+    return ("" if cost.seconds is not None else "≥ ") + si(cost.known_seconds, "s")
 
 
 # ------------------------------------------------------------------------------- shared
 
 
 def style() -> AbstractContextManager[None]:
-    """The look of everything drawn within; ImportError says how to get matplotlib."""
+    """The settings for drawing; ImportError says how to install matplotlib."""
     try:
         import matplotlib
     except ImportError as error:
@@ -240,7 +244,7 @@ def canvas(height: float, rows: int = 1, heights: Sequence[float] | None = None)
 
 
 def relu_axis(axes: Any) -> None:
-    """ReLUs on a log axis, labelled 500, 6K, 100K; with a place for 0 if there is a 0."""
+    """ReLUs on a log axis, labelled 500, 6K, 100K; linear near 0 if there is a 0."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     if axes.dataLim.x0 <= 0:
@@ -256,7 +260,7 @@ def relu_axis(axes: Any) -> None:
 
 
 def every(points: int, most: int = 12) -> list[int]:
-    """Which points get a marker, the first and the last among them, so that lines stay lines.
+    """The points that get a marker, at most `most`, with the first and the last.
 
     >>> every(5), every(850, most=3)
     ([0, 1, 2, 3, 4], [0, 424, 849])

@@ -1,4 +1,4 @@
-"""The page: sections as one HTML file that asks for nothing outside itself, not even by script."""
+"""The page: sections as one HTML file that loads nothing and contains no script."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import base64
 from collections.abc import Sequence
 from html import escape
 
-from fastbcd.report.contents import Section, Table
+from fastbcd.report.sections import Section, Table
 
-# Black on white, one column on a phone and two where there is room; tables scroll on their own.
+# One column on a phone, two on a wide screen; wide sections take both; tables scroll by themselves.
 CSS = """
 :root { color-scheme: light; }
 * { box-sizing: border-box; }
@@ -24,6 +24,7 @@ p { margin: 0 0 .7rem; }
 .cards { columns: 2 430px; column-gap: 1rem; }
 section { background: #fff; border: 1px solid #d5d5d0; border-radius: 6px; padding: 1rem;
   margin-bottom: 1rem; break-inside: avoid; }
+section.wide { column-span: all; }
 section > p { color: #404040; font-size: .93rem; }
 img { display: block; width: 100%; max-width: 640px; height: auto; margin: 0 auto; }
 .scroll { overflow: auto; margin-top: .4rem; }
@@ -47,13 +48,14 @@ def render(
     title: str,
     notices: Sequence[str],
     parts: Sequence[tuple[str, Sequence[Section]]],
+    *,
     images: dict[str, bytes],
     footer: str,
 ) -> str:
-    """The whole page.
+    """The HTML text.
 
-    notices: what to say before all else. parts: a heading ("" for none) and its sections.
-    images: PNG files by the names of the sections' pictures.
+    notices: sentences above all sections. parts: a heading ("" for none) and its sections.
+    images: PNG files by the names of the pictures.
     """
     body = [f"<h1>{escape(title)}</h1>"]
     body += [f'<p class="open">{escape(text)}</p>' for text in notices]
@@ -81,11 +83,12 @@ def _section(section: Section, images: dict[str, bytes]) -> str:
         alt = escape(section.picture.alt, quote=True)
         parts.append(f'<img alt="{alt}" src="data:image/png;base64,{data}">')
     parts += [_table(table) for table in section.tables]
-    return "<section>\n" + "\n".join(parts) + "\n</section>"
+    kind = ' class="wide"' if section.wide else ""
+    return f"<section{kind}>\n" + "\n".join(parts) + "\n</section>"
 
 
 def _table(table: Table) -> str:
-    """Columns of words are set to the left and may wrap."""
+    """Columns of words are aligned to the left and may wrap."""
     words = [_is_text([row[i] for row in table.rows]) for i in range(len(table.head))]
     mark = [' class="text"' if w else "" for w in words]
     head = "".join(f"<th{m}>{escape(c)}</th>" for m, c in zip(mark, table.head, strict=True))
@@ -106,7 +109,7 @@ def _table(table: Table) -> str:
 
 def _is_text(cells: list[str]) -> bool:
     """
-    >>> _is_text(["12 ReLUs at most, say", "4"]), _is_text(["1,200", "87.4 MB"])
+    >>> _is_text(["at most 12 ReLUs", "4"]), _is_text(["1,200", "87.4 MB"])
     (True, False)
     """
     return any(len(cell) > 14 and " " in cell for cell in cells)

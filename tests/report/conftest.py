@@ -11,6 +11,7 @@ import torch
 
 import fastbcd
 from fastbcd import report
+from fastbcd.report import writer
 from helpers.report_pages import PNG, Page, large_run
 from helpers.run_cases import small_net, small_run
 
@@ -28,7 +29,7 @@ def quick(request, monkeypatch) -> None:
         return PNG + repr([(a.get_xlabel(), a.get_ylabel()) for a in figure.axes]).encode()
 
     if "drawn" not in request.fixturenames:
-        monkeypatch.setattr(report, "_png", stand_in)
+        monkeypatch.setattr(writer, "_png", stand_in)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import torch
 
 import fastbcd
 from fastbcd import report
-from fastbcd.report import course, published, recognising
+from fastbcd.report import published, sections, subject
 from fastbcd.runs.read import read
 from helpers.report_pages import Page, large_run, records
 from helpers.run_cases import small_run
@@ -24,7 +24,7 @@ def test_a_finished_run(finished) -> None:
     assert stage.start.count() == 98
     assert stage.history == records(finished)
     assert chain.curve() == [(r["after"], r["test_accuracy"]) for r in records(finished)]
-    assert course.unfinished(chain) is None
+    assert sections.unfinished(chain) is None
 
 
 def test_an_unfinished_run(cut_short) -> None:
@@ -32,7 +32,7 @@ def test_an_unfinished_run(cut_short) -> None:
     stage = chain.bcd
     assert stage is not None
     assert (stage.done, stage.count, len(stage.history), stage.steps_to_go()) == (False, 58, 2, 3)
-    said = course.unfinished(chain) or ""
+    said = sections.unfinished(chain) or ""
     assert "cut is not finished: step 2 of about 5, 58 ReLUs left on the way to 8." in said
 
 
@@ -114,12 +114,12 @@ def test_masks_of_another_run_are_refused(finished, tmp_path) -> None:
 )
 def test_net_and_data_are_recognised(arch, classes, images, size, data, tmp_path) -> None:
     place = large_run(tmp_path / "run", arch, classes, images, size)
-    assert recognising.subject(read(place)) == (arch, data)
+    assert subject.subject(read(place)) == (arch, data)
 
 
 def test_an_own_net_is_not_taken_for_a_known_one(finished) -> None:
-    assert recognising.subject(read(finished)) == (None, None)
-    named = recognising.subject(read(finished), "resnet18", "cifar10")
+    assert subject.subject(read(finished)) == (None, None)
+    named = subject.subject(read(finished), "resnet18", "cifar10")
     assert named == ("resnet18", "cifar10")
 
 
@@ -141,7 +141,7 @@ def test_published_curves_of_the_right_net(resnet18, page_of) -> None:
 
 def test_published_curves_by_name(finished, page_of) -> None:
     page, _ = page_of(finished)
-    assert "Nothing published stands beside it" in page.text
+    assert "No published curve is drawn" in page.text
     page, _ = page_of(finished, arch="wide_resnet22_8", data="cifar10")
     assert "Wide-ResNet-22-8 on CIFAR-10" in page.text
     assert ["SNL", "50,000", "92.85", "Table 3"] in page.rows

@@ -14,11 +14,12 @@ import torch
 
 from fastbcd import models, recipes
 from fastbcd.masking.masks import masks
+from fastbcd.report import published
 from fastbcd.runs.read import Chain
 
-NAMES = {"resnet18": "ResNet18", "resnet20": "ResNet-20", "wide_resnet22_8": "Wide-ResNet-22-8",
-         "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tiny-imagenet": "Tiny ImageNet",
-         "fashion-mnist-mini": "Fashion-MNIST, small"}  # fmt: skip
+TITLES = {"resnet18": "ResNet18", "resnet20": "ResNet-20", "wide_resnet22_8": "Wide-ResNet-22-8",
+          "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tiny-imagenet": "Tiny ImageNet",
+          "fashion-mnist-mini": "Fashion-MNIST, small"}  # fmt: skip
 _MARK = re.compile(r"ImageData\((\d+) × (\d+)×(\d+)×(\d+) \w+, (\d+) classes")
 
 
@@ -39,8 +40,22 @@ class Subject(NamedTuple):
     data: str | None
 
     def __str__(self) -> str:
-        net = NAMES.get(self.arch or "", self.arch or "a net")
-        return f"{net} on {NAMES.get(self.data or '', self.data or 'images')}"
+        return f"{title_of(self.arch, 'a net')} on {title_of(self.data, 'images')}"
+
+    def curves(self, metric: str) -> list[published.Curve]:
+        """The published curves for this net and data set; none if one of them is not known."""
+        if self.arch is None or self.data is None:
+            return []
+        return published.curves(self.arch, self.data, metric)
+
+
+def title_of(name: str | None, otherwise: str = "not named by the run") -> str:
+    """The usual spelling of a net's or data set's name.
+
+    >>> title_of("wide_resnet22_8"), title_of("mine"), title_of(None)
+    ('Wide-ResNet-22-8', 'mine', 'not named by the run')
+    """
+    return TITLES.get(name, name) if name else otherwise
 
 
 def subject(chain: Chain, arch: str | None = None, data: str | None = None) -> Subject:

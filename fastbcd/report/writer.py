@@ -1,0 +1,117 @@
+"""write: reads runs, makes the sections, and writes the page and its figures.
+
+The page is one HTML file that contains its figures and loads nothing else. The same run gives the
+same bytes. A run that is not finished, or is being written, is read as of its last finished step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastbcd.report import figures, page, sections
+from fastbcd.report.sections import Network
+from fastbcd.report.subject import subject
+from fastbcd.runs.read import Chain, read
+from fastbcd.runtime.atomic_files import write_atomically
+from fastbcd.runtime.version import __version__
+
+PAGE = "report.html"
+PAPER = "Published curves: Coordinate Descent for Network Linearization."
+
+
+def write(
+    runs: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    arch: str | None = None,
+    data: str | None = None,
+    baseline: float | None = None,
+    network: Network | None = None,
+) -> Path:
+    """Write the report on some runs into the folder `out`; returns the path of the page.
+
+    Args:
+        runs: run directories of bcd, train, snl or autorep, or a recipe's folder with its stages;
+            the first one decides which published curves are drawn.
+        arch, data: names of the net and the data set, if the run did not record them.
+        baseline: test accuracy of the dense net in percent, if none of the runs has it.
+        network: bandwidth and round trip for the cost of private inference; 1 Gbit/s, 1 ms.
+
+    >>> write(["runs/15k"], "runs/15k/report")  # doctest: +SKIP
+    PosixPath('runs/15k/report/report.html')
+    """
+    if not runs:
+        raise ValueError("name at least one run directory")
+    if baseline is not None and not 0 < baseline <= 100:
+        raise ValueError(f"baseline={baseline}; give a test accuracy in percent, above 0")
+    with figures.style():
+        found = _distinct([read(run) for run in runs])
+        about = subject(found[0], arch, data)
+        shared = [
+            sections.accuracy(found, about),
+            sections.relative(found, about, baseline),
+            sections.summary(found, about, baseline),
+            sections.between(found),
+        ]
+        parts = [("", [section for section in shared if section])]
+        for number, run in enumerate(found, 1):
+            one = len(found) == 1
+            own = sections.of_run(run, network or Network(), prefix="" if one else f"{number}-")
+            parts.append(("" if one else run.name, own))
+        folder = _writable(Path(out))
+        pictures = [s.picture for _, several in parts for s in several if s.picture]
+        images = {picture.name: _png(picture.figure) for picture in pictures}
+    notices = [text for run in found if (text := sections.unfinished(run))]
+    others = [run.name for run in found[1:] if subject(run, arch, data) != about]
+    if others:
+        notices.append(f"Another net or data set than {found[0].name}: {', '.join(others)}.")
+    text = page.render(
+        sections.title(found, about), notices, parts, images=images,
+        footer=f"fastbcd {__version__}. {PAPER}",
+    )  # fmt: skip
+    files = {PAGE: text.encode(), **{f"{name}.png": png for name, png in images.items()}}
+    for name, content in files.items():
+        write_atomically(folder / name, partial(_put, content))
+    return folder / PAGE
+
+
+def _distinct(runs: list[Chain]) -> list[Chain]:
+    """Runs of the same name get a number."""
+    names = [run.name for run in runs]
+    return [
+        run
+        if names.count(run.name) == 1
+        else dataclasses.replace(run, name=f"{run.name} ({names[: place + 1].count(run.name)})")
+        for place, run in enumerate(runs)
+    ]
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, created if needed; an error if nothing can be written there."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file; name a folder for the page and its figures")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (probe := folder / ".probe").touch()
+        probe.unlink()
+    except OSError as error:
+        raise OSError(
+            error.errno, f"cannot write into {folder}: {error.strerror}; name another folder"
+        ) from error
+    return folder
+
+
+def _put(content: bytes, file: Any) -> None:
+    file.write(content)
+
+
+def _png(figure: Any) -> bytes:
+    content = io.BytesIO()
+    figure.savefig(content, format="png", metadata={"Software": None})
+    return content.getvalue()
