@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> None:
     kept = read_kept(options.source)
     costs = [
-        private.cost(kept.masks, name, options.bandwidth, options.rtt, poly=kept.poly)
+        private.cost(kept.masks, name, bandwidth=options.bandwidth, rtt=options.rtt, poly=kept.poly)
         for name in options.protocol
     ]
     if options.json:

@@ -1,9 +1,9 @@
-"""Private inference: what a network's kept ReLUs cost, and the network in the form that pays it.
+"""Private inference: the cost of the ReLUs kept, and nets that evaluate only those.
 
 cost = fastbcd.private.cost(fastbcd.masks(net), "crypten", bandwidth=1e9, rtt=1e-3)
 small = fastbcd.private.gather_form(net)                # evaluates exactly the kept ReLUs
 fastbcd.private.export(small, images, "net.onnx")       # or .pt2
-fastbcd.private.activation_ranges(net, data)            # what a fixed-point format must hold
+fastbcd.private.activation_ranges(net, data)            # values that a fixed-point format must hold
 """
 
 from fastbcd.private.costs import Cost, SiteCost, cost

@@ -1,4 +1,4 @@
-"""cost: bytes, rounds and seconds that the kept ReLUs take in private inference of one image.
+"""cost: bytes, rounds and seconds of the activations of one image in private inference.
 
 For a site that keeps n ReLUs and has s squares (removed ReLUs that became quadratics):
 
@@ -6,9 +6,9 @@ For a site that keeps n ReLUs and has s squares (removed ReLUs that became quadr
     rounds  = [n > 0] * relu_rounds + [s > 0] * square_rounds
     seconds = n * relu_seconds + s * square_seconds  +  8 * bytes / bandwidth  +  rounds * rtt
 
-and in all the sum over the sites, with the protocol's set-up. Linear layers are not in it: they
-cost the same whatever the masks. Traffic is linear in the ReLUs kept, rounds go by how many sites
-keep any; so an emptied site is listed with the rounds that it saves.
+The total is the sum over the sites plus the protocol's set-up. Linear layers are not included:
+they cost the same for all masks. Bytes grow with the ReLUs kept, rounds with the sites that keep
+any, so an emptied site is listed with the rounds that it saves.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fastbcd.masking.activations import MaskedPoly
 from fastbcd.masking.masks import MaskSet, mask_modules, masks
 from fastbcd.private.protocols import Protocol, find_protocol
 
-LAN_BANDWIDTH, LAN_RTT = 1e9, 1e-3  # bits a second, seconds
+LAN_BANDWIDTH, LAN_RTT = 1e9, 1e-3  # bits per second, seconds
 
 
 @dataclass(frozen=True)
 class SiteCost:
-    """One site. None: the protocol's figure is not known.
+    """The cost of one site. None: a value of the protocol is unknown.
 
     >>> site = cost(fastbcd.MaskSet.full({"a": (16, 8, 8)}), "crypten").sites[0]
     >>> site.relus, site.bytes, site.rounds
@@ -42,8 +42,8 @@ class SiteCost:
     squares: int
     bytes: float | None
     rounds: float | None
-    saved_rounds: float | None  # by keeping no ReLU; 0 for a site that keeps any
-    compute: float | None  # seconds, as are the next two
+    saved_rounds: float | None  # of a site that keeps no ReLU; 0 for the others
+    compute: float | None  # seconds, as the next two
     transfer: float | None
     latency: float | None
 
@@ -55,9 +55,9 @@ class SiteCost:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost by site and in all; prints itself as a table.
+    """The cost of each site and in total; `str` gives a table.
 
-    A total is None as soon as one site's is; `known_seconds` adds up what is known.
+    A total is None if the value of one site is; `known_seconds` is the sum of what is known.
 
     >>> c = cost(fastbcd.MaskSet.full({"a": (16, 8, 8)}), "spu-semi2k", bandwidth=1e9)
     >>> c.bytes, c.rounds, round(c.known_seconds, 4)
@@ -65,19 +65,16 @@ class Cost:
     """
 
     protocol: Protocol
-    bandwidth: float  # bits a second
+    bandwidth: float  # bits per second
     rtt: float  # seconds
     sites: tuple[SiteCost, ...]
 
     @property
     def total(self) -> SiteCost:
-        """The sites added up, without the set-up."""
-        added = {
-            f.name: _sum([getattr(s, f.name) for s in self.sites])
-            for f in fields(SiteCost)
-            if f.name != "name"
-        }
-        return SiteCost("total", **added)  # type: ignore[arg-type]
+        """The sum of the sites, without the set-up."""
+        names = [f.name for f in fields(SiteCost)[1:]]
+        sums = {name: _sum([getattr(s, name) for s in self.sites]) for name in names}
+        return SiteCost("total", **sums)  # type: ignore[arg-type]
 
     @property
     def relus(self) -> int:
@@ -86,17 +83,17 @@ class Cost:
 
     @property
     def bytes(self) -> float | None:
-        """Sent both ways together."""
+        """Bytes sent, both directions together."""
         return self.total.bytes
 
     @property
     def rounds(self) -> float | None:
-        """Of all sites, one after the other."""
+        """Rounds of all sites, one after the other."""
         return self.total.rounds
 
     @property
     def saved_rounds(self) -> float | None:
-        """Rounds that the emptied sites save."""
+        """Rounds saved by the emptied sites."""
         return self.total.saved_rounds
 
     @property
@@ -116,12 +113,12 @@ class Cost:
 
     @property
     def known_seconds(self) -> float:
-        """The same without the terms that are not known: a lower bound."""
+        """`seconds` without the unknown terms: a lower bound."""
         terms = [self.setup, *(t for s in self.sites for t in (s.compute, s.transfer, s.latency))]
         return sum(t for t in terms if t is not None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON; None where a figure is not known."""
+        """All values, ready for JSON; None where a value is unknown."""
         times = {"setup": self.setup, "seconds": self.seconds, "known_seconds": self.known_seconds}
         return {
             "protocol": self.protocol.name,
@@ -134,66 +131,53 @@ class Cost:
         }
 
     def __str__(self) -> str:
-        return "\n".join([self._head(), *self._table(), *self._emptied(), *self._sources()])
-
-    def _head(self) -> str:
-        return (
-            f"{self.protocol.name}, {si(self.bandwidth, 'bit/s')}, round trip "
-            f"{si(self.rtt, 's')}: {self.relus:,} ReLUs, the activations of one image"
-        )
-
-    def _table(self) -> list[str]:
         total = self.total
         names = ["ReLUs", "of", "squares", "bytes", "rounds", "compute", "transfer", "latency",
                  "seconds"]  # fmt: skip
         rows = [["site", *names], *map(_cells, self.sites), _cells(total)]
         rows[-1][-1] = si(self.seconds, "s")  # with the set-up
+        constants = self.protocol.constants()
         if not total.squares:
             rows = [row[:3] + row[4:] for row in rows]
+            constants = {k: c for k, c in constants.items() if not k.startswith("square")}
         width = max(len(row[0]) for row in rows)
-        lines = [f"  {row[0]:<{width}}" + "".join(f"{c:>11}" for c in row[1:]) for row in rows]
+        lines = [
+            f"{self.protocol.name}, {si(self.bandwidth, 'bit/s')}, round trip "
+            f"{si(self.rtt, 's')}: {self.relus:,} ReLUs, the activations of one image",
+            *(f"  {row[0]:<{width}}" + "".join(f"{c:>11}" for c in row[1:]) for row in rows),
+        ]
         if self.setup:
             lines.append(f"  {si(self.setup, 's')} of the total is set-up")
         if self.seconds is None:
             lines.append(f"  at least {si(self.known_seconds, 's')}: the rest is unknown")
-        return lines
-
-    def _emptied(self) -> list[str]:
-        if not self.emptied:
-            return []
-        saved = _number(self.saved_rounds)
-        lines = [f"  {len(self.emptied)} emptied sites save {saved} rounds:"]
-        return lines + [f"    {s.name}  {_number(s.saved_rounds)} rounds" for s in self.emptied]
-
-    def _sources(self) -> list[str]:
-        used = {
-            name: constant
-            for name, constant in self.protocol.constants().items()
-            if self.total.squares or not name.startswith("square")
-        }
-        width = max(map(len, used))
-        return ["  sources:", *(f"    {name:<{width}}  {c}" for name, c in used.items())]
+        if self.emptied:
+            saved = _number(self.saved_rounds)
+            lines.append(f"  {len(self.emptied)} emptied sites save {saved} rounds:")
+            lines += [f"    {s.name}  {_number(s.saved_rounds)} rounds" for s in self.emptied]
+        width = max(map(len, constants))
+        lines += ["  sources:", *(f"    {k:<{width}}  {c}" for k, c in constants.items())]
+        return "\n".join(lines)
 
 
 def cost(
     masks: MaskSet | nn.Module,
     protocol: str | Protocol = "crypten",
+    *,
     bandwidth: float = LAN_BANDWIDTH,
     rtt: float = LAN_RTT,
-    *,
     poly: Collection[str] = (),
 ) -> Cost:
-    """What the activations of one image cost in private inference.
+    """The cost of the activations of one image in private inference.
 
-    cost = Σ_sites [n>0]·rounds·RTT + bytes/bandwidth + compute, term by term above. A round counts
-    as a whole RTT, which is an upper bound where both parties send at the same time.
+    A round counts as a whole round trip, which is an upper bound where both parties send at the
+    same time.
 
     Args:
-        masks: the ReLUs kept; a net also says which of its sites are quadratics.
+        masks: the ReLUs kept, or a net with masks.
         protocol: "delphi-gc", "crypten", "spu-semi2k", "spu-cheetah" or a `Protocol`.
-        bandwidth: bits a second, of both directions together.
-        rtt: seconds.
-        poly: names of the sites whose removed ReLUs are quadratics, for masks without their net.
+        bandwidth: bits per second, both directions together.
+        rtt: round trip in seconds.
+        poly: names of the sites whose removed ReLUs are quadratics, if `masks` is not a net.
 
     >>> masks = fastbcd.MaskSet.full({"a": (16, 8, 8), "b": (10,)}).without(range(1024, 1034))
     >>> c = cost(masks, "crypten", bandwidth=1e9, rtt=1e-3)
@@ -203,13 +187,14 @@ def cost(
     kept, quadratic = _sites(masks, poly)
     chosen = find_protocol(protocol)
     if not (isinstance(bandwidth, int | float) and bandwidth > 0):
-        raise ValueError(f"bandwidth={bandwidth!r}; give bits a second, more than 0")
+        raise ValueError(f"bandwidth={bandwidth!r}; give bits per second, above 0")
     if not (isinstance(rtt, int | float) and 0 <= rtt < math.inf):
         raise ValueError(f"rtt={rtt!r}; give the round trip in seconds, 0 or more")
-    counts = kept.counts()
     sites = [
-        _site(chosen, s.name, s.numel, counts[s.name], s.name in quadratic, bandwidth, rtt)
-        for s in kept.sites
+        _site(
+            chosen, s.name, s.numel, relus=n, poly=s.name in quadratic, bandwidth=bandwidth, rtt=rtt
+        )
+        for s, n in zip(kept.sites, kept.counts().values(), strict=True)
     ]
     return Cost(chosen, float(bandwidth), float(rtt), tuple(sites))
 
@@ -217,7 +202,7 @@ def cost(
 def _sites(given: MaskSet | nn.Module, poly: Collection[str]) -> tuple[MaskSet, set[str]]:
     if isinstance(given, nn.Module):
         if poly:
-            raise ValueError("poly= is for masks without their net; this net says it itself")
+            raise ValueError("poly= is for masks without a net; leave it out")
         found = mask_modules(given)
         return masks(given), {name for name, m in found.items() if isinstance(m, MaskedPoly)}
     if not isinstance(given, MaskSet):
@@ -229,14 +214,12 @@ def _sites(given: MaskSet | nn.Module, poly: Collection[str]) -> tuple[MaskSet, 
 
 
 def _site(
-    p: Protocol, name: str, units: int, relus: int, poly: bool, bandwidth: float, rtt: float
+    p: Protocol, name: str, units: int, *, relus: int, poly: bool, bandwidth: float, rtt: float
 ) -> SiteCost:
     squares = units - relus if poly else 0
     size = _sum([_times(relus, p.relu_bytes.value), _times(squares, p.square_bytes.value)])
-    rounds = _sum([
-        _times(int(relus > 0), p.relu_rounds.value),
-        _times(int(squares > 0), p.square_rounds.value),
-    ])  # fmt: skip
+    rounds = _sum([_times(relus > 0, p.relu_rounds.value),
+                   _times(squares > 0, p.square_rounds.value)])  # fmt: skip
     compute = _sum([_times(relus, p.relu_seconds.value), _times(squares, p.square_seconds.value)])
     return SiteCost(
         name, units, relus, squares, size, rounds, 0 if relus else p.relu_rounds.value, compute,
@@ -245,16 +228,15 @@ def _site(
 
 
 def _times(count: int, value: float | None) -> float | None:
-    """Nothing of something unknown costs nothing."""
+    """count * value; 0 for a count of 0 even if the value is unknown."""
     if count == 0:
         return 0.0
     return None if value is None else float(count * value)
 
 
 def _sum(terms: list[float | None]) -> float | None:
-    """The sum, or None if a term is not known."""
-    known = [t for t in terms if t is not None]
-    return sum(known) if len(known) == len(terms) else None
+    """The sum; None if a term is unknown."""
+    return None if None in terms else sum(t for t in terms if t is not None)
 
 
 def _cells(site: SiteCost) -> list[str]:
@@ -270,7 +252,7 @@ def _number(value: float | None) -> str:
 
 
 def si(value: float | None, unit: str) -> str:
-    """A value in three digits with its prefix.
+    """A value with three digits and a unit prefix.
 
     >>> si(87_425_024, "B"), si(2.2e-6, "s"), si(0, "s"), si(None, "s")
     ('87.4 MB', '2.20 µs', '0 s', 'unknown')

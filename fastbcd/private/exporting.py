@@ -1,10 +1,10 @@
-"""export: the gather form of a network as a file for other programs, .pt2 or .onnx.
+"""export: the gather form of a net as a file for other programs.
 
     .pt2   torch.export; torch.export.load(path).module()(images)
     .onnx  torch.onnx.export; needs the packages onnx and onnxscript: pip install fastbcd[onnx]
 
-The batch is free in both. What was written is read again and compared with the net on the example;
-for .onnx that takes onnxruntime, and is said to be left out where it is missing.
+Both accept any batch size. The file is read back and its logits on the example are compared with
+the net's; for .onnx this needs onnxruntime.
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ from fastbcd.masking.activations import MaskedActivation
 from fastbcd.private.gathering import gather_form
 from fastbcd.runtime.atomic_files import write_atomically
 
-FORMATS = (".pt2", ".onnx")
-# Another program may add up a convolution in another order.
-TOLERANCE = 1e-4
+TOLERANCE = 1e-4  # another program may sum a convolution in another order
 
 
 def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> float | None:
-    """Write the net's gather form, in eval mode, to path: .pt2 or .onnx, by its ending.
+    """Write the net's gather form, in eval mode, to path, which ends in .pt2 or .onnx.
 
     Args:
-        net: with masks, or in gather form already; it is not changed.
-        example: a batch of at least two, [B, ...]. The file takes any batch.
+        net: with masks, or already in gather form; it is not changed.
+        example: a batch of two or more images.
 
     Returns the largest difference between the logits of the file and of the net on the example,
-    relative to the largest logit; None if there is nothing here to run an .onnx file with.
+    relative to the largest logit; None if the file was not compared (.onnx without onnxruntime).
 
     >>> import tempfile
     >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3), nn.Linear(3, 2))
@@ -45,14 +43,14 @@ def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> flo
     True
     """
     path = Path(path)
-    if path.suffix not in FORMATS:
-        raise ValueError(f"{path} must end in {' or '.join(FORMATS)}, which says what to write")
+    if path.suffix not in _FORMATS:
+        raise ValueError(f"{path} must end in {' or '.join(_FORMATS)}")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} into")
     if len(example) < 2:
         raise ValueError(
-            f"example has a batch of {len(example)}; give two or more, since torch.export takes a "
-            f"batch of one for a constant"
+            f"example has a batch of {len(example)}; give two or more images, since torch.export "
+            f"treats a batch of one as a constant"
         )
     if path.suffix == ".onnx":
         _need("onnx", "onnxscript")
@@ -62,11 +60,11 @@ def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> flo
         logits = model(example)
         if not bool(logits.isfinite().all()):
             raise ValueError(
-                "the net's own logits on the example are not finite, so that the file could not be "
+                "the net's own logits on the example are not finite, so the file could not be "
                 "checked: give images like those of its data, and see activation_ranges"
             )
         program = _program(model, example)
-        write, run = _WRITERS[path.suffix]
+        write, run = _FORMATS[path.suffix]
         write_atomically(path, lambda file: write(program, file))
         found = run(path, example)
     if found is None:
@@ -75,8 +73,8 @@ def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> flo
     if difference > TOLERANCE or not bool(found.isfinite().all()):
         path.unlink()
         raise RuntimeError(
-            f"{path} gave other logits than the net, they differ by {difference:.2g} of the "
-            f"largest: it was deleted; please report this with the net"
+            f"{path} gave other logits than the net, by {difference:.2g} of the largest, and was "
+            f"deleted; please report this with the net"
         )
     return difference
 
@@ -89,7 +87,7 @@ def _program(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
         first = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"torch.export cannot take {type(model).__name__} ({first}): its forward must not "
-            f"decide by the values of tensors; fastbcd.convert it, or rewrite that branch"
+            f"branch on the values of tensors; fastbcd.convert it, or rewrite that branch"
         ) from error
 
 
@@ -114,7 +112,7 @@ def _run_onnx(path: Path, example: Tensor) -> Tensor | None:
     return torch.from_numpy(session.run(None, inputs)[0]).to(example.device)
 
 
-_WRITERS: dict[str, Any] = {
+_FORMATS: dict[str, Any] = {
     ".pt2": (torch.export.save, _run_program),
     ".onnx": (_write_onnx, _run_onnx),
 }
@@ -126,6 +124,6 @@ def _need(*packages: str) -> None:
             importlib.import_module(package)
         except ImportError as error:
             raise ImportError(
-                f"writing .onnx needs the package {package}: pip install fastbcd[onnx]; .pt2 needs "
-                f"nothing more"
+                f"writing .onnx needs the package {package}: pip install fastbcd[onnx]; .pt2 does "
+                f"not need it"
             ) from error

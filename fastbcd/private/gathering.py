@@ -1,14 +1,14 @@
-"""gather_form: the same network with each site evaluating exactly the ReLUs that it keeps.
+"""gather_form: the same net, with each site evaluating only the ReLUs that it keeps.
 
-A graph with `where(mask, relu(x), x)` still evaluates every ReLU, and under private inference
-pays for every one. Here the kept units are gathered, activated and put back:
+`where(mask, relu(x), x)` evaluates every ReLU, and private inference pays for every one. Here the
+kept units are gathered, activated and written back:
 
     f = x.flatten(1)
-    f[:, kept] = relu(f[:, kept])           # or: f[:, kept] += relu(f[:, kept]) - f[:, kept]
+    f[:, kept] = relu(f[:, kept])
     f[:, removed] = c2*f² + c1*f + c0       # where removed ReLUs are quadratics
 
-A site that keeps all becomes nn.ReLU, one that keeps none nn.Identity, or the quadratic alone.
-Plaintext speed is not the aim and does not improve.
+A site that keeps all ReLUs becomes nn.ReLU, a site that keeps none nn.Identity or the quadratic.
+Inference without encryption does not become faster.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ class GatheredPoly(nn.Module):
 
 
 def gather_form(net: nn.Module) -> nn.Module:
-    """A copy of the net in which each site evaluates exactly its kept ReLUs.
+    """A copy of the net in which each site evaluates only the ReLUs it keeps.
 
-    The logits are equal to the last bit in every dtype that the activations take (the same
-    operations on the same values); masks that change later do not reach the copy.
+    The logits are bit-identical in every dtype that the activations accept. Later changes of the
+    masks do not affect the copy.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3), nn.Linear(3, 2))
     >>> fastbcd.set_masks(net, fastbcd.masks(net).without([1]))
@@ -94,7 +94,7 @@ def gather_form(net: nn.Module) -> nn.Module:
         if type(module) not in (MaskedReLU, MaskedPoly):
             raise ValueError(
                 f"site {name!r} is a {type(module).__name__}, which belongs to an unfinished "
-                f"start: gather_form takes MaskedReLU and MaskedPoly; finish snl or autorep first"
+                f"start: finish snl or autorep first"
             )
     twin = copy.deepcopy(net)
     if isinstance(twin, MaskedActivation):

@@ -1,7 +1,6 @@
-"""Protocols of private inference by what one ReLU costs in them, each figure with its source.
+"""What one ReLU costs in protocols of private inference, each value with its source.
 
-A figure that is not known is None and makes everything that depends on it unknown; it never
-counts as 0. Your own protocol is a `Protocol` with your own figures:
+An unknown value is None, and everything that depends on it is unknown too. A protocol of your own:
 
     mine = Protocol("mine", relu_bytes=Constant(120, "our prototype"), ...)
     fastbcd.private.cost(masks, mine)
@@ -16,7 +15,7 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True)
 class Constant:
-    """A figure and where it comes from. value=None: it is not known.
+    """A value and its source. None: the value is unknown.
 
     >>> print(Constant(464, "measured"))
     464 (measured)
@@ -28,25 +27,25 @@ class Constant:
     def __post_init__(self) -> None:
         if self.value is not None and not (math.isfinite(self.value) and self.value >= 0):
             raise ValueError(
-                f"a cost cannot be {self.value} ({self.source}): give a number from 0 on, or None "
-                f"if it is not known"
+                f"a cost cannot be {self.value} ({self.source}): give a number of 0 or more, or "
+                f"None if it is unknown"
             )
 
     def __str__(self) -> str:
         return f"{'unknown' if self.value is None else format(self.value, ',g')} ({self.source})"
 
 
-NOT_KNOWN = Constant(None, "not stated by any source at hand")
-NONE_NEEDED = Constant(0, "nothing is set up")
+UNKNOWN = Constant(None, "not stated by any source at hand")
+NO_SETUP = Constant(0, "nothing is set up")
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What ReLUs and squares cost between two parties.
+    """The cost of ReLUs and squares between two parties.
 
-    relu_rounds and square_rounds are those of a whole site, however many units it has: all units
-    of a site go together. Bytes and seconds are per unit; bytes go both ways together. Squares are
-    what a removed ReLU costs where it became a quadratic with public coefficients.
+    Bytes (both directions together) and seconds are per unit. Rounds are per site, for any number
+    of units, which are evaluated together. A square is a removed ReLU that became a quadratic with
+    public coefficients.
 
     >>> ours = [Constant(figure, "our prototype") for figure in (120, 1e-6, 2)]
     >>> fastbcd.private.cost(fastbcd.MaskSet.full({"a": (1000,)}), Protocol("ours", *ours)).bytes
@@ -57,40 +56,38 @@ class Protocol:
     relu_bytes: Constant
     relu_seconds: Constant
     relu_rounds: Constant
-    square_bytes: Constant = NOT_KNOWN
-    square_seconds: Constant = NOT_KNOWN
-    square_rounds: Constant = NOT_KNOWN
-    setup_seconds: Constant = NONE_NEEDED
+    square_bytes: Constant = UNKNOWN
+    square_seconds: Constant = UNKNOWN
+    square_rounds: Constant = UNKNOWN
+    setup_seconds: Constant = NO_SETUP
+
+    def __post_init__(self) -> None:
+        for name, constant in self.constants().items():
+            if not isinstance(constant, Constant):
+                raise TypeError(
+                    f"{name} of protocol {self.name!r} is {constant!r}; give Constant(value, "
+                    f"source)"
+                )
 
     def constants(self) -> dict[str, Constant]:
-        """Every figure by name.
+        """The values by name.
 
         >>> PROTOCOLS["crypten"].constants()["relu_rounds"].value
         9
         """
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
-        for name, constant in found.items():
-            if not isinstance(constant, Constant):
-                raise TypeError(
-                    f"{name} of protocol {self.name!r} is {constant!r}; write Constant(value, "
-                    f"source), so that every figure says where it comes from"
-                )
-        return found
-
-    def __post_init__(self) -> None:
-        self.constants()
+        return {f.name: getattr(self, f.name) for f in fields(self)[1:]}
 
 
 _CRYPTONITE = "kvgarimella/cryptonite, artefact of ASPLOS 2023"
-_CRYPTEN = "CrypTen 0.4.1, two parties, measured on loopback; a dealer's triples are not in it"
+_CRYPTEN = "CrypTen 0.4.1, two parties, measured on loopback; without the dealer's triples"
 _SPU = "SPU 0.9.5, two parties, measured"
 
 _DELPHI = Protocol(
     "delphi-gc",
     relu_bytes=Constant(
         18_248,
-        f"{_CRYPTONITE}: the garbled circuit, sent to the evaluator offline; labels sent online "
-        f"are not in it, nor the 3,590 B that stay at the garbler",
+        f"{_CRYPTONITE}: the garbled circuit, sent to the evaluator offline, without the labels "
+        f"sent online and the 3,590 B that stay at the garbler",
     ),
     relu_seconds=Constant(
         158.2e-6,
@@ -98,9 +95,9 @@ _DELPHI = Protocol(
     ),
     relu_rounds=Constant(
         1,
-        "by construction, not measured: a garbled circuit takes a constant number of messages "
-        "whatever it computes; online Delphi (Mishra et al., USENIX Security 2020) sends labels "
-        "one way and the masked outputs back",
+        "by construction, not measured: a garbled circuit takes a constant number of messages; "
+        "online Delphi (Mishra et al., USENIX Security 2020) sends labels one way and the masked "
+        "outputs back",
     ),
 )
 _CRYPTEN_2PC = Protocol(
@@ -129,7 +126,7 @@ PROTOCOLS = {p.name: p for p in (_DELPHI, _CRYPTEN_2PC, _SEMI2K, _CHEETAH)}
 
 
 def find_protocol(protocol: str | Protocol) -> Protocol:
-    """A protocol by its name; one that is given as such passes.
+    """The protocol of that name; a `Protocol` is returned as it is.
 
     >>> find_protocol("crypten").relu_bytes.value
     464
@@ -138,9 +135,9 @@ def find_protocol(protocol: str | Protocol) -> Protocol:
         return protocol
     if protocol not in PROTOCOLS:
         near = get_close_matches(str(protocol), PROTOCOLS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ";"
+        hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"there is no protocol {protocol!r}{hint} choose from {', '.join(PROTOCOLS)}, or give "
-            f"a fastbcd.private.Protocol of your own"
+            f"there is no protocol {protocol!r}; {hint}choose from {', '.join(PROTOCOLS)}, or give "
+            f"a fastbcd.private.Protocol"
         )
     return PROTOCOLS[protocol]

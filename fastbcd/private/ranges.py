@@ -1,8 +1,7 @@
-"""activation_ranges: what goes into each activation, for those who must choose a fixed point.
+"""activation_ranges: the values before each activation, to choose a fixed-point format.
 
-Private inference calculates in fixed point: b bits in all, f of them behind the point. With few
-ReLUs left nothing holds activations back, and they can leave that range; the result is then
-garbage without any error. So look first:
+Private inference computes in fixed point: b bits, f of them after the point. With few ReLUs left
+activations can grow beyond that range, and the result is then wrong without an error. To check:
 
     print(fastbcd.private.activation_ranges(net, data, fixed_point=(64, 16)))
 """
@@ -23,7 +22,7 @@ from fastbcd.masking.masks import mask_modules
 from fastbcd.runtime.module_mode import eval_mode
 
 QUANTILES = (0.5, 0.99, 0.999)
-# |z| is counted by the upper 16 bits of its float32: bins of 1/128 of a value or less.
+# |z| is binned by the upper 16 bits of its float32: bins of 1/128 of a value or less.
 _SHIFT, _BINS = 16, 1 << 15
 
 
@@ -40,7 +39,7 @@ class SiteRange:
     low: float
     high: float
     quantiles: tuple[float, ...]  # of |z| at QUANTILES, rounded up by less than 1 %
-    limit: float | None  # the largest |z| that the fixed point can take here
+    limit: float | None  # the largest |z| that the fixed-point format holds here
 
     @property
     def largest(self) -> float:
@@ -49,14 +48,14 @@ class SiteRange:
 
     @property
     def fits(self) -> bool:
-        """Are all values finite and, where a fixed point was given, inside it?"""
+        """Whether all values are finite and, if a format was given, inside its range."""
         limit = math.inf if self.limit is None else self.limit
         return math.isfinite(self.largest) and self.largest < limit
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """The ranges of all sites; prints itself as a table.
+    """The ranges of all sites; `str` gives a table.
 
     >>> print(Ranges((SiteRange("relu", -3.0, 2.0, (0.5, 2.0, 2.5), None),)))
     site         min         max   |z| 50.0%   |z| 99.0%   |z| 99.9%
@@ -85,9 +84,9 @@ def activation_ranges(
 ) -> Ranges:
     """Smallest, largest and typical values before each activation over all images, in eval mode.
 
-    fixed_point: (bits, fraction bits), such as (64, 16). A value must stay below
-    2^(bits - 1 - fraction); where a site has quadratics z² must, with twice the fraction before
-    it is cut. A site that does not is marked and a warning names it.
+    fixed_point: (bits, fraction bits), such as (64, 16). Values must stay below
+    2^(bits - 1 - fraction), and z² with twice the fraction bits must too at sites with quadratics.
+    Other sites are marked, and a warning names the worst.
 
     >>> net = nn.Sequential(nn.Flatten(), fastbcd.MaskedReLU(4))
     >>> x = torch.tensor([-2.0, 0.0, 0.5, 1.0]).view(1, 1, 2, 2)
@@ -124,7 +123,7 @@ def activation_ranges(
 
 
 class _Seen:
-    """Extremes, and how many |z| fell into each bin; the order of the batches does not matter."""
+    """Extremes and a histogram of |z|; the order of the batches does not matter."""
 
     def __init__(self, device: torch.device) -> None:
         self.used = False
@@ -144,14 +143,14 @@ class _Seen:
         below = self.counts.cumsum(0).cpu()
         wanted = torch.tensor([math.ceil(q * int(below[-1])) for q in QUANTILES])
         bins = torch.searchsorted(below, wanted).to(torch.int32)
-        # A bin stands for its largest value, but no value is beyond the extremes.
+        # The largest value of a bin, but at most the largest value seen.
         edges = ((bins << _SHIFT) | ((1 << _SHIFT) - 1)).view(torch.float32).double()
         largest = max(abs(low), abs(high))
         return SiteRange(name, low, high, tuple(min(v, largest) for v in edges.tolist()), limit)
 
 
 def _limits(fixed_point: tuple[int, int]) -> tuple[float, float]:
-    """The largest |z| by itself, and where it is squared."""
+    """The largest |z| where it is not squared, and where it is."""
     bits, fraction = fixed_point
     if not 0 < fraction < bits - 1:
         raise ValueError(
@@ -159,8 +158,7 @@ def _limits(fixed_point: tuple[int, int]) -> tuple[float, float]:
             f"0 < fraction < bits - 1"
         )
     # |z| 2^f < 2^(b-1), and z² 2^(2f) < 2^(b-1)
-    plain, squared = 2.0 ** (bits - 1 - fraction), 2.0 ** ((bits - 1) / 2 - fraction)
-    return plain, squared
+    return 2.0 ** (bits - 1 - fraction), 2.0 ** ((bits - 1) / 2 - fraction)
 
 
 def _warn(ranges: Ranges, fixed_point: tuple[int, int] | None) -> None:
@@ -175,7 +173,7 @@ def _warn(ranges: Ranges, fixed_point: tuple[int, int] | None) -> None:
         bits, fraction = fixed_point
         text = (
             f"{len(outside)} sites leave the range of {bits} bits with {fraction} after the point; "
-            f"{values}, beyond ±{worst.limit:.4g}: take fewer fraction bits or more bits, or "
+            f"{values}, beyond ±{worst.limit:.4g}: use fewer fraction bits or more bits, or "
             f"fine-tune with more weight decay"
         )
     warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -118,7 +118,7 @@ def test_the_table() -> None:
     ("arguments", "message"),
     [
         ({"protocol": "crypton"}, "did you mean 'crypten'"),
-        ({"bandwidth": 0}, "bandwidth=0; give bits a second"),
+        ({"bandwidth": 0}, "bandwidth=0; give bits per second"),
         ({"rtt": -1}, "rtt=-1"),
         ({"rtt": math.nan}, "rtt=nan"),
         ({"poly": ["b"]}, "poly names 'b', which is no site"),
@@ -132,7 +132,7 @@ def test_cost_refuses(arguments, message) -> None:
 def test_protocols_refuse() -> None:
     with pytest.raises(ValueError, match="a cost cannot be -1"):
         Constant(-1, "a slip")
-    with pytest.raises(TypeError, match="relu_bytes of protocol 'x' is 4; write Constant"):
+    with pytest.raises(TypeError, match="relu_bytes of protocol 'x' is 4; give Constant"):
         Protocol("x", 4, Constant(1, "here"), Constant(1, "here"))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="give a MaskSet"):
         private.cost([1, 2])  # type: ignore[arg-type]

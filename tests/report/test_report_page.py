@@ -38,7 +38,7 @@ def test_masks_and_cost_are_those_of_the_run(finished, page_of) -> None:
     for protocol in fastbcd.private.PROTOCOLS:
         assert [row[2] for row in page.rows if row[0] == protocol][:2] == ["98", "8"]
     kept = fastbcd.MaskSet.full({"2": (2, 7, 7)}).without(range(90))
-    cost = fastbcd.private.cost(kept, "crypten", 1e9, 1e-3)
+    cost = fastbcd.private.cost(kept, "crypten", bandwidth=1e9, rtt=1e-3)
     row = next(row for row in page.rows if row[:2] == ["crypten", "now"])
     assert row[3] == f"{cost.bytes / 1000:.2f} kB"
 
