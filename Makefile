@@ -5,8 +5,8 @@ READY := .venv/.ready
 # Pinned: a bare `torch` may bring gigabytes of another build. triton is the version that
 # torch 2.13.0 with CUDA asks for; on a CPU machine it interprets and compiles the GPU kernels.
 TORCH := torch==2.13.0
-TOOLS := triton==3.7.1 torchvision==0.28.0 "setuptools>=77" pytest==9.2.0 pytest-benchmark==5.3.1 \
-         hypothesis==6.170.15 mypy==2.4.1 ruff==0.17.4 matplotlib==3.10.9
+TOOLS := triton==3.7.1 torchvision==0.28.0 "setuptools>=77" ninja==1.13.2 \
+         pytest==9.2.0 pytest-benchmark==5.3.1 pytest-xdist==3.8.0 hypothesis==6.170.15 mypy==2.4.1 ruff==0.17.4 matplotlib==3.10.9
 
 .PHONY: setup test test-all lint demo bench clean
 setup: $(READY)

@@ -3,12 +3,19 @@
 Only torch's headers and libraries are needed, so this also works inside pip's isolated build,
 where torch cannot be imported but lies in the environment that is being installed into. If
 torch or a compiler is missing the package installs without the extension, and
-`kernels/cpu/build.json` keeps the reason for `python -m fastbcd.info`.
+`kernels/cpu/build.json` holds the reason, which `python -m fastbcd.info` prints.
+
+With ninja, files compile in parallel and only those that changed; without it, all of them, one
+after the other.
 """
 
+import functools
 import importlib.util
 import json
+import shlex
+import shutil
 import site
+import subprocess
 import sysconfig
 from glob import glob
 from pathlib import Path
@@ -30,13 +37,38 @@ def find_torch() -> Path | None:
     return found[0] if found else None
 
 
+def find_ninja() -> str | None:
+    """The ninja program: on the PATH, or installed beside this interpreter."""
+    return shutil.which("ninja") or shutil.which("ninja", path=sysconfig.get_path("scripts"))
+
+
+def compile_by_ninja(ninja: str, compiler, sources: list[str], **options) -> list[str]:
+    """Do what `compiler.compile(sources, **options)` does, by a ninja file in the output folder."""
+    folder = Path(options["output_dir"])
+    lines = [f"builddir = {folder}", "rule cxx", "  command = $command", "  deps = gcc",
+             "  depfile = $out.d"]  # fmt: skip
+
+    def write_rule(output, source, extension, before, after, preprocessor) -> None:
+        command = [*compiler.compiler_so_cxx, *before, source, "-o", output, *after]
+        command += ["-MMD", "-MF", f"{output}.d"]
+        line = shlex.join(command).replace("$", "$$")
+        lines.extend([f"build {output}: cxx {source}", f"  command = {line}"])
+
+    compiler._compile = write_rule  # compile() calls it for each source
+    objects = type(compiler).compile(compiler, sources, **options)
+    (folder / "build.ninja").write_text("\n".join(lines) + "\n")
+    subprocess.run([ninja, "-f", str(folder / "build.ninja")], check=True)
+    return objects
+
+
 class BuildKernels(build_ext):
-    """Build the extension if possible; say why not otherwise, and let the install go on."""
+    """Build the extension if possible; otherwise record why not, and let the install continue."""
 
     def run(self) -> None:
+        inplace = self.inplace  # a failed build changes it
         reason = self.build_or_reason()
         built = Path(self.build_lib) / "fastbcd" / "kernels" / "cpu"
-        place = HERE / "kernels" / "cpu" if self.inplace else built
+        place = HERE / "kernels" / "cpu" if inplace else built
         place.mkdir(parents=True, exist_ok=True)
         report = json.dumps({"built": reason is None, "reason": reason})
         (place / "build.json").write_text(report + "\n")
@@ -56,6 +88,14 @@ class BuildKernels(build_ext):
         except Exception as error:  # a compiler fails in many ways; none may stop the install
             return f"compiling failed ({error}); install a C++20 compiler (g++), then fastbcd again"
         return None
+
+    def build_extensions(self) -> None:
+        ninja = find_ninja()
+        if ninja and self.compiler.compiler_type == "unix":
+            self.build_temp = "build/ninja"  # stays, also where pip builds in a temporary folder
+            self.force = True  # ninja finds out what changed
+            self.compiler.compile = functools.partial(compile_by_ninja, ninja, self.compiler)
+        super().build_extensions()
 
 
 setup(
