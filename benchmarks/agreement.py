@@ -33,7 +33,7 @@ RELUS = (188_416, 60_000, 20_000, 5_000)
 
 def all_logits(net: nn.Module, removals: list[torch.Tensor], data, engine: str) -> torch.Tensor:
     """Logits [K, N, classes] of the hypotheses."""
-    with prepared(net, removals, data, engine, None, None, False) as (plan, images):
+    with prepared(net, removals, data, fastbcd.Engine(engine)) as (plan, images):
         work = plan.engine.prepare(dict(enumerate(removals)), plan.lanes)
         parts = []
         with torch.inference_mode():

@@ -27,6 +27,7 @@ from fastbcd.masking.masks import (
 from fastbcd.runtime.version import __version__ as __version__
 from fastbcd.scoring.accuracy import accuracy
 from fastbcd.scoring.choose import Choice, choose
+from fastbcd.scoring.engine import Engine
 from fastbcd.scoring.score import Scores, score
 from fastbcd.starts.autorep import autorep
 from fastbcd.starts.checkpoints.snl import load_autorep, load_relupruner, load_snl
@@ -40,6 +41,7 @@ __all__ = [
     "Adaptive",
     "Choice",
     "ConversionError",
+    "Engine",
     "Finetune",
     "Finetuner",
     "Fraction",

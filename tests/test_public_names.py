@@ -97,6 +97,7 @@ PROMISED = {
     "MaskSet.iou": "self, other",
     "MaskSet.save": "self, path",
     "MaskSet.load": "path",
+    "Engine": "name='auto', *, batch_size=None, memory=None, wave=8",
     "score": "net, removals, data, engine='auto'",
     "Scores": "correct, loss, base_correct, base_loss, samples, engine",
     "bcd": "net, data, budget, *, drc=100, rt=50, adt=0.3, "

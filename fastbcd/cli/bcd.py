@@ -19,7 +19,7 @@ from fastbcd.masking.masks import masks
 from fastbcd.recipes import run as chain
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import accuracy
-from fastbcd.scoring.plan import ENGINES
+from fastbcd.scoring.engine import ENGINES, Engine
 from fastbcd.training.finetune import OPTIMIZERS, Finetune
 
 DRC = 100  # the paper's
@@ -194,7 +194,7 @@ def _run(options: argparse.Namespace) -> None:
         finetune=finetune if options.epochs else None, finetune_when=options.finetune_when,
         proposal=proposal, teacher=common.given_teacher(options, data), test=test,
         samples=options.samples, seed=options.seed, run_dir=options.run_dir,
-        resume=options.resume, engine=options.engine, wave=options.wave,
+        resume=options.resume, engine=Engine(options.engine, wave=options.wave),
         progress=not options.quiet,
     )  # fmt: skip
     _summary(run, options.run_dir)

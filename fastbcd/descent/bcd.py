@@ -32,6 +32,7 @@ from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import keep_mode
 from fastbcd.scoring.accuracy import accuracy, check_classes
 from fastbcd.scoring.choose import choose
+from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.score import check_scorable
 from fastbcd.training.finetune import Finetune
 
@@ -71,10 +72,7 @@ def bcd(
     seed: int = 0,
     run_dir: str | os.PathLike[str] | None = None,
     resume: str | bool = "auto",
-    engine: str = "auto",
-    wave: int = 8,
-    batch_size: int | None = None,
-    memory: int | None = None,
+    engine: str | Engine = "auto",
     progress: bool = False,
 ) -> Run:
     """Remove ReLUs from the net, in place, until exactly `budget` are kept.
@@ -93,7 +91,7 @@ def bcd(
         samples: score on the first n train images; None: on all.
         run_dir: where every finished step is saved. The same call again goes on from there.
         resume: "auto"; "must" (True): there has to be a run; "never" (False): there must be none.
-        engine, wave, batch_size, memory: how hypotheses are scored. None changes the outcome.
+        engine: how hypotheses are scored: a name or `Engine(...)`. It never changes the outcome.
         progress: bars, and a line a step.
 
     After any exception the net is as it was at the end of the last finished step.
@@ -107,7 +105,7 @@ def bcd(
     images = as_data(data)
     if finetune_when not in WHEN:
         raise ValueError(f"finetune_when={finetune_when!r}; choose from {', '.join(WHEN)}")
-    search = Search(budget, drc, rt, adt, proposal, samples, seed, engine, wave, batch_size, memory)
+    search = Search(budget, drc, rt, adt, proposal, samples, seed, as_engine(engine))
     descent = Descent(net, images, search, test, run_dir, resume, progress)
     train = trainer(finetune, net, images, teacher, seed, progress)
     descent.training = describe(finetune, finetune_when, teacher)
@@ -133,10 +131,7 @@ def steps(
     seed: int = 0,
     run_dir: str | os.PathLike[str] | None = None,
     resume: str | bool = "auto",
-    engine: str = "auto",
-    wave: int = 8,
-    batch_size: int | None = None,
-    memory: int | None = None,
+    engine: str | Engine = "auto",
     progress: bool = False,
 ) -> Iterator[Step]:
     """The steps of `bcd`, with your own training in the loop's body.
@@ -153,7 +148,7 @@ def steps(
     1 6 3
     2 3 2
     """
-    search = Search(budget, drc, rt, adt, proposal, samples, seed, engine, wave, batch_size, memory)
+    search = Search(budget, drc, rt, adt, proposal, samples, seed, as_engine(engine))
     return Descent(net, as_data(data), search, test, run_dir, resume, progress).steps()
 
 
@@ -175,7 +170,7 @@ class Descent:
         self.net, self.search, self.run_dir, self.resume = net, search, run_dir, resume
         self.progress = progress
         check_resume(resume)
-        check_scorable(net, data, search.engine, search.batch_size, search.memory)
+        check_scorable(net, data)
         self.test = None if test is None else as_data(test)
         if self.test is not None:
             check_classes(net, self.test, "the net, asked about the test set,")
@@ -217,9 +212,8 @@ class Descent:
                     return draw(trial)
 
             choice = choose(
-                self.net, map(hypothesis, range(rt)), self.data, adt=s.adt, wave=s.wave,
-                engine=s.engine, batch_size=s.batch_size, memory=s.memory,
-            )  # fmt: skip
+                self.net, map(hypothesis, range(rt)), self.data, adt=s.adt, engine=s.engine
+            )
         seconds["score"] -= seconds["propose"]
         set_masks(self.net, current.without(choice.removal))
         step = Step.begun(number, count, rt, choice)

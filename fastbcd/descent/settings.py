@@ -12,6 +12,7 @@ from typing import Any
 from fastbcd.descent import proposals
 from fastbcd.descent.step import Step
 from fastbcd.runtime.validate import check_whole
+from fastbcd.scoring.engine import Engine
 
 
 class Schedule(ABC):
@@ -36,7 +37,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class Search:
-    """How a step looks for its ReLUs. The last four are a matter of speed, never of outcome."""
+    """How a step looks for its ReLUs. The engine never changes the outcome."""
 
     budget: int
     drc: int | Callable[[int], int] | Schedule
@@ -45,13 +46,10 @@ class Search:
     proposal: str | proposals.Saliency
     samples: int | None
     seed: int
-    engine: str
-    wave: int
-    batch_size: int | None
-    memory: int | None
+    engine: Engine
 
     def __post_init__(self) -> None:
-        least = {"budget": 0, "rt": 1, "seed": 0, "wave": 1, "samples": 1}
+        least = {"budget": 0, "rt": 1, "seed": 0, "samples": 1}
         least |= {} if callable(self.drc) or isinstance(self.drc, Schedule) else {"drc": 1}
         for name, smallest in least.items():
             value = getattr(self, name)

@@ -31,6 +31,7 @@ from fastbcd.recipes.recipe import AUTOREP_EPOCHS, Recipe
 from fastbcd.runs.directory import check_same_config
 from fastbcd.runtime import ranks
 from fastbcd.runtime.atomic_files import write_atomically
+from fastbcd.scoring.engine import Engine
 from fastbcd.starts.autorep import autorep
 from fastbcd.starts.snl import snl
 from fastbcd.training.dense import train
@@ -46,7 +47,7 @@ def run_recipe(
     dense: nn.Module | None = None,
     seed: int = 0,
     samples: int | None = None,
-    engine: str = "auto",
+    engine: str | Engine = "auto",
     progress: bool = False,
     dense_options: dict[str, Any] | None = None,
     start_options: dict[str, Any] | None = None,

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
 from fastbcd.masking.masks import masks
+from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.plan import Plan
 from fastbcd.scoring.score import (
     Tally,
@@ -69,42 +70,36 @@ def choose(
     data: Any,
     *,
     adt: float,
-    wave: int = 8,
-    engine: str = "auto",
+    engine: str | Engine = "auto",
     early: bool = True,
-    batch_size: int | None = None,
-    memory: int | None = None,
-    tf32: bool = False,
 ) -> Choice:
     """Take the first hypothesis with a drop below `adt` percentage points, else the best.
 
     Args:
-        hypotheses: removals, LongTensor[D] each, drawn lazily, in waves of 1, 2, 4, ... `wave`,
-            and no more once one is accepted: where the first one is, nothing else is scored.
-        wave: how many are scored together at most. It changes the speed, never the choice.
+        hypotheses: removals, LongTensor[D] each. They are drawn in waves of 1, 2, 4, ...
+            `Engine.wave`, and none after one is accepted: if that is the first, it is the only
+            one scored.
         early: stop scoring a hypothesis when its fate is certain. Never changes the choice.
-        engine, batch_size, memory, tf32: as in `score`.
+        engine: as in `score`. It never changes the choice.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
     >>> choose(net, [torch.tensor([0]), torch.tensor([1])], data, adt=100.0).number
     0
     """
-    if wave < 1:
-        raise ValueError(f"wave={wave}; at least one hypothesis must be scored at a time")
+    engine = as_engine(engine)
     source = _numbered(net, hypotheses)
     removals = dict(islice(source, 1))
     if not removals:
         raise ValueError("there is no hypothesis to choose from")
-    options = (engine, batch_size, memory, tf32)
-    with prepared(net, list(removals.values()), data, *options, wave) as (plan, images):
+    with prepared(net, list(removals.values()), data, engine, engine.wave) as (plan, images):
         search = _Search(plan, images, adt, early)
         size = 1
         while removals:
             accepted = search.wave(removals)
             if accepted is not None:
                 return search.choice(accepted, True)
-            size = min(2 * size, wave)
+            size = min(2 * size, engine.wave)
             removals = dict(islice(source, size))
         return search.choice(search.best(), False)
 

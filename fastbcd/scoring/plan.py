@@ -17,7 +17,6 @@ from fastbcd.scoring.program import NotTraceable
 from fastbcd.scoring.sequential import Sequential
 from fastbcd.scoring.stacked import Stacked
 
-ENGINES = ("auto", "sequential", "stacked", "collapsed")
 WORTH = 2e10  # multiply-adds below which no form is built: the call is over in a moment anyway
 ROWS = {"cpu": 1024, "cuda": 8192}  # hypotheses × images in a GEMM of collapsed
 _said: set[str] = set()

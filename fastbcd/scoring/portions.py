@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
+from fastbcd.runtime.limits import cache_bytes, default_memory
 from fastbcd.scoring.program import Activation, Program
 
 BATCH = 32  # images at a time, where nothing forbids it
@@ -51,25 +50,3 @@ def peak_bytes(program: Program) -> int:
             if not left[node] and node not in program.constants:
                 alive -= 0 if node is reused else program.bytes_per_image.get(node, 0)
     return worst + held
-
-
-def default_memory(device: torch.device) -> int:
-    """Bytes that values may take: most of what a GPU has free, half of what a CPU has."""
-    if device.type == "cuda":
-        return int(0.7 * torch.cuda.mem_get_info(device)[0])
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(line for line in lines if line.startswith("MemAvailable"))
-        return int(available.split()[1]) * 1024 // 2
-    except (OSError, StopIteration):
-        return 2**31
-
-
-def cache_bytes() -> int:
-    """The largest cache of this CPU."""
-    units = {"K": 2**10, "M": 2**20}
-    sizes = []
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text().strip()
-        sizes.append(int(text[:-1]) * units.get(text[-1], 1))
-    return max(sizes, default=16 * 2**20)

@@ -28,6 +28,7 @@ from fastbcd.masking.masks import (
     masks,
     set_masks,
 )
+from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.ranks import (
     all_sum,
@@ -37,13 +38,8 @@ from fastbcd.runtime.ranks import (
 )
 from fastbcd.runtime.tf32 import products
 from fastbcd.scoring.accuracy import check_classes
-from fastbcd.scoring.plan import (
-    ENGINES,
-    Plan,
-    Request,
-    make_plan,
-)
-from fastbcd.scoring.portions import default_memory
+from fastbcd.scoring.engine import Engine, as_engine
+from fastbcd.scoring.plan import Plan, Request, make_plan
 
 __all__ = ["Scores", "score"]
 
@@ -73,11 +69,8 @@ def score(
     net: nn.Module,
     removals: Tensor | Iterable[Tensor],
     data: Any,
-    engine: str = "auto",
+    engine: str | Engine = "auto",
     *,
-    batch_size: int | None = None,
-    memory: int | None = None,
-    tf32: bool = False,
     explain: bool = False,
 ) -> Scores:
     """Score each removal on all of `data`, in eval mode and without augmentation.
@@ -86,10 +79,8 @@ def score(
         net: with masked activations; its masks and its mode are as before afterwards.
         removals: LongTensor[K, D] of flat ids of kept ReLUs, or K tensors of any lengths.
         data: ImageData, a pair (images, labels), a Dataset or a DataLoader.
-        engine: "auto", "sequential", "stacked" or "collapsed". The numbers do not depend on it.
-        batch_size: images at a time; chosen from the cache or the memory if None.
-        memory: bytes that the values of a pass, and a collapsed form, may take.
-        tf32: let a GPU round the factors of products; faster, and engines then differ more.
+        engine: "auto", "sequential", "stacked", "collapsed", or `Engine(...)` with options. The
+            numbers do not depend on it.
         explain: print the plan first.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
@@ -99,8 +90,7 @@ def score(
     (torch.Size([2]), 50)
     """
     hypotheses = check_removals(masks(net), removals)
-    options = (engine, batch_size, memory, tf32)
-    with prepared(net, hypotheses, data, *options) as (plan, images):
+    with prepared(net, hypotheses, data, as_engine(engine)) as (plan, images):
         if explain:
             print(plan)
         tally = run_pass(plan, images, dict(enumerate(hypotheses)))
@@ -234,45 +224,35 @@ def prepared(
     net: nn.Module,
     removals: list[Tensor],
     data: Any,
-    engine: str,
-    batch_size: int | None,
-    memory: int | None,
-    tf32: bool,
+    engine: Engine,
     expected: int | None = None,
 ) -> Iterator[tuple[Plan, ImageData]]:
     """The plan and the checked data, with the net in eval mode; afterwards it is as it was.
 
     removals: those to come, or some that stand for the `expected` number of them.
     """
-    images = check_scorable(net, data, engine, batch_size, memory)
+    images = check_scorable(net, data)
     before = masks(net).copy()
-    with eval_mode(net), products(tf32):
+    with eval_mode(net), products(engine.tf32):
         try:
             with torch.inference_mode():
                 example = next(images.batches(2))[0]
                 example = example if len(example) == 2 else example.repeat(2, 1, 1, 1)
-                limit = default_memory(example.device) if memory is None else memory
+                limit = default_memory(example.device) if engine.memory is None else engine.memory
                 # Ranks plan alike, whatever memory each of them sees.
-                limit = int(from_first(torch.tensor(limit)))
+                limit = int(from_first(torch.tensor(min(limit, 2**62))))
                 number = len(removals) if expected is None else expected
                 request = Request(
-                    net, before, removals, number, len(images), example, batch_size, limit
+                    net, before, removals, number, len(images), example, engine.batch_size, limit
                 )
-                plan = make_plan(request, engine)
+                plan = make_plan(request, engine.name)
             yield plan, images
         finally:
             set_masks(net, before)
 
 
-def check_scorable(
-    net: nn.Module, data: Any, engine: str, batch_size: int | None, memory: int | None
-) -> ImageData:
-    """The data in memory, or an error if this net cannot be scored on it in this way."""
-    if engine not in ENGINES:
-        raise ValueError(f"engine={engine!r}; choose from {', '.join(ENGINES)}")
-    for name, value in (("batch_size", batch_size), ("memory", memory)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value}; it must be positive")
+def check_scorable(net: nn.Module, data: Any) -> ImageData:
+    """The data in memory; an error if this net cannot be scored on it."""
     images = as_data(data)
     if not len(images):
         raise ValueError("there are no images to score on")

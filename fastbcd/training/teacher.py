@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from fastbcd.data.images import ImageData, view_count
 from fastbcd.graph.fuse import fused
 from fastbcd.runtime import ranks
+from fastbcd.runtime.limits import default_memory
 from fastbcd.scoring.accuracy import check_classes
-from fastbcd.scoring.portions import default_memory
 
 BATCH = 128  # images that the teacher sees at a time
 

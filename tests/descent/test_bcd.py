@@ -15,7 +15,7 @@ from torch import nn
 import fastbcd
 from fastbcd.descent import proposals
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.scoring.plan import ENGINES
+from fastbcd.scoring.engine import ENGINES
 from fastbcd.training.finetune import Finetune
 from helpers.nets import images, make, thinned
 
@@ -111,8 +111,8 @@ def test_the_decisions_are_those_of_algorithm_1(
     other = copy.deepcopy(net)
     expected = algorithm_1(other, data, **common, train=train, when=when)
     run = fastbcd.bcd(
-        net, data, **common, finetune=train, finetune_when=when, engine=engine, wave=wave,
-        batch_size=batch,
+        net, data, **common, finetune=train, finetune_when=when,
+        engine=fastbcd.Engine(engine, wave=wave, batch_size=batch),
     )  # fmt: skip
     assert [(s.chosen, s.accepted, s.tried, s.after) for s in run.history] == expected
     assert run.masks == fastbcd.masks(other)
@@ -234,13 +234,12 @@ def test_a_budget_that_is_met_is_done_at_once(capsys) -> None:
         ({"adt": math.nan}, ValueError, "adt is NaN"),
         ({"adt": "0.3"}, TypeError, "adt='0.3'"),
         ({"seed": -1}, ValueError, "seed=-1"),
-        ({"wave": 0}, ValueError, "wave=0"),
         ({"samples": 0}, ValueError, "samples=0"),
         ({"samples": 41}, ValueError, "samples=41; there are 40 train images"),
         ({"finetune_when": "never"}, ValueError, "finetune_when='never'; choose from every_step"),
         ({"proposal": "gradient"}, ValueError, "proposal='gradient'; choose from uniform"),
         ({"engine": "magic"}, ValueError, "engine='magic'; choose from"),
-        ({"batch_size": 0}, ValueError, "batch_size=0"),
+        ({"engine": None}, TypeError, "engine=None; pass a name"),
         ({"resume": "maybe"}, ValueError, "resume='maybe'"),
         ({"finetune": 3}, TypeError, "finetune is a int"),
         ({"teacher": nn.Sequential(nn.Flatten(), nn.Linear(192, 7))}, ValueError, "7 classes"),
@@ -286,7 +285,7 @@ def test_training_must_not_change_the_masks() -> None:
 
     name = fastbcd.masks(net).sites[-1].name
     with pytest.raises(RuntimeError, match=f"1 bits, the first at site '{name}'"):
-        fastbcd.bcd(net, data, budget=2, drc=5, rt=2, finetune=clears_a_bit, wave=1)
+        fastbcd.bcd(net, data, budget=2, drc=5, rt=2, finetune=clears_a_bit)
     assert all(torch.equal(last["state"][k], v) for k, v in snapshots.take(net).items())
 
 

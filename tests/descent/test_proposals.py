@@ -149,7 +149,7 @@ def test_decisions_depend_neither_on_waves_nor_on_engines(name) -> None:
         net, data = problem(name)
         run = fastbcd.bcd(
             net, data, 5, drc=fastbcd.Fraction(0.4), rt=5, adt=0.5, finetune=None,
-            proposal="saliency", engine=engine, wave=wave, batch_size=batch,
+            proposal="saliency", engine=fastbcd.Engine(engine, wave=wave, batch_size=batch),
         )  # fmt: skip
         found.append((run.masks.bits.tolist(), [(s.chosen, s.accepted) for s in run.history]))
     assert found[0] == found[1] == found[2]

@@ -25,7 +25,7 @@ from fastbcd.descent import bcd as descent
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import read_state
 from fastbcd.runtime import ranks
-from fastbcd.scoring.plan import ENGINES
+from fastbcd.scoring.engine import ENGINES
 from helpers.nets import images, make, thinned
 from helpers.run_cases import contents, small_net, small_run
 
@@ -79,7 +79,7 @@ def scores(folder: Path) -> Any:
             net, data = problem(name, n)
             masks = fastbcd.masks(net)
             removals = [masks.sample(9, seed=0, step=n, trial=t) for t in range(4)]
-            s = fastbcd.score(net, removals, data, batch_size=batch)
+            s = fastbcd.score(net, removals, data, fastbcd.Engine(batch_size=batch))
             losses = [round(loss, 6) for loss in [s.base_loss, *s.loss.tolist()]]
             found.append([name, n, s.correct.tolist(), s.base_correct, s.samples, losses])
     return found
@@ -93,7 +93,8 @@ def choices(folder: Path) -> Any:
             net, data = problem(name, n)
             masks = fastbcd.masks(net)
             removals = [masks.sample(20, seed=3, step=n, trial=t) for t in range(6)]
-            c = fastbcd.choose(net, removals, data, adt=adt, wave=wave, batch_size=3)
+            engine = fastbcd.Engine(wave=wave, batch_size=3)
+            c = fastbcd.choose(net, removals, data, adt=adt, engine=engine)
             found.append([name, n, c.number, c.accepted, c.correct, c.base_correct, c.tried])
     return found
 
@@ -103,7 +104,8 @@ def untrained(folder: Path) -> Any:
     found = []
     for engine in ENGINES:
         net, data = problem("mlp", 25)
-        run = fastbcd.bcd(net, data, 4, drc=7, rt=4, adt=2.0, finetune=None, engine=engine, wave=3)
+        how = fastbcd.Engine(engine, wave=3)
+        run = fastbcd.bcd(net, data, 4, drc=7, rt=4, adt=2.0, finetune=None, engine=how)
         chosen = [(s.chosen, s.accepted) for s in run.history]
         found.append([engine, run.masks.bits.nonzero().flatten().tolist(), chosen])
     return found

@@ -124,8 +124,8 @@ def test_must_wants_a_run(tmp_path) -> None:
 
 def test_what_cannot_change_the_outcome_may_change(tmp_path) -> None:
     small_run(tmp_path, **FAST)
-    options = {"engine": "sequential", "wave": 1, "batch_size": 7, "memory": 10**6}
-    assert len(small_run(tmp_path, **FAST, **options).history) == 3
+    engine = fastbcd.Engine("sequential", wave=1, batch_size=7, memory=10**6)
+    assert len(small_run(tmp_path, **FAST, engine=engine).history) == 3
 
 
 def test_settings_may_be_numbers_of_numpy(tmp_path) -> None:

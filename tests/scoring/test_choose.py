@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastbcd
-from fastbcd import choose, score
+from fastbcd import Engine, choose, score
 from helpers.nets import images, make, thinned
 
 
@@ -49,7 +49,8 @@ def test_the_choice_is_that_of_the_loop(
     size = min(size, masks.count())
     hypotheses = [masks.sample(size, seed=seed, step=0, trial=t) for t in range(count)]
     number, accepted, _ = one_by_one(net, hypotheses, data, adt)
-    found = choose(net, iter(hypotheses), data, adt=adt, wave=wave, batch_size=batch, early=early)
+    engine = Engine(wave=wave, batch_size=batch)
+    found = choose(net, iter(hypotheses), data, adt=adt, engine=engine, early=early)
     assert (found.number, found.accepted) == (number, accepted)
     assert torch.equal(found.removal, hypotheses[number])
     assert found.images <= found.tried * n
@@ -64,10 +65,10 @@ def test_hypotheses_are_drawn_lazily() -> None:
             drawn.append(t)
             yield masks.sample(1, seed=0, step=0, trial=t)
 
-    found = choose(net, source(), data, adt=100.0, wave=4)
+    found = choose(net, source(), data, adt=100.0, engine=Engine(wave=4))
     assert found.number == 0
     assert drawn == [0]
-    found = choose(net, source(), data, adt=-100.0, wave=4)
+    found = choose(net, source(), data, adt=-100.0, engine=Engine(wave=4))
     assert (found.tried, found.accepted, drawn) == (50, False, [0, *range(50)])
 
 
@@ -78,8 +79,9 @@ def test_hopeless_hypotheses_are_dropped_early() -> None:
     everything = masks.bits.nonzero().flatten()
     assert score(net, [everything], data).drop[0] > 20
     mild = masks.sample(1, seed=0, step=0, trial=0)
-    fast = choose(net, [everything, mild], data, adt=3.0, batch_size=10)
-    slow = choose(net, [everything, mild], data, adt=3.0, batch_size=10, early=False)
+    engine = Engine(batch_size=10)
+    fast = choose(net, [everything, mild], data, adt=3.0, engine=engine)
+    slow = choose(net, [everything, mild], data, adt=3.0, engine=engine, early=False)
     assert (fast.number, fast.accepted) == (slow.number, slow.accepted) == (1, True)
     assert slow.images == 400
     assert fast.images < 380
@@ -94,7 +96,7 @@ def test_a_tie_in_correct_answers_goes_to_the_smaller_loss() -> None:
     tied = [k for k in range(6) if s.correct[k] == most]
     assert len(tied) > 1, "the case is there"
     expected = min(tied, key=lambda k: s.loss[k].item())
-    found = choose(net, hypotheses, data, adt=-100.0, wave=2)
+    found = choose(net, hypotheses, data, adt=-100.0, engine=Engine(wave=2))
     assert (found.number, found.accepted, found.tried) == (expected, False, 6)
     assert found.drops[expected] == pytest.approx(s.drop[expected].item())
 
@@ -103,8 +105,6 @@ def test_bad_input() -> None:
     net, data = trained("mlp", 5, 2, 0)
     with pytest.raises(ValueError, match="no hypothesis"):
         choose(net, [], data, adt=1.0)
-    with pytest.raises(ValueError, match="wave=0"):
-        choose(net, [torch.tensor([0])], data, adt=1.0, wave=0)
     with pytest.raises(IndexError, match="hypothesis 1: id 999 is out of range"):
-        choose(net, [torch.tensor([0]), torch.tensor([999])], data, adt=-500.0, wave=1)
+        choose(net, [torch.tensor([0]), torch.tensor([999])], data, adt=-500.0)
     assert not net.training

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fastbcd
-from fastbcd import ImageData, score
+from fastbcd import Engine, ImageData, score
 from fastbcd.scoring import plan
 from fastbcd.scoring.portions import peak_bytes, portions
 from fastbcd.scoring.stacked import Stacked, first_change
@@ -63,7 +63,7 @@ def test_engines_equal_the_naive_loop(name, engine) -> None:
     rows = naive(net, removals, x, labels)
     assert len({r[1] for r in rows}) == 7, "the hypotheses differ, so a mix-up would show"
     for batch_size in (None, 1, 5, 23, 64):
-        found = score(net, removals, (x, labels), engine=engine, batch_size=batch_size)
+        found = score(net, removals, (x, labels), Engine(engine, batch_size=batch_size))
         assert_same(found, rows)
         assert found.samples == 23
         assert found.engine == ("sequential" if engine == "sequential" else "stacked")
@@ -85,9 +85,8 @@ def test_any_removals_and_any_cut(name, sizes, n, batch, lanes, seed) -> None:
     removals = [r if i % 3 else kept[: len(r) % 4] for i, r in enumerate(removals)]
     rows = naive(net, removals, x, labels)
     engine_memory = lanes * batch * 60_000
-    found = score(
-        net, removals, (x, labels), engine="stacked", batch_size=batch, memory=engine_memory
-    )
+    engine = Engine("stacked", batch_size=batch, memory=engine_memory)
+    found = score(net, removals, (x, labels), engine)
     assert_same(found, rows)
 
 
@@ -261,8 +260,6 @@ def bad_call(**changes):
         ({"removals": torch.tensor([0, 1])}, ValueError, r"expected \[K, D\]"),
         ({"removals": torch.tensor([[1, 9999]])}, IndexError, r"hypothesis 0: id 9999 is out"),
         ({"removals": torch.tensor([[1, 2], [3, 3]])}, ValueError, r"hypothesis 1 .* twice"),
-        ({"batch_size": 0}, ValueError, "batch_size=0"),
-        ({"memory": -1}, ValueError, "memory=-1"),
         ({"data": (torch.randn(2, 3, 8, 8), torch.tensor([0, 7]))}, ValueError,
          "label 7 of image 1"),
         ({"data": (torch.randn(2, 3, 6, 6), torch.tensor([0, 1]))}, ValueError,
@@ -273,6 +270,28 @@ def bad_call(**changes):
 def test_bad_input(changes, error, words) -> None:
     with pytest.raises(error, match=words):
         bad_call(**changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"name": "fast"}, ValueError, r"engine='fast'; choose from auto, sequential, stacked"),
+        ({"batch_size": 0}, ValueError, "batch_size=0"),
+        ({"batch_size": 2.5}, TypeError, "batch_size=2.5"),
+        ({"memory": -1}, ValueError, "memory=-1"),
+        ({"wave": 0}, ValueError, "wave=0"),
+        ({"wave": None}, TypeError, "wave=None"),
+        ({"tf32": 1}, TypeError, "tf32=1"),
+    ],
+)
+def test_bad_engines(options, error, words) -> None:
+    with pytest.raises(error, match=words):
+        Engine(**options)
+
+
+def test_any_amount_of_memory_may_be_allowed() -> None:
+    net, data = make("mlp"), images(4)
+    assert score(net, torch.tensor([[0]]), data, Engine(memory=10**30)).samples == 4
 
 
 def test_ids_that_are_gone_are_refused() -> None:
@@ -297,7 +316,7 @@ def test_nan_logits_name_the_hypothesis_and_the_batch(engine) -> None:
     net.train()
     bits = fastbcd.masks(net).bits
     with pytest.raises(FloatingPointError, match=r"hypothesis 1 gives NaN logits.*images 6 to 8"):
-        score(net, torch.tensor([[1], [3]]), (x, labels), engine=engine, batch_size=3)
+        score(net, torch.tensor([[1], [3]]), (x, labels), Engine(engine, batch_size=3))
     assert net.training
     assert torch.equal(fastbcd.masks(net).bits, bits)
 

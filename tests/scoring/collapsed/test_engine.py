@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fastbcd import (
+    Engine,
     MaskedReLU,
     MaskSet,
     masks,
@@ -28,7 +29,7 @@ def test_scores_equal_those_of_sequential(batch) -> None:
         data = images(41)
         ids = list(some_removals(net).values())
         truth = score(net, ids, data, engine="sequential")
-        found = score(net, ids, data, engine="collapsed", batch_size=batch)
+        found = score(net, ids, data, Engine("collapsed", batch_size=batch))
         assert found.engine == "collapsed"
         assert found.correct.tolist() == truth.correct.tolist()
         assert torch.allclose(found.loss, truth.loss, atol=1e-5)
@@ -68,7 +69,7 @@ def test_a_removal_shrinks_the_form(builds) -> None:
     for step in range(3):
         ids = [masks(net).sample(120, seed=5, step=step, trial=t) for t in range(3)]
         # Other batches each time, so that the affine part is computed anew.
-        found = score(net, ids, data, engine="collapsed", batch_size=7 + step)
+        found = score(net, ids, data, Engine("collapsed", batch_size=7 + step))
         truth = score(net, ids, data, engine="sequential")
         assert found.correct.tolist() == truth.correct.tolist()
         assert torch.allclose(found.loss, truth.loss, atol=1e-5)
@@ -119,12 +120,12 @@ def test_the_affine_part_is_computed_once(monkeypatch) -> None:
     monkeypatch.setattr(
         building.Builder, "at_taps", lambda self, x: calls.append(len(x)) or plain(self, x)
     )
-    first = score(net, ids, (x, labels), engine="collapsed", batch_size=20)
+    first = score(net, ids, (x, labels), Engine("collapsed", batch_size=20))
     spent = len(calls)
-    again = score(net, ids, (x, labels), engine="collapsed", batch_size=20)
+    again = score(net, ids, (x, labels), Engine("collapsed", batch_size=20))
     assert len(calls) == spent + 1  # the check on two images
     assert torch.equal(first.loss, again.loss)
-    other = score(net, ids, (x + 1, labels), engine="collapsed", batch_size=20)
+    other = score(net, ids, (x + 1, labels), Engine("collapsed", batch_size=20))
     truth = score(net, ids, (x + 1, labels), engine="sequential")
     assert torch.allclose(other.loss, truth.loss, atol=1e-5)
     assert len(calls) > spent + 2
@@ -165,7 +166,7 @@ def test_nonlinear_steps_are_refused(function) -> None:
 def test_too_little_memory_is_refused_before_any_work(builds) -> None:
     net, data = make("resnet"), images(10)
     with pytest.raises(ValueError, match=r"form of 1,024 ReLUs takes .* MiB.*memory=.*stacked"):
-        score(net, torch.tensor([[0]]), data, engine="collapsed", memory=2**20)
+        score(net, torch.tensor([[0]]), data, Engine("collapsed", memory=2**20))
     assert not builds
 
 

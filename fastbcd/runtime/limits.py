@@ -1,0 +1,37 @@
+"""What this machine offers: the memory that values may take, and the CPU's cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+
+def default_memory(device: torch.device) -> int:
+    """Bytes that values may take: 70 % of a GPU's free memory, or half of a CPU's.
+
+    >>> default_memory(torch.device("cpu")) > 0
+    True
+    """
+    if device.type == "cuda":
+        return int(0.7 * torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(line for line in lines if line.startswith("MemAvailable"))
+        return int(available.split()[1]) * 1024 // 2
+    except (OSError, StopIteration):
+        return 2**31
+
+
+def cache_bytes() -> int:
+    """The size of the CPU's largest cache.
+
+    >>> cache_bytes() > 0
+    True
+    """
+    units = {"K": 2**10, "M": 2**20}
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        sizes.append(int(text[:-1]) * units.get(text[-1], 1))
+    return max(sizes, default=16 * 2**20)
