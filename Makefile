@@ -1,4 +1,4 @@
-# make demo | test | lint | bench: each sets up .venv first; a second run starts at once.
+# make demo | test | test-all | lint | bench: each sets up .venv first, and once.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -20,11 +20,14 @@ $(READY): Makefile pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[onnx]"
 	@touch $(READY)
 
+# One process per core; a file's tests share its fixtures, so they stay in one process.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
 test: $(READY)
-	$(BIN)/python -m pytest -m "not long"
+	$(PYTEST) -m "not long"
 
 test-all: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 # `make test` has these too: tests/test_quality.py reads them here.
 lint: $(READY)

@@ -9,9 +9,34 @@ import pytest
 import torch
 
 # Processes that tests start find `helpers` too.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+HERE = Path(__file__).parent
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+
+# Workers of pytest-xdist (`make test`) and the processes they start share the cores.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    THREADS = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
+    torch.set_num_threads(THREADS)
+
+# The longest files, which start first, so that no worker waits long for the last one.
+LONGEST = (
+    "starts/test_mask_training.py",
+    "starts/test_snl.py",
+    "kernels/test_compiled.py",
+    "kernels/test_interpreter.py",
+    "masking/test_convert.py",
+    "runs/test_directory.py",
+    "runtime/test_ranks.py",
+    "scoring/test_score.py",
+    "test_quality.py",
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first, the others stay in their order."""
+    order = {str(HERE / name): place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(str(item.path), len(order)))
+
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
