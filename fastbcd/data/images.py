@@ -1,6 +1,6 @@
 """Images in memory, and their views: what `score`, `bcd` and fine-tuning read.
 
-    data = sources.load("cifar10", "train", root="data")       # ImageData, 50,000 × 3×32×32 uint8
+    data = fastbcd.load("cifar10", "train", root="data")       # ImageData, 50,000 × 3×32×32 uint8
     for x, labels in data.batches(256): ...                    # in order, normalised
     for x, labels, indices, views in data.train_batches(128, seed=0, step=0, epoch=0): ...
 
@@ -23,16 +23,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from fastbcd.data import archives, dataset_items, pixels
-from fastbcd.data.image_arrays import (
+from fastbcd.data import pixels
+from fastbcd.data.arrays import (
+    FLOATS,
     Stats,
-    check_data,
+    check_labels,
+    check_values,
     image_tensor,
     label_tensor,
-    statistics,
+    read_dataset,
+    sampled,
 )
+from fastbcd.data.npz import npz_keys, read_npz
 
-ORDER, VIEWS = 1, 2  # streams of random numbers; 0 is the masks', so none foretells another
+ORDER, VIEWS = 1, 2  # streams of random numbers; 0 is the masks'
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,7 +63,32 @@ class ImageData:
         if self.ids is None:
             ids = torch.arange(len(self.images), device=self.images.device)
             object.__setattr__(self, "ids", ids)
-        check_data(self.images, self.labels, self.ids, self.mean, self.std, self.classes)
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse what would fail or mislead later."""
+        images = self.images
+        check_values("images", images)
+        if images.dtype != torch.uint8 and images.dtype not in FLOATS:
+            raise TypeError(f"images are {images.dtype}; they must be uint8, float32 or float64")
+        if images.ndim != 4 or 0 in images.shape[1:]:
+            raise ValueError(
+                f"images have shape {list(images.shape)}, not [N,C,H,W] with C, H, W of at least 1"
+            )
+        for name, tensor in (("labels", self.labels), ("ids", self.ids)):
+            if tensor.dtype != torch.int64 or tensor.shape != images.shape[:1]:
+                raise ValueError(
+                    f"{name} are {tensor.dtype} {list(tensor.shape)} beside {len(images)} images; "
+                    f"they must be int64 [{len(images)}]"
+                )
+            if tensor.device != images.device:
+                raise ValueError(f"{name} are on {tensor.device}, the images on {images.device}")
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) != images.shape[1]:
+                raise ValueError(f"{name} has {len(values)} values for {images.shape[1]} channels")
+            if not np.isfinite(values).all() or (name == "std" and min(values) <= 0):
+                raise ValueError(f"{name} is {tuple(values)}; it must be finite, and std above 0")
+        check_labels(self.labels.cpu().numpy(), self.classes, "labels")
 
     # ------------------------------------------------------------------ where it comes from
 
@@ -77,14 +106,13 @@ class ImageData:
 
         images: uint8 [N,C,H,W], [N,H,W,C] or [N,H,W]; or floats [N,C,H,W] or [N,H,W].
         layout: "NCHW" or "NHWC" for 4-D images; None takes NHWC if they are uint8 and only the
-        last dimension is 1 or 3. mean, std: computed per channel from uint8 images if not given;
-        0 and 1 for floats, which then pass as they are. classes: largest label + 1 if not given.
+        last dimension is 1 or 3. mean, std: per channel, for (x - mean)/std, where x is uint8/255,
+        or the floats themselves; 0 and 1 if not given. classes: largest label + 1 if not given.
         """
         x, y = image_tensor(images, layout), label_tensor(labels)
         y = y.to(x.device)
-        if mean is None or std is None:
-            measured = statistics(x)
-            mean, std = (m if g is None else g for g, m in zip((mean, std), measured, strict=True))
+        mean = (0.0,) * x.shape[1] if mean is None else mean
+        std = (1.0,) * x.shape[1] if std is None else std
         if classes is None:
             classes = int(y.max()) + 1 if len(y) else 0
         return cls(x, y, tuple(map(float, mean)), tuple(map(float, std)), classes)
@@ -100,21 +128,23 @@ class ImageData:
     ) -> ImageData:
         """From an .npz file with {split}_images and {split}_labels, or images and labels.
 
-        What is not given is taken over the file, so that all its splits are treated alike: mean
-        and std from the train images, classes from all labels.
+        mean and std that are not given are those of the file, if it has arrays of these names;
+        classes are counted over all of its labels.
         """
-        keys = archives.npz_keys(path)
+        keys = npz_keys(path)
         prefix = "" if "images" in keys and f"{split}_images" not in keys else f"{split}_"
-        images = archives.read_npz(path, f"{prefix}images")
-        labels = archives.read_npz(path, f"{prefix}labels")
-        if classes is None:
-            others = [archives.read_npz(path, k) for k in keys if k.endswith("labels")]
-            classes = max((int(o.max()) + 1 for o in others if o.size), default=0)
-        if (mean is None or std is None) and prefix != "train_" and "train_images" in keys:
-            train = statistics(image_tensor(archives.read_npz(path, "train_images"), None))
-            mean, std = (m if g is None else g for g, m in zip((mean, std), train, strict=True))
+        images, labels = read_npz(path, f"{prefix}images"), read_npz(path, f"{prefix}labels")
+        mean, std = (
+            np.atleast_1d(read_npz(path, name)).tolist()
+            if given is None and name in keys
+            else given
+            for name, given in (("mean", mean), ("std", std))
+        )
         try:
-            return cls.from_arrays(images, labels, mean, std, classes)
+            if classes is None:
+                others = [label_tensor(read_npz(path, k), k) for k in keys if k.endswith("labels")]
+                classes = max((int(o.max()) + 1 for o in others if len(o)), default=0)
+            return cls.from_arrays(images, labels, mean, std, classes=classes)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{path}, split {split!r}: {error}") from error
 
@@ -124,21 +154,22 @@ class ImageData:
     ) -> ImageData:
         """From a torch Dataset of (image, label) pairs, read once, in order.
 
-        Images: PIL, uint8 tensors or arrays, or floats that come from uint8: in 0..1 as ToTensor
-        makes them, or normalised with the mean and std given here. A TensorDataset is taken as its
-        pair of tensors. Random transforms are refused: crops and flips are made here (`views`).
+        Images: PIL, or uint8 or float tensors or arrays. Floats, as ToTensor or Normalize give
+        them, are used as they are. With mean and std given, floats k/255 and floats normalised
+        with these are held as bytes. Random transforms are refused: crops and flips are made here
+        (`views`).
         """
         if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
-            return cls.from_arrays(*dataset.tensors, mean, std, classes)
-        images, labels = dataset_items.read_dataset(dataset, mean, std)
-        return cls.from_arrays(images, labels, mean, std, classes, "NCHW")
+            return cls.from_arrays(*dataset.tensors, mean=mean, std=std, classes=classes)
+        images, labels = read_dataset(dataset, mean, std)
+        return cls.from_arrays(images, labels, mean, std, classes=classes, layout="NCHW")
 
     @classmethod
     def from_loader(
         cls, loader: Any, mean: Stats = None, std: Stats = None, classes: int | None = None
     ) -> ImageData:
         """From the dataset behind a DataLoader, in the dataset's order, whatever its shuffling."""
-        positions = dataset_items.sampled(loader)
+        positions = sampled(loader)
         data = cls.from_dataset(loader.dataset, mean, std, classes)
         return data if positions is None else data.subset(positions)
 
@@ -252,14 +283,15 @@ class ImageData:
 
         Without flip all of them are even.
         """
-        views = self._random(VIEWS, seed, step, epoch) % np.uint64(view_count(padding))
+        count = self._view_count(padding)
+        views = self._random(VIEWS, seed, step, epoch) % np.uint64(count)
         ids = torch.from_numpy(views.astype(np.int64))
         return (ids if flip else ids - ids % 2).to(self.device)
 
     def _random(self, stream: int, seed: int, step: int, epoch: int) -> np.ndarray:
         """One 64-bit number per sample: the id-th of the stream (seed, step, epoch)."""
         for name, value in (("seed", seed), ("step", step), ("epoch", epoch)):
-            if not 0 <= value < 2**63:
+            if not isinstance(value, int | np.integer) or not 0 <= value < 2**63:
                 raise ValueError(f"{name} is {value}; it must be a whole number from 0 to 2^63-1")
         ids = self.ids.cpu().numpy()
         # Philox counts in the lowest word; raw numbers, as only these never change with numpy.
@@ -268,6 +300,15 @@ class ImageData:
             counter=np.array([0, 0, epoch, step], np.uint64),
         )
         return generator.random_raw(int(ids.max()) + 1 if len(ids) else 0)[ids]
+
+    def _view_count(self, padding: int) -> int:
+        height, width = self.images.shape[2:]
+        if padding > max(height, width):
+            raise ValueError(
+                f"padding is {padding} for images of {height}×{width}, so most crops would be "
+                f"empty; use at most {max(height, width)}"
+            )
+        return view_count(padding)
 
     def views(
         self,
@@ -283,9 +324,10 @@ class ImageData:
 
         Equivalent to RandomCrop((H, W), padding) and a flip on the raw image, then normalising.
         """
+        count = self._view_count(padding)
         # On a GPU the check would wait for the device; train_batches makes only valid ids.
         if view_ids.device.type == "cpu" and len(view_ids):
-            low, high, count = int(view_ids.min()), int(view_ids.max()), view_count(padding)
+            low, high = int(view_ids.min()), int(view_ids.max())
             if low < 0 or high >= count:
                 raise ValueError(
                     f"view_ids go from {low} to {high}; padding {padding} gives 0 to {count - 1}"
@@ -327,14 +369,14 @@ class ImageData:
 
 def view_count(padding: int) -> int:
     """How many views a padding allows: (2·padding+1)² crops, each with and without flip."""
-    if padding < 0:
-        raise ValueError(f"padding is {padding}; it must be 0 or more")
+    if not isinstance(padding, int | np.integer) or padding < 0:
+        raise ValueError(f"padding is {padding}; it must be a whole number of at least 0")
     return 2 * (2 * padding + 1) ** 2
 
 
 def _check_batch_size(batch_size: int) -> None:
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; it must be 1 or more")
+    if not isinstance(batch_size, int | np.integer) or batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; it must be a whole number of at least 1")
 
 
 def _check_rank(rank: int, world: int) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.utils import data as torch_data
 
-from fastbcd.data import archives
-from fastbcd.data.image_arrays import Stats
+from fastbcd.data.arrays import Stats
+from fastbcd.data.cifar import CIFAR, find_cifar, read_cifar
 from fastbcd.data.images import ImageData
 from fastbcd.data.tiny_imagenet import read_tiny_imagenet
 
@@ -79,17 +79,17 @@ def _read(name: str | Path, split: str, root: str | Path | None, download: bool)
         inside = root / "tiny-imagenet-200"
         arrays = read_tiny_imagenet(inside if inside.is_dir() else root, split)
     else:
-        place = archives.find_cifar(root, classes)
+        place = find_cifar(root, classes)
         if place is None and download:
             _download_cifar(root, classes)
-            place = archives.find_cifar(root, classes)
+            place = find_cifar(root, classes)
         if place is None:
-            names = ", ".join(layout.archive for layout in archives.CIFAR[classes])
+            names = ", ".join(layout.archive for layout in CIFAR[classes])
             raise FileNotFoundError(
                 f"there is no CIFAR-{classes} in {root}: neither {names} nor an unpacked folder of "
                 f"one; pass root=..., set FASTBCD_DATA, or download=True"
             )
-        arrays = archives.read_cifar(place, classes, split)
+        arrays = read_cifar(place, classes, split)
     return ImageData.from_arrays(*arrays, mean, std, classes, "NCHW")
 
 

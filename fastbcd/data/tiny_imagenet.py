@@ -9,15 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from fastbcd.data.archives import Arrays, read_npz, save_npz
+from fastbcd.data.cifar import Arrays
+from fastbcd.data.npz import read_npz, save_npz
 
 
 def read_tiny_imagenet(folder: str | Path, split: str) -> Arrays:
-    """Tiny ImageNet from its unpacked folder, decoded once and kept beside it as .npz.
+    """Tiny ImageNet from its unpacked folder, decoded once and cached in it as .npz.
 
     split: "train", or "test" for the val folder (the test folder has no labels). Class k is the
-    k-th class folder by name, as in torchvision's ImageFolder. Train images come one of each
-    class in turn, so that the first n are balanced.
+    k-th class folder by name, as in torchvision's ImageFolder. Train images are ordered by their
+    number in the class, then by class, so that the first n are balanced.
     """
     folder = Path(folder)
     wnids = sorted(_lines(folder / "wnids.txt"))
@@ -33,8 +34,11 @@ def read_tiny_imagenet(folder: str | Path, split: str) -> Arrays:
         images = _decode_all(paths)
         try:
             save_npz(cache, images=images, fingerprint=fingerprint)
-        except OSError as error:  # a read-only folder still serves; it is only slow again
-            warnings.warn(f"the decoded images are not kept: {error}", stacklevel=2)
+        except OSError as error:  # such as a read-only folder
+            warnings.warn(
+                f"{cache} cannot be written, so the images are decoded again next time: {error}",
+                stacklevel=2,
+            )
     return images, labels
 
 
@@ -87,8 +91,8 @@ def _decode_all(paths: list[Path]) -> np.ndarray:
     for i, path in enumerate(paths):
         try:
             with pil.open(path) as file:
-                image = np.asarray(file.convert("RGB")).transpose(2, 0, 1)  # grey: three alike
-        except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises on bad files
+                image = np.asarray(file.convert("RGB")).transpose(2, 0, 1)
+        except Exception as error:  # Pillow raises many kinds on bad files
             raise ValueError(f"{path} cannot be decoded ({error}); unpack it again") from error
         if i == 0:
             images = np.empty((len(paths), *image.shape), np.uint8)
@@ -99,7 +103,7 @@ def _decode_all(paths: list[Path]) -> np.ndarray:
 
 
 def _cached(path: Path, fingerprint: np.ndarray, count: int) -> np.ndarray | None:
-    """The images of a cache that was made from the same files; None if there is none."""
+    """The images of a cache that was made from the same files, or None."""
     try:
         if not np.array_equal(read_npz(path, "fingerprint"), fingerprint):
             return None

@@ -1,4 +1,4 @@
-"""Pickles read as data: arrays, numbers, strings and containers, and nothing that could run."""
+"""Pickles read as data: arrays of whole numbers, numbers, strings and containers, nothing else."""
 
 from __future__ import annotations
 
@@ -8,77 +8,50 @@ from typing import Any
 
 import numpy as np
 
-
-class _StandIn:
-    """What a pickle gets instead of a part of numpy. Having a __setstate__ keeps it from setting
-    attributes on these classes themselves, which pickle would otherwise do."""
-
-    def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("it sets a state where none belongs")
+_CODES = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8")
 
 
-class _Dtype(_StandIn):
-    """Stands for numpy.dtype in a pickle: a type code and a byte order."""
+class _Dtype:
+    """A dtype of whole numbers. numpy's own takes its size and fields from the pickle unchecked,
+
+    so that a wrong one crashes the process.
+    """
 
     def __init__(self, code: str | bytes, *_: Any) -> None:
-        self.code, self.order = as_text(code), "|"
+        if as_text(code) not in _CODES:
+            raise pickle.UnpicklingError(f"an array of dtype {as_text(code)!r}, not whole numbers")
+        self.numpy = np.dtype(as_text(code))
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.order = as_text(state[1])
-
-    def numpy(self) -> np.dtype:
-        if self.code not in ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8"):
-            raise pickle.UnpicklingError(f"an array of dtype {self.code!r}, not of whole numbers")
-        return np.dtype(("" if self.order == "|" else self.order) + self.code)
+        self.numpy = self.numpy.newbyteorder(as_text(state[1]))  # type: ignore[arg-type]
 
 
-class _Array(_StandIn):
-    """Stands for numpy.ndarray in a pickle: shape, dtype and bytes, until `array` reads them."""
-
-    state: tuple[Any, ...] = ()
-
+class _Array(np.ndarray):
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.state = state
-
-    def array(self) -> np.ndarray:
-        _, shape, dtype, fortran, raw = self.state
-        flat = np.frombuffer(raw, dtype.numpy())
-        return flat.reshape(shape, order="F" if fortran else "C")
+        _, shape, dtype, fortran, raw = state
+        super().__setstate__((1, shape, dtype.numpy, fortran, raw))
 
 
-class _Reconstruct(_StandIn):
-    """Stands for numpy's _reconstruct(ndarray, shape, code): an array still to be filled."""
+class _Unpickler(pickle.Unpickler):
+    """Refuses every name but those that numpy writes for arrays and whole numbers.
 
-    def __new__(cls, *_: Any) -> Any:
-        return _Array()
-
-
-class _Scalar(_StandIn):
-    """Stands for numpy's scalar(dtype, bytes): a whole number."""
-
-    def __new__(cls, dtype: _Dtype, raw: bytes) -> Any:
-        return int(np.frombuffer(raw, dtype.numpy(), count=1)[0])
-
-
-_STAND_INS: dict[tuple[str, str], type] = {
-    ("numpy", "ndarray"): _Array,
-    ("numpy", "dtype"): _Dtype,
-    **{
-        (f"numpy.{core}.multiarray", name): stand_in
-        for core in ("core", "_core")
-        for name, stand_in in (("_reconstruct", _Reconstruct), ("scalar", _Scalar))
-    },
-}
-
-
-class _ArrayUnpickler(pickle.Unpickler):
-    """Reads containers, numbers, strings and arrays. Whatever else is named is refused."""
+    The functions are new in each unpickler: a pickle can set attributes on what it is given.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
+        allowed = {
+            "numpy.ndarray": object,  # a mere argument of _reconstruct
+            "numpy.dtype": _Dtype,
+            "numpy.core.multiarray._reconstruct": lambda *_: _Array(0, np.uint8),
+            "numpy.core.multiarray.scalar": lambda dtype, raw: int(
+                np.frombuffer(raw, dtype.numpy, count=1)[0]
+            ),
+        }
+        full = f"{module}.{name}"
         try:
-            return _STAND_INS[module, name]
+            return allowed[full.replace("numpy._core.", "numpy.core.")]
         except KeyError:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is refused") from None
+            raise pickle.UnpicklingError(f"it asks for {full}, which is refused") from None
 
 
 def unpickle_arrays(raw: bytes, where: str) -> dict[Any, Any]:
@@ -91,12 +64,11 @@ def unpickle_arrays(raw: bytes, where: str) -> dict[Any, Any]:
     ValueError: memory cannot be read (it asks for builtins.print, which is refused); ...
     """
     try:
-        value = _ArrayUnpickler(io.BytesIO(raw), encoding="bytes").load()
+        value = _Unpickler(io.BytesIO(raw), encoding="bytes").load()
         if not isinstance(value, dict):
             raise pickle.UnpicklingError(f"it holds a {type(value).__name__}, not a dict")
-        return {k: v.array() if isinstance(v, _Array) else v for k, v in value.items()}
-    # The bytes are not ours: any of the virtual machine's own failures may come out of them.
-    except Exception as error:
+        return {k: v.view(np.ndarray) if isinstance(v, _Array) else v for k, v in value.items()}
+    except Exception as error:  # damaged bytes can raise anything
         raise ValueError(
             f"{where} cannot be read ({error or type(error).__name__}); it is damaged, cut short "
             f"or not a CIFAR file: get it again"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from fastbcd.data.sources import as_data
 from helpers.image_cases import make
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
-SHAPES = [(1, 1, 1, 1), (5, 3, 8, 8), (7, 1, 5, 9), (4, 4, 7, 3), (9, 2, 1, 6)]
+SHAPES = [(1, 1, 4, 4), (5, 3, 8, 8), (7, 1, 5, 9), (4, 4, 7, 3), (9, 2, 1, 6)]
 # What the generator has to give on every machine and in every version, for 8 samples.
 GOLDEN_VIEWS = [138, 112, 129, 123, 14, 54, 6, 40]
 GOLDEN_ORDER = [5, 3, 0, 6, 1, 7, 2, 4]
@@ -173,6 +175,26 @@ def test_views_that_do_not_exist(view, padding):
         view_count(-2)
 
 
+@pytest.mark.parametrize("padding", [7, 10**5, 10**30, 1.5])
+def test_a_padding_larger_than_the_image_is_refused(padding):
+    images, zero = make(), torch.tensor([0])
+    with pytest.raises(ValueError, match=f"padding is {re.escape(str(padding))}.*(6×5|whole)"):
+        images.train_batches(4, **EPOCH, padding=padding)
+    with pytest.raises(ValueError, match="padding is"):
+        images.views(zero, zero, padding=padding)
+    assert images.views(zero, zero, padding=6).shape == (1, 3, 6, 5)
+
+
+def test_large_seeds():
+    images = make(8)
+    seeds = [2 * 10**13, 2**62, 2**63 - 1]
+    orders = {tuple(images.order(seed=seed, step=0, epoch=0).tolist()) for seed in seeds}
+    assert len(orders) == 3
+    for seed in (2**63, 2e13, "1"):
+        with pytest.raises(ValueError, match=r"seed is .*whole number"):
+            images.train_batches(4, seed=seed, step=0, epoch=0)
+
+
 def test_random_numbers_stay_the_same_for_ever():
     images = make(8)
     assert images.view_ids(seed=0, step=0, epoch=0).tolist() == GOLDEN_VIEWS
@@ -205,7 +227,7 @@ def test_random_numbers_differ_by_seed_step_and_epoch():
 
 
 def test_views_are_drawn_evenly():
-    images = make(162 * 100, 1, 1, 1)
+    images = make(162 * 100, 1, 4, 4)
     counts = torch.bincount(images.view_ids(**EPOCH), minlength=162)
     assert len(counts) == 162
     chi2 = float(((counts - 100.0) ** 2 / 100).sum())

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastbcd.data import archives
+from fastbcd.data import cifar
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data, load
 from helpers.image_cases import make
@@ -35,8 +35,9 @@ def test_embedded_data_is_whole():
 def test_npz_splits_are_treated_alike(tmp_path):
     train, test = make(20, classes=9, seed=1), make(7, classes=3, seed=2)
     file = tmp_path / "own.npz"
+    stats = {"mean": np.array(train.mean), "std": np.array(train.std)}
     np.savez(
-        file,
+        file, **stats,
         train_images=train.images, train_labels=train.labels,
         test_images=test.images.permute(0, 2, 3, 1), test_labels=test.labels,
     )  # fmt: skip
@@ -49,7 +50,9 @@ def test_npz_splits_are_treated_alike(tmp_path):
     assert other.classes == one.classes == int(train.labels.max()) + 1
     assert ImageData.from_npz(file, "test", mean=(0.5, 0.4, 0.3)).mean == (0.5, 0.4, 0.3)
     np.savez(tmp_path / "plain.npz", images=test.images, labels=test.labels)
-    assert torch.equal(load(tmp_path / "plain.npz").images, test.images)
+    plain = load(tmp_path / "plain.npz")
+    assert torch.equal(plain.images, test.images)
+    assert (plain.mean, plain.std) == ((0.0,) * 3, (1.0,) * 3)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +104,7 @@ def test_download_goes_through_torchvision(tmp_path, monkeypatch):
         (folder / "test_batch.bin").write_bytes((b"\x07" + bytes(3072)) * 3)
 
     monkeypatch.setitem(sys.modules, "torchvision.datasets", SimpleNamespace(CIFAR10=fetch))
-    monkeypatch.setitem(archives.PUBLISHED, "test", 3)
+    monkeypatch.setitem(cifar.PUBLISHED, "test", 3)
     read = load("cifar10", "test", root=tmp_path, download=True)
     assert read.labels.tolist() == [7, 7, 7]
     assert (read.mean, read.classes) == ((0.4914, 0.4822, 0.4465), 10)

@@ -66,14 +66,51 @@ def test_pickles_that_ask_for_more_than_arrays(raw, message):
 
 @pytest.mark.parametrize("name", ["numpy\nndarray", "numpy\ndtype", "numpy.core.multiarray\nscalar",
                                   "numpy.core.multiarray\n_reconstruct"])  # fmt: skip
-def test_pickles_cannot_change_the_stand_ins(name):
-    # BUILD with (None, {...}) sets attributes on whatever lies on the stack.
-    stand_in = unpickling._STAND_INS[tuple(name.split("\n"))]
-    before = dict(vars(stand_in))
-    for state in (b"(N}Vhacked\nI1\nst", b"}Vhacked\nI1\ns"):
+def test_pickles_cannot_change_what_they_are_given(name):
+    """BUILD with (None, {...}) sets attributes on whatever lies on the stack."""
+    good = pickle.dumps({"x": np.arange(3)}, protocol=4)
+    for state in (b"(N}V__module__\nVhacked\nst", b"}Vhacked\nI1\ns", b"(N}V__doc__\nN\nst"):
         with pytest.raises(ValueError, match="m cannot be read"):
             unpickling.unpickle_arrays(b"c" + name.encode() + b"\n" + state + b"b.", "m")
-    assert dict(vars(stand_in)) == before
+        assert unpickling.unpickle_arrays(good, "m")["x"].tolist() == [0, 1, 2]
+        assert pickle.dumps({"x": np.arange(3)}, protocol=4) == good
+
+
+class Reduced:
+    """Pickles as a call of a function and a state."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+
+    def __reduce__(self):
+        return self.parts
+
+
+@pytest.mark.parametrize(
+    ("code", "state"),
+    [
+        ("V8", (3, "|", None, ("a",), {"a": (np.dtype("i8"), 100_000)}, 8, 1, 0)),
+        ("O", (3, "|", None, None, None, -1, -1, 63)),
+        ("i8", (3, "<", None, None, None, -1, -1, 63)),
+        ("i8", (3, "<", (np.dtype("i8"), (1000,)), None, None, 8, 1, 0)),
+        ("i8", (3, "<", None, ("a",), {"a": (np.dtype("i8"), 100_000)}, 8, 1, 0)),
+    ],
+)
+def test_dtypes_that_reach_beyond_the_array(code, state):
+    """numpy's own dtype takes such states and reads foreign memory."""
+    dtype = Reduced(np.dtype, (code, False, True), state)
+    array = Reduced(
+        np._core.multiarray._reconstruct,
+        (np.ndarray, (0,), b"b"),
+        (1, (2,), dtype, False, bytes(16)),
+    )
+    raw = pickle.dumps({"data": array}, protocol=4)
+    if code == "i8":  # nothing but the byte order is taken from the state
+        read = unpickling.unpickle_arrays(raw, "m")["data"]
+        assert (read.dtype, read.tolist()) == (np.dtype("<i8"), [0, 0])
+    else:
+        with pytest.raises(ValueError, match=f"an array of dtype '{code}', not whole numbers"):
+            unpickling.unpickle_arrays(raw, "m")
 
 
 @pytest.mark.parametrize("state", [b"N", b"(K\x01t", b"(K\x01(K\x02t" + DTYPE + b"\x89U\x01xt"])

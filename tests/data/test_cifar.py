@@ -1,17 +1,17 @@
-"""CIFAR's archives and .npz files: as published they are read, damaged they are refused."""
+"""CIFAR's archives and folders: as published they are read, damaged they are refused."""
 
 from __future__ import annotations
 
+import gzip
 import pickle
+import tarfile
 
 import numpy as np
 import pytest
 
-from fastbcd.data import archives
+from fastbcd.data import cifar as cifar_files
 from fastbcd.data.sources import load
 from helpers.archive_files import FORMS, cifar, python3_batch, scalar_batch, write_folder, write_tar
-
-# ----------------------------------------------------------------------------------- CIFAR
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -24,9 +24,9 @@ def test_cifar(form, packed, tmp_path):
         else write_folder(tmp_path / folder, files)
     )
     for root in (tmp_path, path):
-        assert archives.find_cifar(root, classes) == path
+        assert cifar_files.find_cifar(root, classes) == path
     for split, (images, labels) in expected.items():
-        x, y = archives.read_cifar(path, classes, split, len(images))
+        x, y = cifar_files.read_cifar(path, classes, split, len(images))
         assert x.dtype == np.uint8
         assert y.dtype == np.int64
         assert np.array_equal(x, images)
@@ -34,7 +34,7 @@ def test_cifar(form, packed, tmp_path):
 
 
 def test_cifar_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(archives, "PUBLISHED", {"train": 10, "test": 2})
+    monkeypatch.setattr(cifar_files, "PUBLISHED", {"train": 10, "test": 2})
     _, folder, _, files, expected = cifar("10 python")
     write_folder(tmp_path / folder, files)
     for root in (tmp_path, tmp_path / folder):
@@ -49,7 +49,7 @@ def test_cifar_pickles_written_anew(write, tmp_path):
     _, folder, _, files, expected = cifar("10 python")
     images, labels = expected["test"]
     write_folder(tmp_path / folder, {**files, "test_batch": write(images, labels)})
-    x, y = archives.read_cifar(tmp_path / folder, 10, "test", 2)
+    x, y = cifar_files.read_cifar(tmp_path / folder, 10, "test", 2)
     assert np.array_equal(x, images)
     assert y.tolist() == labels
 
@@ -57,7 +57,9 @@ def test_cifar_pickles_written_anew(write, tmp_path):
 def test_plain_tar_is_read_too(tmp_path):
     classes, folder, _, files, expected = cifar("10 binary")
     path = write_tar(tmp_path / "cifar.tar", folder, files, compress=False)
-    assert np.array_equal(archives.read_cifar(path, classes, "train", 10)[0], expected["train"][0])
+    assert np.array_equal(
+        cifar_files.read_cifar(path, classes, "train", 10)[0], expected["train"][0]
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -68,7 +70,7 @@ def test_cifar_archive_cut_short(form, tmp_path):
     for length in [*range(0, len(whole), len(whole) // 12), len(whole) - 8, len(whole) - 1]:
         path.write_bytes(whole[:length])
         with pytest.raises((ValueError, FileNotFoundError), match=f"{archive}.*get"):
-            archives.read_cifar(path, classes, "train", 10)
+            cifar_files.read_cifar(path, classes, "train", 10)
 
 
 def test_cifar_archive_with_a_wrong_byte(tmp_path):
@@ -79,7 +81,7 @@ def test_cifar_archive_with_a_wrong_byte(tmp_path):
     whole[len(whole) // 2] ^= 1
     path.write_bytes(whole)
     with pytest.raises(ValueError, match=rf"{archive} is damaged .*get it again"):
-        archives.read_cifar(path, classes, "train", 10)
+        cifar_files.read_cifar(path, classes, "train", 10)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -101,14 +103,14 @@ def test_cifar_file_cut_short(form, tmp_path):
     ]:
         write_folder(tmp_path / folder, {**files, name: whole[:length]})
         with pytest.raises(ValueError, match=rf"{folder}: {name} .*(get it again|cannot be read)"):
-            archives.read_cifar(tmp_path / folder, classes, "train", 10)
+            cifar_files.read_cifar(tmp_path / folder, classes, "train", 10)
 
 
 def test_cifar_is_checked_against_what_was_published(tmp_path):
     classes, folder, _, files, _ = cifar("10 binary")
     write_folder(tmp_path / folder, files)
     with pytest.raises(ValueError, match=r"data_batch_1\.bin has 2 images instead of 10000"):
-        archives.read_cifar(tmp_path / folder, classes, "train")
+        cifar_files.read_cifar(tmp_path / folder, classes, "train")
 
 
 def test_cifar_file_missing(tmp_path):
@@ -118,10 +120,10 @@ def test_cifar_file_missing(tmp_path):
     with pytest.raises(
         FileNotFoundError, match="has no data_batch_3, so it is not a whole CIFAR-10"
     ):
-        archives.read_cifar(tmp_path / folder, classes, "train", 10)
+        cifar_files.read_cifar(tmp_path / folder, classes, "train", 10)
     with pytest.raises(FileNotFoundError, match=r"no file or folder .*nowhere"):
-        archives.read_cifar(tmp_path / "nowhere", classes, "train", 10)
-    assert archives.find_cifar(tmp_path / "nowhere", 10) is None
+        cifar_files.read_cifar(tmp_path / "nowhere", classes, "train", 10)
+    assert cifar_files.find_cifar(tmp_path / "nowhere", 10) is None
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_cifar_label_out_of_range(form, bad, tmp_path):
     write_folder(tmp_path / folder, files)
     message = rf"{name}: labels\[{len(labels) - 1}\] is {bad}; with {classes} classes"
     with pytest.raises(ValueError, match=message):
-        archives.read_cifar(tmp_path / folder, classes, "test", len(labels))
+        cifar_files.read_cifar(tmp_path / folder, classes, "test", len(labels))
 
 
 PIXELS = np.zeros((2, 3072), np.uint8)
@@ -149,7 +151,7 @@ PIXELS = np.zeros((2, 3072), np.uint8)
         ({"data": PIXELS, "fine": [0, 1]}, "has no 'labels'; it has data, fine"),
         ({"data": PIXELS[:, 1:], "labels": [0, 1]}, r"data is uint8 \(2, 3071\), not uint8"),
         ({"data": PIXELS.astype(np.int32), "labels": [0, 1]}, r"data is int32 \(2, 3072\)"),
-        ({"data": PIXELS.astype(float), "labels": [0, 1]}, "dtype 'f8', not of whole numbers"),
+        ({"data": PIXELS.astype(float), "labels": [0, 1]}, "dtype 'f8', not whole numbers"),
         ({"data": "pixels", "labels": [0, 1]}, "data is <class 'str'>"),
         ({"data": PIXELS, "labels": [0]}, r"labels are \(1,\) beside 2 images"),
         ({"data": PIXELS, "labels": [0, "cat"]}, "labels are not a list of whole numbers"),
@@ -161,29 +163,24 @@ PIXELS = np.zeros((2, 3072), np.uint8)
 def test_cifar_pickle_with_other_contents(batch, message, tmp_path):
     write_folder(tmp_path, {"test_batch": pickle.dumps(batch, protocol=4)})
     with pytest.raises(ValueError, match=rf"test_batch.*{message}"):
-        archives.read_cifar(tmp_path, 10, "test", 2)
+        cifar_files.read_cifar(tmp_path, 10, "test", 2)
 
 
-# ------------------------------------------------------------------------------------ .npz
-
-
-def test_npz_damaged(tmp_path):
-    path = tmp_path / "x.npz"
-    with pytest.raises(FileNotFoundError, match=r"no file .*x\.npz"):
-        archives.npz_keys(path)
-    np.savez(path, images=np.arange(1000), labels=np.arange(10))
-    whole = path.read_bytes()
-    for length in [0, 1, 5, 100, 4000, len(whole) // 2, len(whole) - 1]:
-        path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=r"x\.npz is not an \.npz file or was cut short"):
-            archives.read_npz(path, "images")
-    path.write_bytes(whole[:2000] + b"\xff" + whole[2001:])
-    with pytest.raises(ValueError, match=r"x\.npz: the array 'images' cannot be read .*CRC"):
-        archives.read_npz(path, "images")
-    assert archives.read_npz(path, "labels").tolist() == list(range(10))
-    np.savez(path, images=np.array([{}], dtype=object))
-    with pytest.raises(ValueError, match=r"'images' cannot be read .*Python objects"):
-        archives.read_npz(path, "images")
-    np.save(tmp_path / "x.npy", np.arange(3))
-    with pytest.raises(ValueError, match="holds one array"):
-        archives.npz_keys(tmp_path / "x.npy")
+def test_a_small_archive_that_unpacks_to_more_than_cifar_is_refused(tmp_path, monkeypatch):
+    """Reading stops at the limit, inside a wanted file, an unwanted one, a name or the padding."""
+    monkeypatch.setattr(cifar_files, "LARGEST", 1 << 20)
+    zeros = bytes(5 << 20)
+    longname = tarfile.TarInfo("x" * (5 << 20))
+    bombs = {"test_batch.bin": zeros, "unwanted": zeros}
+    for name, content in bombs.items():
+        path = write_tar(tmp_path / f"{name}.tar.gz", "folder", {name: content})
+        assert path.stat().st_size < 100_000
+        with pytest.raises(ValueError, match="unpacks to more than 1,048,576 bytes"):
+            cifar_files.read_cifar(path, 10, "test", 2)
+    for raw in (longname.tobuf(tarfile.GNU_FORMAT), bytes(1024) + zeros):
+        (tmp_path / "other.tar.gz").write_bytes(gzip.compress(raw))
+        with pytest.raises(ValueError, match="unpacks to more than 1,048,576 bytes"):
+            cifar_files.read_cifar(tmp_path / "other.tar.gz", 10, "test", 2)
+    (tmp_path / "test_batch.bin").write_bytes(zeros)
+    with pytest.raises(ValueError, match="5,242,880 bytes, more than all of CIFAR"):
+        cifar_files.read_cifar(tmp_path, 10, "test", 2)

@@ -1,0 +1,70 @@
+""".npz files of arrays: read without pickles, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from fastbcd.runtime.atomic_files import write_atomically
+
+_DAMAGE = (OSError, EOFError, ValueError, MemoryError, zlib.error, zipfile.BadZipFile)
+LARGEST = 256 << 20  # bytes that an array may have however much it was compressed
+
+
+def npz_keys(path: str | Path) -> list[str]:
+    """The names of the arrays in an .npz file."""
+    with _open(path) as archive:
+        return list(archive.files)
+
+
+def read_npz(path: str | Path, key: str) -> np.ndarray:
+    """One array of an .npz file; never an object array, which would be a pickle."""
+    with _open(path) as archive:
+        if key not in archive.files:
+            names = ", ".join(archive.files) or "none"
+            raise ValueError(f"{path} has no array {key!r}; it has {names}")
+        try:
+            _refuse_bomb(archive, key)
+            return archive[key]
+        except _DAMAGE as error:
+            raise ValueError(
+                f"{path}: the array {key!r} cannot be read ({error}); the file is damaged or "
+                f"holds Python objects: write it again with numpy.savez"
+            ) from error
+
+
+def _refuse_bomb(archive: np.lib.npyio.NpzFile, key: str) -> None:
+    """Refuse a large array that is compressed more than images can be."""
+    assert archive.zip is not None
+    for info in archive.zip.infolist():
+        if info.filename in (key, f"{key}.npy") and info.file_size > max(
+            LARGEST, 100 * info.compress_size
+        ):
+            raise ValueError(
+                f"it unpacks from {info.compress_size:,} to {info.file_size:,} bytes; if that is "
+                f"right, write it uncompressed"
+            )
+
+
+@contextlib.contextmanager
+def _open(path: str | Path) -> Iterator[np.lib.npyio.NpzFile]:
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    with open(path, "rb") as file:
+        try:
+            archive = np.load(file, allow_pickle=False)
+        except _DAMAGE as error:
+            raise ValueError(f"{path} is not an .npz file or is cut short ({error})") from error
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError(f"{path} holds one array; write images and labels with numpy.savez")
+        yield archive
+
+
+def save_npz(path: Path, **arrays: np.ndarray) -> None:
+    """numpy.savez that writes a complete file or none."""
+    write_atomically(path, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]

@@ -1,0 +1,256 @@
+"""ImageData from arrays, datasets and loaders: layouts, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import fastbcd
+from fastbcd.data.images import ImageData
+from fastbcd.data.sources import as_data
+from helpers.image_cases import make
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor])
+def test_array_layouts(kind):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (4, 3, 6, 5), dtype=np.uint8)
+    y = kind(np.array([0, 2, 1, 0], dtype=np.uint8))
+    first = ImageData.from_arrays(kind(x), y)
+    last = ImageData.from_arrays(kind(np.ascontiguousarray(x.transpose(0, 2, 3, 1))), y)
+    assert torch.equal(first.images, last.images)
+    assert last.images.is_contiguous()
+    assert first.labels.dtype == torch.int64
+    grey = ImageData.from_arrays(kind(x[:, 0]), y)
+    assert torch.equal(grey.images, first.images[:, :1])
+    # What only a caller can know: 3×3 images with their channels last.
+    square = kind(x[:, :, :3, :3].copy())
+    assert torch.equal(ImageData.from_arrays(square, y).images, torch.as_tensor(square))
+    swapped = ImageData.from_arrays(square, y, layout="NHWC").images
+    assert torch.equal(swapped, torch.as_tensor(square).permute(0, 3, 1, 2))
+    # Floats are never guessed at.
+    assert (
+        ImageData.from_arrays(kind(np.zeros((2, 8, 3, 3), np.float32)), y[:2]).images.shape[1] == 8
+    )
+
+
+def test_read_only_and_reversed_arrays():
+    x = np.arange(2 * 3 * 4 * 4, dtype=np.uint8).reshape(2, 3, 4, 4)
+    x.flags.writeable = False
+    assert ImageData.from_arrays(x, [0, 1]).images.tolist() == x.tolist()
+    assert ImageData.from_arrays(x[::-1], [0, 1]).images.tolist() == x[::-1].tolist()
+
+
+def test_bytes_are_normalised_only_by_what_is_given():
+    raw = RAW.images
+    plain = ImageData.from_arrays(raw, RAW.labels)
+    assert (plain.mean, plain.std) == ((0.0,) * 3, (1.0,) * 3)
+    torch.testing.assert_close(next(plain.batches(12))[0], raw / 255)
+    half = ImageData.from_arrays(raw, RAW.labels, mean=MEAN)
+    assert (half.mean, half.std) == (MEAN, (1.0,) * 3)
+
+
+@pytest.mark.parametrize("name", ["ToTensor", "scaled by 1/255", "Normalize", "random floats"])
+def test_float_datasets_are_used_as_they_are(name):
+    """In `as_data`, and through `score`: the net sees the floats of the Dataset."""
+    random = torch.randn(12, 3, 6, 5, generator=torch.Generator().manual_seed(0))
+    images = random if name == "random floats" else RAW.images
+    transform = TRANSFORMS.get(name, lambda x: x)
+    items = Items(images, RAW.labels, transform)
+    floats = torch.stack([transform(image) for image in images])
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(90, 4), fastbcd.MaskedReLU(4))
+    correct = int((net(floats).argmax(1) == RAW.labels).sum())
+    removals = torch.tensor([[0], [3]])
+    expected = fastbcd.score(net, removals, (floats, RAW.labels))
+    for data in (items, DataLoader(items, batch_size=5, shuffle=True), Subset(items, range(12))):
+        read = as_data(data)
+        assert torch.equal(next(read.batches(12))[0], floats)
+        scores = fastbcd.score(net, removals, data)
+        assert scores.base_correct == correct
+        assert torch.equal(scores.loss, expected.loss)
+
+
+X = np.zeros((3, 3, 4, 4), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "options", "message"),
+    [
+        (X, [0, 1, 7], {"classes": 5}, r"labels\[2\] is 7; with 5 classes labels are 0 to 4"),
+        (X, [0, -1, -2], {}, r"labels\[1\] is -1"),
+        (X, [0, 1], {}, "labels are torch.int64 \\[2\\] beside 3 images"),
+        (X, [0.0, 1.0, 2.0], {}, "labels are float64; they must be whole"),
+        (X, torch.zeros(3), {}, "labels are torch.float32; they must be whole"),
+        (X, torch.zeros(3, dtype=torch.bool), {}, "labels are torch.bool"),
+        (X, np.eye(3, dtype=int), {}, r"labels are \[3, 3\].*argmax"),
+        (X.astype(np.int64), [0, 1, 2], {}, "images are torch.int64; give uint8"),
+        (X[0, 0], [0, 1, 2], {}, r"images are \[4, 4\], not \[N,C,H,W\]"),
+        (X, [0, 1, 2], {"mean": (0.5,)}, "mean has 1 values for 3 channels"),
+        (X, [0, 1, 2], {"std": (0.1, 0.0, 1.0)}, r"std is \(0.1, 0.0, 1.0\); .* above 0"),
+        (X, [0, 1, 2], {"mean": (0.1, float("nan"), 1.0)}, "mean is .*finite"),
+        (X, [0, 1, 2], {"layout": "HWCN"}, "layout is 'HWCN'"),
+        (X[:, :, :0], [0, 1, 2], {"layout": "NCHW"}, r"shape \[3, 3, 0, 4\], not .*at least 1"),
+        (torch.zeros(3, 3, 4, 4, device="meta"), [0, 1, 2], {}, "images are on the meta device"),
+        (torch.zeros(3, 3, 4, 4).to_sparse(), [0, 1, 2], {}, "images are torch.sparse_coo; give"),
+        (X, torch.tensor([0, 1, 2], device="meta"), {}, "labels are on the meta device"),
+        (X, torch.tensor([0, 1, 2]).to_sparse(), {}, "labels are torch.sparse_coo"),
+        (torch.zeros(3, 3, 4, 4, dtype=torch.complex64), [0, 1, 2], {}, "images are torch.complex"),
+    ],
+)
+def test_arrays_refused(images, labels, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        ImageData.from_arrays(images, labels, **options)
+
+
+def test_constructor_refuses_what_from_arrays_would_have_mended():
+    images, labels = torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.tensor([0, 1])
+    assert len(ImageData(images, labels, (0.0,), (1.0,), 2)) == 2
+    with pytest.raises(ValueError, match=r"labels are torch.int32"):
+        ImageData(images, labels.int(), (0.0,), (1.0,), 2)
+    with pytest.raises(TypeError, match=r"images are torch.float16"):
+        ImageData(images.half(), labels, (0.0,), (1.0,), 2)
+    with pytest.raises(ValueError, match=r"images have shape \[2, 3, 3\]"):
+        ImageData(images[:, 0], labels, (0.0,), (1.0,), 2)
+
+
+class Items(Dataset):
+    """A Dataset of given (image, label) items, with a transform."""
+
+    def __init__(self, images, labels, transform=lambda x: x):
+        self.images, self.labels, self.transform = images, labels, transform
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, i):
+        return self.transform(self.images[i]), self.labels[i]
+
+
+class Picture:
+    """What is known of a PIL image: a mode and the array interface."""
+
+    def __init__(self, array, mode):
+        self.array, self.mode = array, mode
+        self.__array_interface__ = array.__array_interface__
+
+
+RAW = make(12, 3, 6, 5, seed=4)
+MEAN, STD = (0.5, 0.4, 0.3), (0.25, 0.2, 0.1)
+
+
+def column(values):
+    return torch.tensor(values).view(3, 1, 1)
+
+
+TRANSFORMS = {
+    "uint8 tensor": lambda x: x,
+    "array": lambda x: x.permute(1, 2, 0).numpy(),
+    "ToTensor": lambda x: x.float() / 255,
+    "scaled by 1/255": lambda x: x.float() * (1 / 255),
+    "Normalize": lambda x: (x / 255 - column(MEAN)) / column(STD),
+    "PIL": lambda x: Picture(np.ascontiguousarray(x.permute(1, 2, 0).numpy()), "RGB"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_datasets(transform):
+    items = Items(RAW.images, RAW.labels, transform)
+    read = as_data(items, MEAN, STD)
+    assert torch.equal(read.images, RAW.images)
+    assert torch.equal(read.labels, RAW.labels)
+    assert (read.mean, read.std) == (MEAN, STD)
+    loader = as_data(DataLoader(items, batch_size=5, shuffle=True), MEAN, STD)
+    assert torch.equal(loader.images, RAW.images)
+
+
+def test_one_bright_image_does_not_pass_for_another():
+    # Normalised with 0.5 and 0.5, bytes from 128 on become k/255 themselves.
+    images = RAW.images.clone()
+    images[1] |= 128
+    items = Items(images, RAW.labels, lambda x: (x / 255 - 0.5) / 0.5)
+    assert torch.equal(as_data(items, (0.5,) * 3, (0.5,) * 3).images, images)
+
+
+def test_grey_pictures():
+    items = Items(RAW.images, RAW.labels.tolist(), lambda x: Picture(x[0].numpy(), "L"))
+    assert torch.equal(ImageData.from_dataset(items).images, RAW.images[:, :1])
+
+
+def test_tensor_dataset_is_its_pair():
+    x = torch.randn(5, 3, 4, 4)
+    read = as_data(TensorDataset(x, torch.arange(5)))
+    assert read.images.data_ptr() == x.data_ptr()
+
+
+def test_subsets():
+    items = Items(RAW.images, RAW.labels)
+    picked = DataLoader(items, sampler=SubsetRandomSampler([9, 2, 5]))
+    part = ImageData.from_loader(picked, classes=4)
+    assert part.ids.tolist() == [2, 5, 9]
+    assert torch.equal(part.images, RAW.images[[2, 5, 9]])
+    assert torch.equal(as_data(Subset(items, [4, 1])).images, RAW.images[[4, 1]])
+    with pytest.raises(TypeError, match="WeightedRandomSampler may leave samples out"):
+        as_data(DataLoader(items, sampler=WeightedRandomSampler([0.5] * 12, 12)))
+
+
+def random_flip(x):
+    return x.flip(-1) if torch.rand(()) < 0.5 else x
+
+
+def refuse(transform=lambda x: x, images=RAW.images, labels=RAW.labels, mean=None, std=None):
+    return lambda: ImageData.from_dataset(Items(images, labels, transform), mean, std)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (
+            refuse(TRANSFORMS["Normalize"], mean=STD, std=MEAN),
+            "item 0.*neither k/255 nor undone by the mean and std given; leave both out",
+        ),
+        (refuse(random_flip), "another image each time.*without its random transforms"),
+        (
+            refuse(images=[RAW.images[0], RAW.images[1, :, 1:]]),
+            r"item 1 .*uint8 \(3, 5, 5\), item 0 uint8 \(3, 6",
+        ),
+        (refuse(labels=["cat"] * 12), "label of item 0 .* is 'cat', not an int"),
+        (refuse(lambda x: x * torch.nan, mean=MEAN, std=STD), "item 0 .*from nan to nan: neither"),
+        (refuse(lambda x: x.to("meta")), "item 0 .*on the meta device"),
+        (refuse(lambda x: x.float().to_sparse()), r"item 0 .*torch.sparse_coo; give"),
+        (refuse(lambda x: x.long()), r"item 0 .*int64 \[3, 6, 5\]"),
+        (refuse(lambda x: None), "item 0 .*NoneType"),
+        (refuse(lambda x: Picture(x[0].numpy(), "P")), r"item 0 .*mode 'P'.*convert\('RGB'\)"),
+        (refuse(images=[]), "no items"),
+        (lambda: as_data(Stream()), "Stream has no length"),
+        (lambda: ImageData.from_dataset([1, 2]), "item 0 of the dataset is a int"),
+        (lambda: as_data("cifar10"), "data is a str; give ImageData"),
+        (lambda: as_data((1, 2)), "data is a tuple"),
+    ],
+)
+def test_datasets_refused(read, message):
+    torch.manual_seed(0)
+    with pytest.raises((ValueError, TypeError), match=message):
+        read()
+
+
+def test_as_data_keeps_image_data():
+    assert as_data(RAW) is RAW
+    other = as_data(RAW, mean=[0.0] * 3)
+    assert (other.mean, other.std) == ((0.0,) * 3, RAW.std)
+    assert other.images is RAW.images
