@@ -1,76 +1,51 @@
-"""`fastbcd cost`: what the ReLUs that a run or a file of masks keeps take in private inference."""
+"""`fastbcd cost`: what the ReLUs kept by a run or a file of masks cost in private inference."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 
-from fastbcd import private
-from fastbcd.cli.kept import read_kept
-from fastbcd.cli.options import one_line_errors
-
-_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_TIMES = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+from fastbcd import MaskSet, private
+from fastbcd.cli import options as common
+from fastbcd.runs.read import read
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the cost by site and in all."""
-    options = _parser().parse_args(arguments)
-    return one_line_errors("cost", lambda: _run(options))
-
-
-def _parser() -> argparse.ArgumentParser:
+    """Print the cost of each site and in total."""
     parser = argparse.ArgumentParser(
         prog="fastbcd cost",
-        description="Bytes, rounds and seconds of the ReLUs kept, for one image; where each figure "
-        "comes from is printed with it.",
+        description="Bytes, rounds and seconds of the ReLUs kept, for one image, with the source "
+        "of each value.",
     )
     add = parser.add_argument
     add("source", type=Path, metavar="RUN|MASKS", help="a run directory or a file of masks")
     add("--protocol", nargs="+", choices=private.PROTOCOLS, default=["crypten"], metavar="NAME",
-        help=f"some of {', '.join(private.PROTOCOLS)} (crypten)")  # fmt: skip
-    add("--bandwidth", type=bits_a_second, default=1e9, help="as in 100Mbit or 40MB/s (1Gbit)")
-    add("--rtt", type=seconds, default=1e-3, help="round trip, as in 40ms (1ms)")
-    add("--json", action="store_true", help="a list with one object a protocol")
-    return parser
+        help=f"one or more of {', '.join(private.PROTOCOLS)} (crypten)")  # fmt: skip
+    common.add_network_options(parser)
+    add("--json", action="store_true", help="print a list with one object per protocol")
+    options = parser.parse_args(arguments)
+    return common.run_command("cost", lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> None:
-    kept = read_kept(options.source)
-    costs = [
-        private.cost(kept.masks, name, bandwidth=options.bandwidth, rtt=options.rtt, poly=kept.poly)
-        for name in options.protocol
-    ]
+    masks, poly = read_masks(options.source)
+    network = common.chosen(options, ("bandwidth", "rtt"))
+    costs = [private.cost(masks, name, poly=poly, **network) for name in options.protocol]
     if options.json:
         print(json.dumps([cost.as_dict() for cost in costs], indent=2, ensure_ascii=False))
     else:
         print("\n\n".join(map(str, costs)))
 
 
-def bits_a_second(text: str) -> float:
-    """A bandwidth; without a unit bits a second.
+def read_masks(path: Path) -> tuple[MaskSet, tuple[str, ...]]:
+    """The masks of a run or of a file that `MaskSet.save` wrote, and the sites with quadratics.
 
-    >>> bits_a_second("100Mbit"), bits_a_second("40 MB/s")
-    (100000000.0, 320000000.0)
+    A file of masks does not contain quadratics: its removed ReLUs count as the identity.
     """
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kMGT]?)(bit|b|B)?(?:/s|ps)?", text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth; write 100Mbit or 40MB/s")
-    value = float(match[1]) * _PREFIXES[match[2]] * (8 if match[3] == "B" else 1)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not more than 0")
-    return value
-
-
-def seconds(text: str) -> float:
-    """A time; without a unit seconds.
-
-    >>> seconds("40ms"), seconds("2")
-    (0.04, 2.0)
-    """
-    match = re.fullmatch(r"([0-9.]+(?:e-?[0-9]+)?)\s*(s|ms|us|µs)?", text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 40ms")
-    return float(match[1]) * _TIMES[match[2] or ""]
+    if path.is_file():
+        return MaskSet.load(path), ()
+    stage = read(path).last
+    if stage.masks is None:
+        raise ValueError(f"{stage.path} has no final masks yet: finish {stage.title} first")
+    return stage.masks, stage.poly

@@ -1,8 +1,8 @@
 """`fastbcd demo`: a small ResNet on embedded images, from all its ReLUs to a few hundred.
 
-Trains the dense net, takes SNL's masks as the starting point, descends by BCD, and prints a table.
-With matplotlib there is a picture too. Every number is computed there and then, in a minute or
-two on 2 cores; run it again and it goes on where it was stopped, or says that it is done.
+It trains the dense net, gets a starting point by SNL, runs BCD and prints a table; with matplotlib
+it draws a picture. It takes a minute or two on 2 cores. The same command again resumes an
+interrupted demo, or shows the result of a finished one.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import torch
 from torch import nn
 
 import fastbcd
+from fastbcd import Finetune
 from fastbcd.cli import options as common
-from fastbcd.scoring.accuracy import accuracy
-from fastbcd.training.finetune import Finetune
 
-START, BUDGET = 5_000, 300  # ReLUs of the starting point, and in the end
-# The images are small and centred: without crops and flips the teacher has one view of each.
+START, BUDGET = 5_000, 300  # ReLUs of the starting point, and of the result
+# The images are small and centred, so crops and flips are not needed.
 PLAIN: dict[str, Any] = {"padding": 0, "flip": False, "batch_size": 64}
 
 
 class Point(NamedTuple):
-    """What a stage came to."""
+    """The result of a stage."""
 
     name: str
     relus: int
@@ -35,11 +34,12 @@ class Point(NamedTuple):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the stages in --run-dir, or what is left of them, and show the result."""
+    """Run or resume the stages in --run-dir and show the result."""
     parser = argparse.ArgumentParser(prog="fastbcd demo", description=__doc__)
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"), help="(%(default)s)")
     options = parser.parse_args(arguments)
-    return common.guarded("demo", arguments, options.run_dir, lambda: show(options.run_dir))
+    run_dir = options.run_dir
+    return common.run_command("demo", lambda: show(run_dir), arguments=arguments, run_dir=run_dir)
 
 
 def small_resnet() -> nn.Module:
@@ -54,7 +54,7 @@ def small_resnet() -> nn.Module:
 
 
 def show(run_dir: Path, images: int = 6_000, tests: int = 2_000) -> None:
-    """All stages on the first `images` train and `tests` test images; the table, the picture."""
+    """All stages on the first `images` train and `tests` test images, the table and the picture."""
     train = fastbcd.load("fashion-mnist-mini", "train").first(images)
     test = fastbcd.load("fashion-mnist-mini", "test").first(tests)
     dense = small_resnet()
@@ -71,7 +71,7 @@ def show(run_dir: Path, images: int = 6_000, tests: int = 2_000) -> None:
         run_dir=run_dir / "2-snl", progress=True,
     )  # fmt: skip
     points = [_point("dense", dense, test), _point("SNL", start.model, test)]
-    say(f"3. BCD, down to {BUDGET:,} ReLUs, a quarter of what is left each step")
+    say(f"3. BCD, down to {BUDGET:,} ReLUs, removing a quarter of them per step")
     run = fastbcd.bcd(
         start.model, train, BUDGET, drc=fastbcd.Fraction(0.25), rt=6, adt=0.3,
         samples=min(2_000, images), finetune=Finetune(epochs=2, lr=3e-3, **PLAIN), teacher=dense,
@@ -84,14 +84,14 @@ def show(run_dir: Path, images: int = 6_000, tests: int = 2_000) -> None:
 
 def _point(name: str, net: nn.Module, test: fastbcd.ImageData) -> Point:
     masks = fastbcd.masks(net)
-    return Point(name, masks.count(), accuracy(net, test), masks.counts())
+    return Point(name, masks.count(), fastbcd.accuracy(net, test), masks.counts())
 
 
-# ------------------------------------------------------------------------------- what is shown
+# ------------------------------------------------------------------------------- result
 
 
 def table(points: list[Point], history: list[fastbcd.Step]) -> str:
-    """Accuracy by stage and step, and the ReLUs of every site before and after."""
+    """Accuracy of each stage and step, and the ReLUs of each site."""
     dense, start, end = points
     rows = [f"{'':10} {'ReLUs':>8} {'test':>8} {'seconds':>8}"]
     rows += [f"{p.name:10} {p.relus:>8,} {p.accuracy:>7.2f}%" for p in (dense, start)]
@@ -109,7 +109,7 @@ def table(points: list[Point], history: list[fastbcd.Step]) -> str:
 
 
 def picture(points: list[Point], history: list[fastbcd.Step], path: Path) -> str:
-    """Accuracy against ReLU count, and the counts by site; where it was saved, or why not."""
+    """Draw accuracy against ReLU count and the share kept by site; returns what was done."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -128,12 +128,12 @@ def picture(points: list[Point], history: list[fastbcd.Step], path: Path) -> str
     left.grid(alpha=0.3)
     left.legend()
     places = range(len(dense.counts))
-    for shift, point in zip((-0.27, 0.0, 0.27), points, strict=True):
-        right.bar([p + shift for p in places], point.counts.values(), 0.26, label=point.name)
-    right.set(yscale="log", ylabel="ReLUs kept", title="by site")
+    for shift, point in zip((-0.2, 0.2), points[1:], strict=True):
+        shares = [100 * n / dense.counts[site] for site, n in point.counts.items()]
+        right.bar([place + shift for place in places], shares, 0.38, label=point.name)
+    right.set(ylabel="ReLUs kept, % of the site", title="by site")
     right.set_xticks(places, dense.counts, rotation=45, ha="right")
-    right.margins(y=0.3)  # room for the legend
-    right.legend(ncols=3, loc="upper center")
+    right.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     return f"picture: {path}"

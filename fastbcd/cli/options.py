@@ -1,12 +1,13 @@
-"""What the commands share: options for nets and data, and an end that says how to go on."""
+"""Options, inputs and error handling that the commands share."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +16,56 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fastbcd
-from fastbcd import models
+from fastbcd import models, private
 from fastbcd.data.images import ImageData
 from fastbcd.masking.masks import mask_modules, plain_name
-from fastbcd.runs.directory import STATES, read_state
+from fastbcd.runs.directory import newest_state
 from fastbcd.runtime import ranks
 from fastbcd.starts.checkpoints import files as checkpoints_files
 from fastbcd.training.dense import MOMENTUM
+from fastbcd.training.finetune import Finetune
 
-FORMATS = ("plain", "snl", "autorep", "relupruner")
+# Options of a group by name: default (its type is the option's) and help.
+Values = Mapping[str, tuple[Any, str]]
+DISTILLATION: Values = {
+    "temperature": (4.0, "temperature of the distillation"),
+    "distill": (1.0, "weight of the distillation"),
+}
 
 
 # ------------------------------------------------------------------------------- options
 
 
-def add_net_options(parser: argparse.ArgumentParser) -> None:
-    """Which net, with which weights."""
+def add_values(parser: argparse.ArgumentParser, title: str, values: Values) -> Any:
+    """A group of options that are numbers; returns the group."""
+    group = parser.add_argument_group(title)
+    for name, (default, text) in values.items():
+        text = f"{text} (%(default)s)".strip()
+        group.add_argument(flag(name), type=type(default), default=default, help=text)
+    return group
+
+
+def chosen(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """The values of some options as keyword arguments."""
+    return {name: getattr(options, name) for name in names}
+
+
+def flag(name: str) -> str:
+    """
+    >>> flag("run_dir")
+    '--run-dir'
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+def add_net_options(parser: argparse.ArgumentParser, arch: str | None = "resnet18") -> None:
+    """Options for the net and its weights."""
     group = parser.add_argument_group("net")
     which = group.add_mutually_exclusive_group()
-    which.add_argument("--arch", default="resnet18", help=f"one of {', '.join(models.NAMES)}")
-    which.add_argument(
-        "--model",
-        metavar="MODULE:FUNCTION",
-        help="your own: a function without arguments that returns an nn.Module; converted if it "
-        "has no masks",
-    )
+    which.add_argument("--arch", default=arch, help=f"one of {', '.join(models.NAMES)} (resnet18)")
+    which.add_argument("--model", metavar="MODULE:FUNCTION",
+                       help="your own net: a function without arguments that returns an nn.Module; "
+                       "it is converted if it has no masks")  # fmt: skip
     group.add_argument("--replacement", choices=("identity", "poly"), default="identity",
                        help="what a removed ReLU becomes (%(default)s)")  # fmt: skip
     group.add_argument("--weights", type=Path, metavar="PATH",
@@ -47,41 +73,82 @@ def add_net_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Which data, where to, how."""
-    group = parser.add_argument_group("data")
-    group.add_argument("--data", default="cifar100", metavar="NAME",
-                       help="cifar10, cifar100, tiny-imagenet, fashion-mnist-mini or an .npz file "
-                       "(%(default)s)")  # fmt: skip
-    group.add_argument("--root", type=Path, help="folder of the data ($FASTBCD_DATA, else ./data)")
-    group = parser.add_argument_group("run")
-    group.add_argument("--run-dir", type=Path, help="every finished step is saved there "
-                       "(runs/COMMAND-NET-DATA…)")  # fmt: skip
-    group.add_argument("--resume", choices=("auto", "must", "never"), default="auto",
-                       help="go on with what is in the run directory (%(default)s)")  # fmt: skip
-    group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    group.add_argument("--quiet", action="store_true", help="no bars, no line a step")
+    """Options for the data and the run."""
+    add = parser.add_argument_group("data").add_argument
+    add("--data", default="cifar100", metavar="NAME",
+        help="cifar10, cifar100, tiny-imagenet, fashion-mnist-mini or an .npz file "
+        "(%(default)s)")  # fmt: skip
+    add("--root", type=Path, help="folder of the data ($FASTBCD_DATA, else ./data)")
+    add = parser.add_argument_group("run").add_argument
+    add("--run-dir", type=Path, help="where each finished step is saved (runs/COMMAND-NET-DATA…)")
+    add("--resume", choices=("auto", "must", "never"), default="auto",
+        help="resume the run in the run directory (%(default)s)")  # fmt: skip
+    add("--seed", type=int, default=0, help="(%(default)s)")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
+    add("--quiet", action="store_true", help="no progress bars and no line per step")
 
 
-def name_run(command: str, options: argparse.Namespace, *more: object) -> Path:
-    """The run directory: as given, or named after what the run is about."""
+def add_network_options(parser: argparse.ArgumentParser) -> None:
+    """Options for the connection between the parties of private inference."""
+    add = parser.add_argument
+    add("--bandwidth", type=bits_per_second, default=private.costs.LAN_BANDWIDTH,
+        help="such as 100Mbit or 40MB/s (1Gbit)")  # fmt: skip
+    add("--rtt", type=seconds, default=private.costs.LAN_RTT, help="round trip, such as 40ms (1ms)")
+
+
+def bits_per_second(text: str) -> float:
+    """A bandwidth; bits per second if there is no unit.
+
+    >>> bits_per_second("100Mbit"), bits_per_second("40 MB/s")
+    (100000000.0, 320000000.0)
+    """
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kMGT]?)(bit|b|B)?(?:/s|ps)?", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth; write 100Mbit or 40MB/s")
+    value = float(match[1]) * 1000.0 ** " kMGT".index(match[2] or " ")
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return value * (8 if match[3] == "B" else 1)
+
+
+def seconds(text: str) -> float:
+    """A time; seconds if there is no unit.
+
+    >>> seconds("40ms"), seconds("2")
+    (0.04, 2.0)
+    """
+    match = re.fullmatch(r"([0-9.]+(?:e-?[0-9]+)?)\s*(s|ms|us|µs)?", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 40ms")
+    return float(match[1]) * {"ms": 1e-3, "us": 1e-6, "µs": 1e-6}.get(match[2], 1.0)
+
+
+def run_dir_of(command: str, options: argparse.Namespace, *more: object) -> Path:
+    """The run directory: --run-dir, or a name made of the command, the net and the data."""
     if options.run_dir is not None:
         return options.run_dir
     net = options.model.replace(":", ".") if options.model else options.arch
     return Path("runs") / "-".join(map(str, [command, net, Path(options.data).stem, *more]))
 
 
+def run_arguments(options: argparse.Namespace, test: ImageData) -> dict[str, Any]:
+    """The keyword arguments that all functions with a run directory share."""
+    shared = chosen(options, ("seed", "run_dir", "resume"))
+    return {**shared, "test": test, "progress": not options.quiet}
+
+
 # ------------------------------------------------------------------------------- inputs
 
 
 def load_data(options: argparse.Namespace) -> tuple[ImageData, ImageData]:
-    """The train and the test split."""
-    splits = [fastbcd.load(options.data, split, root=options.root) for split in ("train", "test")]
-    return splits[0].to(options.device), splits[1].to(options.device)
+    """The train and the test split, on --device."""
+    train, test = (fastbcd.load(options.data, split, root=options.root)
+                   for split in ("train", "test"))  # fmt: skip
+    return train.to(options.device), test.to(options.device)
 
 
 def make_net(options: argparse.Namespace, data: ImageData) -> nn.Module:
-    """The net that --arch or --model names, with masks, without --weights."""
+    """The net of --arch or --model, with masks, without --weights."""
     torch.manual_seed(options.seed)
     channels, size = data.images.shape[1], data.images.shape[-1]
     if options.model is None:
@@ -100,7 +167,7 @@ def make_net(options: argparse.Namespace, data: ImageData) -> nn.Module:
 
 
 def given_net(options: argparse.Namespace, data: ImageData) -> nn.Module:
-    """That net with --weights, if they are given."""
+    """The net with --weights, if they are given."""
     net = make_net(options, data)
     return net if options.weights is None else load_weights(net, options.weights)
 
@@ -113,7 +180,7 @@ def given_teacher(options: argparse.Namespace, data: ImageData) -> nn.Module | N
 
 
 def find_function(name: str) -> Callable[[], Any]:
-    """`package.module:function`, looked for in the current directory too.
+    """`package.module:function`; modules of the current directory are found too.
 
     >>> find_function("fastbcd.models:resnet20").__name__
     'resnet20'
@@ -132,13 +199,13 @@ def find_function(name: str) -> Callable[[], Any]:
 
 
 def load_weights(net: nn.Module, path: Path) -> nn.Module:
-    """Weights, and masks if they are there, into the net; every name and shape is checked."""
+    """Load weights, and masks if there are any; names and shapes must be those of the net."""
     weights = read_weights(path)
     own = {k: t for k, t in weights.items() if k.endswith((".mask", ".coef"))}
     mine = net.state_dict()
     for name, tensor in own.items():
         if name not in mine or tensor.shape != mine[name].shape:
-            there = tuple(mine[name].shape) if name in mine else "nothing of that name"
+            there = tuple(mine[name].shape) if name in mine else "no such name"
             raise ValueError(
                 f"{path}: {name} has shape {tuple(tensor.shape)}, the net has {there}; "
                 f"see --arch, --model and --replacement"
@@ -152,11 +219,10 @@ def load_weights(net: nn.Module, path: Path) -> nn.Module:
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a run directory's newest state, a .safetensors file or a checkpoint."""
     if path.is_dir():
-        states = [path / name for name in STATES if (path / name).exists()]
-        if not states:
-            raise FileNotFoundError(f"{path} is no run directory: it holds no {STATES[0]}")
-        tensors = read_state(states[0]).tensors
-        return {name: t for name, t in tensors.items() if not name.startswith(MOMENTUM)}
+        state = newest_state(path)
+        if state is None:
+            raise FileNotFoundError(f"{path} is no run directory: it has no state.safetensors")
+        return {name: t for name, t in state.tensors.items() if not name.startswith(MOMENTUM)}
     if not path.exists():
         raise FileNotFoundError(f"there are no weights at {path}")
     if path.suffix == ".safetensors":
@@ -165,24 +231,32 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return checkpoints_files.state_of(content, str(path), ("state_dict", "model"))[0]
 
 
-# ------------------------------------------------------------------------------- the end
+# ------------------------------------------------------------------------------- running
 
 
-def guarded(
-    command: str, arguments: list[str] | None, run_dir: Path, work: Callable[[], None]
+def run_command(
+    command: str,
+    work: Callable[[], None],
+    *,
+    arguments: list[str] | None = None,
+    run_dir: Path | None = None,
 ) -> int:
-    """Do the work on every rank; the exit status. Errors of the user's making are one line."""
+    """Run a command on every rank; returns the exit status. Errors of the user are one line.
+
+    run_dir: of a command that can be resumed with the same arguments.
+    """
     given = sys.argv[2:] if arguments is None else arguments
     try:
         with ranks.joined():
             work()
     except KeyboardInterrupt:
-        say(
-            f"\ninterrupted; what was finished is in {run_dir}. To go on:\n  "
-            f"fastbcd {command} {shlex.join(given)}"
-        )
+        if run_dir is not None:
+            say(
+                f"\ninterrupted; what was finished is in {run_dir}. To resume:\n  "
+                f"fastbcd {command} {shlex.join(given)}"
+            )
         return 130
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, ImportError) as error:
         if ranks.world() > 1:
             raise
         print(f"fastbcd {command}: {error}", file=sys.stderr)
@@ -190,17 +264,54 @@ def guarded(
     return 0
 
 
+def run_start(
+    method: Callable[..., Any],
+    parser: argparse.ArgumentParser,
+    arguments: list[str] | None,
+    *,
+    finetune_epochs: int,
+    settings: Callable[[argparse.Namespace], dict[str, Any]],
+) -> int:
+    """Add the options of both starting points, run the method and report the result."""
+    finetuning = {
+        "finetune_epochs": (finetune_epochs, "epochs after the masks are fixed"),
+        "finetune_lr": (1e-3, ""),
+        **DISTILLATION,
+        "batch_size": (128, ""),
+    }
+    parser.add_argument("--budget", type=int, required=True, help="ReLUs to keep")
+    add_net_options(parser)
+    add_run_options(parser)
+    group = add_values(parser, "fine-tuning and distillation", finetuning)
+    group.add_argument("--teacher", type=Path, metavar="PATH",
+                       help="weights of the teacher (the net's own)")  # fmt: skip
+    options = parser.parse_args(arguments)
+    name = method.__name__
+    options.run_dir = run_dir_of(name, options, options.budget)
+
+    def run() -> None:
+        data, test = load_data(options)
+        net, teacher = given_net(options, data), given_teacher(options, data)
+        finetune = Finetune(
+            epochs=options.finetune_epochs, lr=options.finetune_lr,
+            **chosen(options, (*DISTILLATION, "batch_size")),
+        )  # fmt: skip
+        start = method(
+            net, data, options.budget, teacher=teacher, finetune=finetune,
+            batch_size=options.batch_size, **settings(options),
+            **run_arguments(options, test),
+        )  # fmt: skip
+        a = start.accuracy
+        say(
+            f"{start.masks.count():,} ReLUs after {len(start.history)} epochs; test accuracy "
+            f"{a['trained']:.2f} % with trained masks, {a['thresholded']:.2f} % rounded to bits, "
+            f"{a['final']:.2f} % at the end; weights and masks: {options.run_dir}"
+        )
+
+    return run_command(name, run, arguments=arguments, run_dir=options.run_dir)
+
+
 def say(text: str) -> None:
-    """Once, not on every rank."""
+    """Print on the first rank."""
     if ranks.rank() == 0:
         print(text, flush=True)
-
-
-def one_line_errors(command: str, work: Callable[[], None]) -> int:
-    """Do the work; the exit status. Errors of the user's making are one line."""
-    try:
-        work()
-    except (ValueError, OSError, ImportError) as error:
-        print(f"fastbcd {command}: {error}", file=sys.stderr)
-        return 2
-    return 0

@@ -1,4 +1,4 @@
-"""Every experiment of the paper by name, what it takes to run it, and what was published.
+"""The experiments of the paper by name, with their settings, cost and published results.
 
 recipe = fastbcd.recipes.get("resnet18-cifar100-15k")
 print(fastbcd.recipes.plan(recipe))         # steps, epochs, scoring passes, PFLOP
@@ -14,7 +14,7 @@ from fastbcd.recipes.recipe import (
     multiply_adds,
     plan,
     table,
-)
+)  # fmt: skip
 
 __all__ = [
     "DATA",

@@ -1,7 +1,4 @@
-"""Every experiment of the paper by name, what it takes to run it, and what was published.
-
-    recipe = fastbcd.recipes.get("resnet18-cifar100-15k")
-    print(fastbcd.recipes.plan(recipe))         # steps, epochs, scoring passes, PFLOP
+"""Recipe: an experiment of the paper, and plan: what it takes to run it.
 
 Names are net-data-budget (wrn22-8-tiny-200k), net-data-autorep-budget, and ablation-setting-value.
 """
@@ -25,7 +22,7 @@ SHORT = {"wide_resnet22_8": "wrn22-8", "tiny-imagenet": "tiny"}  # in the names 
 
 
 class DataShape(NamedTuple):
-    """What a plan must know of a data set.
+    """The size of a data set.
 
     >>> DATA["cifar100"]
     DataShape(classes=100, image_size=32, channels=3, train=50000)
@@ -63,7 +60,7 @@ class Recipe:
     drc: int
     adt: float  # percentage points
     rt: int
-    epochs: int  # of fine-tuning, each step
+    epochs: int  # of fine-tuning per step
     optimizer: str  # "sgd" | "adam"
     lr: float
     published_start: float | None = None  # SNL's or AutoReP's accuracy at `budget`, percent
@@ -88,7 +85,7 @@ class Recipe:
 
 
 def get(name: str) -> Recipe:
-    """A recipe by name; an unknown name is answered with those nearest to it.
+    """The recipe of that name.
 
     >>> get("wrn22-8-tiny-200k").b_ref
     300000
@@ -124,16 +121,16 @@ def _every_recipe() -> dict[str, Recipe]:
 RECIPES: dict[str, Recipe] = _every_recipe()
 
 
-# ---------------------------------------------------------------------------------- what it costs
+# ------------------------------------------------------------------------------- plans
 
 DENSE_EPOCHS = 160  # SNL's recipe for the dense net
-SNL_EPOCHS = 300 + 100  # about 300 for the masks ("for 30K", the paper says), 100 of fine-tuning
+SNL_EPOCHS = 300 + 100  # about 300 for the masks at 30K, 100 of fine-tuning
 AUTOREP_EPOCHS = {"tiny-imagenet": 80}  # 200 elsewhere
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe takes. One FLOP is half a multiply-add; PFLOP are 10¹⁵ of them.
+    """The work of a recipe in PFLOP, 10¹⁵ FLOP; a multiply-add is 2 FLOP.
 
     With F = 2 · multiply-adds of one image, N train images, T steps:
         scoring       at most T · RT passes, each N · F
@@ -148,8 +145,8 @@ class Plan:
     recipe: Recipe
     multiply_adds: int  # of one image, forward
     steps: int
-    epochs: int  # of fine-tuning, in all
-    passes: int  # over the train set, of scoring, at most
+    epochs: int  # of fine-tuning, over all steps
+    passes: int  # over the train set for scoring, at most
     start_epochs: int
     scoring: float  # PFLOP
     finetuning: float
@@ -158,7 +155,7 @@ class Plan:
 
     @property
     def total(self) -> float:
-        """PFLOP of the whole chain."""
+        """PFLOP of all stages."""
         return self.scoring + self.finetuning + self.dense + self.start
 
     def __str__(self) -> str:
@@ -171,11 +168,11 @@ class Plan:
             f"{self.start:,.1f} PFLOP",
             f"3  bcd          to {r.budget:,} ReLUs in {self.steps:,} steps of {r.drc}, "
             f"ADT {r.adt:g}, RT {r.rt}",
-            f"   scoring      up to {self.passes:,} passes, and {self.steps:,} of the base net: "
-            f"{self.scoring:,.1f} PFLOP, {self.scoring / steps:.2f} a step",
-            f"   fine-tuning  {self.epochs:,} epochs, {r.epochs} a step, {r.optimizer} {r.lr:g}: "
-            f"{self.finetuning:,.1f} PFLOP, {self.finetuning / steps:.2f} a step",
-            f"in all          about {self.total:,.0f} PFLOP",
+            f"   scoring      at most {self.passes:,} passes, and {self.steps:,} of the base net: "
+            f"{self.scoring:,.1f} PFLOP, {self.scoring / steps:.2f} per step",
+            f"   fine-tuning  {self.epochs:,} epochs, {r.epochs} per step, {r.optimizer} {r.lr:g}: "
+            f"{self.finetuning:,.1f} PFLOP, {self.finetuning / steps:.2f} per step",
+            f"total           about {self.total:,.0f} PFLOP",
         ]
         if r.published is not None and r.published_start is not None:
             start = {"snl": "SNL", "autorep": "AutoReP"}[r.start]
@@ -210,7 +207,7 @@ def plan(recipe: Recipe) -> Plan:
 
 @cache
 def multiply_adds(arch: str, classes: int, image_size: int, channels: int = 3) -> int:
-    """Of one image, forward, without computing anything.
+    """Multiply-adds of one image, forward; nothing is computed.
 
     >>> multiply_adds("resnet18", 100, 32)
     555468800
@@ -224,7 +221,7 @@ def multiply_adds(arch: str, classes: int, image_size: int, channels: int = 3) -
 
 
 def table(recipes: Iterable[Recipe]) -> str:
-    """Recipes as lines of text, with their plans and published accuracies.
+    """A table of recipes with their plans and published accuracies.
 
     >>> table([get("resnet18-cifar100-15k")]).splitlines()[1].split()[:3]
     ['resnet18-cifar100-15k', '30,000', '15,000']

@@ -1,6 +1,6 @@
 """The paper's experiments as rows: budgets in thousands of ReLUs, test accuracies in percent.
 
-Where each number stands in the paper: accuracies in Tables 2 and 3 (their captions are swapped:
+Sources in the paper: accuracies in Tables 2 and 3 (their captions are swapped:
 Table 2 holds ResNet18) and Figure 4, B_ref in Tables 4 and 5, the other settings in the text for
 ResNet18, in Table 6 for Wide-ResNet-22-8 and below it for AutoReP, ablations in Figure 5.
 """
@@ -16,8 +16,6 @@ _RESNET: dict[str, Any] = {
 _RESNET_TINY = {**_RESNET, "epochs": 5}
 _ADAM = {**_RESNET, "adt": 0.1, "optimizer": "adam", "lr": 3.5e-5}
 _WRN_TINY = {**_ADAM, "drc": 300, "epochs": 5}
-
-_NO_BREF = "the paper states no B_ref for AutoReP on this net; that of its SNL runs is taken"
 
 # source, arch, data, start, settings, rows of (budget, B_ref, published start, published BCD)
 EXPERIMENTS: list[tuple[str, str, str, str, dict[str, Any], list[tuple[float, ...]]]] = [
@@ -73,7 +71,10 @@ EXPERIMENTS: list[tuple[str, str, str, str, dict[str, Any], list[tuple[float, ..
 ]  # fmt: skip
 
 NOTES = {
-    ("wide_resnet22_8", "autorep"): _NO_BREF,
+    (
+        "wide_resnet22_8",
+        "autorep",
+    ): "the paper states no B_ref for AutoReP on this net; this is the one of its SNL runs",
     ("resnet18", "autorep"): "B_ref is that of the paper's table for all ResNet18 experiments",
 }
 

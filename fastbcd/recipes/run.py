@@ -1,14 +1,14 @@
-"""A whole recipe: dense net → starting point → BCD. Every stage is resumable on its own.
+"""run_recipe: dense net, starting point, BCD. Every stage is a run directory of its own.
 
     recipe = fastbcd.recipes.get("resnet18-cifar100-15k")
-    run = fastbcd.recipes.run.run_recipe(recipe, "runs/15k", data, test)
+    run = run_recipe(recipe, "runs/15k", data, test=test)
 
     runs/15k/config.json     the recipe and the seed
-    runs/15k/1-dense/        each stage's run directory
+    runs/15k/1-dense/        the stages
     runs/15k/2-snl/          (or 2-autorep)
     runs/15k/3-bcd/
 
-The same call again goes on where it was stopped: a stage that is done is read, not run.
+The same call again resumes an interrupted recipe: a finished stage is read, not run.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def run_recipe(
     recipe: Recipe,
     run_dir: str | os.PathLike[str],
     data: ImageData,
-    test: ImageData | None = None,
     *,
+    test: ImageData | None = None,
     dense: nn.Module | None = None,
     seed: int = 0,
     samples: int | None = None,
@@ -52,37 +52,46 @@ def run_recipe(
     dense_options: dict[str, Any] | None = None,
     start_options: dict[str, Any] | None = None,
 ) -> Run:
-    """Run the recipe's stages in run_dir, or go on with them; returns the run of BCD.
+    """Run or resume the stages of a recipe in run_dir; returns the run of BCD.
 
     Args:
-        data, test: the recipe's data set, train and test split, on the device to work on.
-        dense: a net of the recipe's architecture that is trained already: the first stage is
-            left out. It is the teacher of the other two and is not changed.
-        samples, engine: of `bcd`.
-        dense_options, start_options: for `train`, and for `snl` or `autorep`, in place of the
-            published values.
+        data, test: train and test split of the recipe's data set, on the device to work on.
+        dense: a trained net of the recipe's architecture; the first stage is skipped. It is the
+            teacher of the other two stages and is not changed.
+        samples, engine: as for `bcd`.
+        dense_options, start_options: arguments of `train`, and of `snl` or `autorep`, that replace
+            the published values.
     """
     check_data(recipe, data, "the train data")
     if test is not None:
         check_data(recipe, test, "the test data")
     place = Path(run_dir)
+    shared: dict[str, Any] = {"test": test, "seed": seed, "progress": progress}
     ranks.on_first(lambda: _claim(place, recipe, seed))
     if dense is None:
-        dense = _dense(recipe, place / "1-dense", data, test, seed, progress, dense_options or {})
+        net = build(recipe, seed).to(data.device)
+        _say(progress, f"1 of 3: {recipe.arch} with all {masks(net).total:,} ReLUs")
+        options = {**shared, "run_dir": place / "1-dense", **(dense_options or {})}
+        dense = train(net, data, **options).model.eval()
     else:
         _check_net(recipe, dense)
-    start = _start(recipe, place, dense, data, test, seed, progress, start_options or {})
+    _say(progress, f"2 of 3: {recipe.start} to {recipe.b_ref:,} ReLUs")
+    options = {**shared, "teacher": dense, "run_dir": place / f"2-{recipe.start}"}
+    if recipe.start == "autorep":
+        options["epochs"] = AUTOREP_EPOCHS.get(recipe.data, 200)
+    method: Any = autorep if recipe.start == "autorep" else snl
+    net = copy.deepcopy(dense)
+    start = method(net, data, recipe.b_ref, **{**options, **(start_options or {})})
     _say(progress, f"3 of 3: bcd to {recipe.budget:,} ReLUs")
     return bcd(
-        start, data, recipe.budget, drc=recipe.drc, rt=recipe.rt, adt=recipe.adt,
+        start.model, data, recipe.budget, drc=recipe.drc, rt=recipe.rt, adt=recipe.adt,
         finetune=Finetune(epochs=recipe.epochs, lr=recipe.lr, optimizer=recipe.optimizer),
-        teacher=dense, test=test, samples=samples, seed=seed, run_dir=place / "3-bcd",
-        engine=engine, progress=progress,
+        teacher=dense, samples=samples, run_dir=place / "3-bcd", engine=engine, **shared,
     )  # fmt: skip
 
 
 def build(recipe: Recipe, seed: int = 0) -> nn.Module:
-    """The recipe's dense net with initial weights that depend on the seed alone."""
+    """The recipe's dense net, with initial weights that depend only on the seed."""
     shape = recipe.shape
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
@@ -90,18 +99,18 @@ def build(recipe: Recipe, seed: int = 0) -> nn.Module:
 
 
 def check_data(recipe: Recipe, data: ImageData, what: str) -> None:
-    """Refuse images or classes that are not those of the recipe's data set."""
+    """Raise if the images or classes are not those of the recipe's data set."""
     shape = recipe.shape
     wanted = (shape.channels, shape.image_size, shape.image_size)
     if tuple(data.images.shape[1:]) != wanted or data.classes != shape.classes:
         raise ValueError(
-            f"{what} is {data!r}; {recipe.name} is about {recipe.data}: images "
+            f"{what} is {data!r}; {recipe.name} needs {recipe.data}: images "
             f"{'×'.join(map(str, wanted))}, {shape.classes} classes"
         )
 
 
 def _check_net(recipe: Recipe, dense: nn.Module) -> None:
-    """Refuse a dense net of another architecture, or one that is not dense."""
+    """Raise if the net has another architecture or does not keep all its ReLUs."""
     with torch.device("meta"):
         wanted = {k: tuple(v.shape) for k, v in build(recipe).state_dict().items()}
     found = {k: tuple(v.shape) for k, v in dense.state_dict().items()}
@@ -109,20 +118,20 @@ def _check_net(recipe: Recipe, dense: nn.Module) -> None:
         first = min(k for k in wanted.keys() | found.keys() if wanted.get(k) != found.get(k))
         raise ValueError(
             f"the dense net is not the {recipe.arch} of {recipe.name}: {first} is "
-            f"{found.get(first, 'missing')}, expected {wanted.get(first, 'nothing of that name')}"
+            f"{found.get(first, 'missing')}, expected {wanted.get(first, 'no such name')}"
         )
     if masks(dense).count() < masks(dense).total:
         raise ValueError(
-            f"the dense net keeps {masks(dense).count():,} of {masks(dense).total:,} ReLUs; the "
-            f"first stage's net keeps them all"
+            f"the dense net keeps {masks(dense).count():,} of {masks(dense).total:,} ReLUs; give "
+            f"one that keeps all"
         )
 
 
 def _claim(place: Path, recipe: Recipe, seed: int) -> str:
-    """Write config.json into a new directory; refuse one that belongs to another recipe."""
+    """Write config.json into a new directory; raise if it belongs to another recipe."""
     settings = dataclasses.asdict(recipe)
     for name in ("published_start", "published", "source", "note"):
-        del settings[name]  # what decides the outcome is the rest
+        del settings[name]  # does not decide the outcome
     config = {"format": "fastbcd.recipe 1", "recipe": settings, "seed": seed}
     if not (place / "config.json").exists():
         text = json.dumps(config, indent=2) + "\n"
@@ -130,45 +139,6 @@ def _claim(place: Path, recipe: Recipe, seed: int) -> str:
         write_atomically(place / "config.json", lambda file: file.write(text.encode()))
     check_same_config(place, config)
     return ""
-
-
-def _dense(
-    recipe: Recipe,
-    place: Path,
-    data: ImageData,
-    test: ImageData | None,
-    seed: int,
-    progress: bool,
-    options: dict[str, Any],
-) -> nn.Module:
-    """Stage 1: the net with all its ReLUs, trained as SNL trains it."""
-    net = build(recipe, seed).to(data.device)
-    _say(progress, f"1 of 3: {recipe.arch} with all {masks(net).total:,} ReLUs")
-    common = {"test": test, "seed": seed, "run_dir": place, "progress": progress}
-    return train(net, data, **{**common, **options}).model.eval()
-
-
-def _start(
-    recipe: Recipe,
-    place: Path,
-    dense: nn.Module,
-    data: ImageData,
-    test: ImageData | None,
-    seed: int,
-    progress: bool,
-    options: dict[str, Any],
-) -> nn.Module:
-    """Stage 2: b_ref ReLUs, by SNL or AutoReP."""
-    _say(progress, f"2 of 3: {recipe.start} to {recipe.b_ref:,} ReLUs")
-    net = copy.deepcopy(dense)
-    common = {
-        "teacher": dense, "test": test, "seed": seed, "run_dir": place / f"2-{recipe.start}",
-        "progress": progress,
-    }  # fmt: skip
-    if recipe.start == "autorep":
-        epochs = AUTOREP_EPOCHS.get(recipe.data, 200)
-        return autorep(net, data, recipe.b_ref, **{"epochs": epochs, **common, **options}).model
-    return snl(net, data, recipe.b_ref, **{**common, **options}).model
 
 
 def _say(progress: bool, text: str) -> None:

@@ -150,7 +150,7 @@ def test_ctrl_c_leaves_a_resumable_run_and_says_how_to_go_on(monkeypatch, capsys
     assert fastbcd_(f"{BCD} --quiet") == 130
     run_dir = "runs/bcd-my_nets.small-tiny-30"
     out = capsys.readouterr().out
-    assert f"interrupted; what was finished is in {run_dir}. To go on:\n  fastbcd {BCD}" in out
+    assert f"interrupted; what was finished is in {run_dir}. To resume:\n  fastbcd {BCD}" in out
     assert read_state(Path(run_dir) / "state.safetensors").step == 1
     assert fastbcd_(f"{BCD} --quiet") == 0
     assert fastbcd_(f"{BCD} --quiet --run-dir whole") == 0
@@ -259,7 +259,7 @@ def test_an_adaptive_drc_follows_adt() -> None:
         (f"{BCD} --weights nowhere", "there are no weights at nowhere"),
         (f"{BCD} --weights .", ". is no run directory"),
         (f"{BCD} --lr -1", "lr=-1.0"),
-        (f"{BCD} --format snl", "--format snl says whose checkpoint --weights is"),
+        (f"{BCD} --format snl", "--format snl needs --weights"),
         (BCD.replace("my_nets:small", "my_nets"), "write MODULE:FUNCTION"),
         (BCD.replace("my_nets:small", "my_nets:large"), "my_nets has no function 'large'"),
         (BCD.replace("my_nets:small", "no_nets:small"), "No module named 'no_nets'"),
@@ -283,7 +283,7 @@ def test_errors_are_one_line(line, message, capsys) -> None:
         ("bcd --arch resnet20", "give either --budget or --recipe"),
         ("bcd --recipe resnet18-cifar100-15k --budget 3", "give either --budget or --recipe"),
         ("bcd --recipe resnet18-cifar100-16k", "resnet18-cifar100-15k"),
-        (f"{BCD} --drc 0%", "--drc: 0% is neither a number of ReLUs from 1 on, nor a share"),
+        (f"{BCD} --drc 0%", "--drc: 0% is neither a number of ReLUs, 1 or more, nor a share"),
         (f"{BCD} --drc 101%", "--drc: 101% is neither"),
         (f"{BCD} --drc nan%", "--drc: nan% is neither"),
         (f"{BCD} --drc %", "--drc: % is neither"),

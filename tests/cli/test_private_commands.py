@@ -15,7 +15,8 @@ from torch import nn
 import fastbcd
 from fastbcd import MaskSet, private
 from fastbcd.cli import main as cli
-from fastbcd.runs.directory import State, state_bytes
+from fastbcd.training.trainer import Training
+from helpers import start_cases
 
 NET = """
 from torch import nn
@@ -62,14 +63,17 @@ def test_cost_command(run, capsys) -> None:
     assert capsys.readouterr().out.strip() == str(private.cost(run))
 
 
-def test_cost_of_an_unfinished_start(run, capsys) -> None:
-    """Between epochs a start's state holds what it trains, not masks."""
-    for path in Path("out").glob("*.safetensors"):
-        path.unlink()
-    state = State(1, {"net.1.mask": torch.ones(4)}, {})
-    Path("out/state.safetensors").write_bytes(state_bytes(state))
-    assert fastbcd_("cost out") == 2
-    assert "has no final masks yet (none for site '1'): let it end" in capsys.readouterr().err
+def test_cost_of_an_unfinished_start(tmp_path, monkeypatch, capsys) -> None:
+    """Between epochs the state of SNL holds real-valued masks."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "epoch", start_cases.stopped_at(1))
+        with pytest.raises(KeyboardInterrupt):
+            fastbcd.snl(
+                start_cases.small_net(), start_cases.data(), 9, run_dir=tmp_path / "snl",
+                **start_cases.QUICK,
+            )  # fmt: skip
+    assert fastbcd_(f"cost {tmp_path / 'snl'}") == 2
+    assert "has no final masks yet: finish SNL first" in capsys.readouterr().err
 
 
 def test_export_command(run, capsys) -> None:
@@ -89,7 +93,7 @@ def test_export_command(run, capsys) -> None:
     ("line", "message"),
     [
         ("cost nothing", "there is nothing at nothing"),
-        ("cost .", "is no run directory"),
+        ("cost .", "holds no run that has begun"),
         ("cost my_nets.py", "is not a readable safetensors file"),
         ("export out --model my_nets:small --data fashion-mnist-mini --out a.txt", "must end in"),
         ("export out --weights out --out a.pt2", "a run directory has its own"),

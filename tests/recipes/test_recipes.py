@@ -57,7 +57,7 @@ def test_recipes_can_be_run(name) -> None:
 
 
 def test_recipes_agree_with_the_published_curves() -> None:
-    """The same numbers were typed in twice: from the tables, and from the figures."""
+    """The numbers were entered twice: from the tables and from the figures."""
     methods = {"snl": ("SNL", "BCD"), "autorep": ("AutoReP", "BCD on AutoReP")}
     compared = 0
     for r in recipes.RECIPES.values():
@@ -80,14 +80,20 @@ def test_multiply_adds(arch, size, giga) -> None:
 
 
 def test_plan() -> None:
-    """2.78 PFLOP of scoring and 4.44 of fine-tuning a step on ResNet18 and CIFAR."""
+    """2.78 PFLOP of scoring and 4.44 of fine-tuning per step on ResNet18 and CIFAR."""
     p = recipes.plan(recipes.get("resnet18-cifar100-15k"))
     assert (p.steps, p.epochs, p.passes) == (150, 3_000, 7_500)
     assert p.scoring / p.steps == pytest.approx(2.78, abs=0.005)
     assert p.finetuning / p.steps == pytest.approx(4.44, abs=0.005)
     assert p.dense == pytest.approx(160 * 3 * 2 * 555_468_800 * 50_000 / 1e15)
     text = str(p)
-    for words in ("150 steps of 100", "7,500 passes", "3,000 epochs", "BCD 68.85 %", "2.78 a step"):
+    for words in (
+        "150 steps of 100",
+        "7,500 passes",
+        "3,000 epochs",
+        "BCD 68.85 %",
+        "2.78 per step",
+    ):
         assert words in text
     # the last step is a short one
     assert recipes.plan(recipes.get("wrn22-8-tiny-200k")).steps == 334

@@ -1,4 +1,4 @@
-"""A whole recipe on a small stand-in: all stages, an interruption, another recipe's directory."""
+"""run_recipe on a small recipe: all stages, an interruption, another recipe's directory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import fastbcd
 from fastbcd import recipes
 from fastbcd.cli import options as common
 from fastbcd.cli.bcd import main
-from fastbcd.recipes import run as chain
+from fastbcd.recipes import run as recipe_run
 from fastbcd.runs import fingerprint as snapshots
 
-# One batch a stage: what is tested is how the stages hang together.
+# One batch per stage: the tests are about how the stages follow each other.
 STAND_IN = recipes.Recipe(
     "stand-in", "resnet20", "fashion-mnist-mini", "snl", b_ref=144_000, budget=143_900, drc=60,
     adt=0.3, rt=2, epochs=1, optimizer="sgd", lr=1e-3,
@@ -25,7 +25,7 @@ QUICK = {
     "snl": {"max_epochs": 1, "finetune": fastbcd.Finetune(epochs=1, lr=1e-3)},
     "autorep": {"epochs": 1},
 }
-# SNL does not reach the budget in its one epoch, and says so.
+# SNL warns that it does not reach the budget in its one epoch.
 pytestmark = pytest.mark.filterwarnings("ignore:after 1 epochs:RuntimeWarning")
 
 
@@ -36,19 +36,19 @@ def data():
 
 @pytest.fixture(scope="module")
 def dense():
-    return chain.build(STAND_IN, seed=5).eval()
+    return recipe_run.build(STAND_IN, seed=5).eval()
 
 
 def run(path, data, dense, start="snl", **options):
     recipe = dataclasses.replace(STAND_IN, start=start)
-    return chain.run_recipe(
+    return recipe_run.run_recipe(
         recipe, path, data, dense=dense, start_options=QUICK[start], **options
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, data, dense):
-    """A chain from SNL that nobody interrupted, and its directory."""
+    """A finished recipe from SNL, and its directory."""
     before = snapshots.take(dense)
     place = tmp_path_factory.mktemp("whole")
     done = run(place, data, dense)
@@ -70,14 +70,14 @@ def test_from_autorep(tmp_path, data, dense) -> None:
     assert isinstance(done.model.alpha, fastbcd.MaskedPoly)
 
 
-def test_an_interrupted_chain_ends_as_an_uninterrupted_one(
+def test_an_interrupted_recipe_ends_as_an_uninterrupted_one(
     tmp_path, whole, data, dense, monkeypatch
 ) -> None:
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(chain, "bcd", interrupted)
+        patch.setattr(recipe_run, "bcd", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, data, dense)
     state = tmp_path / "2-snl" / "state.safetensors"
@@ -92,7 +92,7 @@ def test_an_interrupted_chain_ends_as_an_uninterrupted_one(
 def test_bad_input(tmp_path, whole, data, dense) -> None:
     images = data.images.expand(-1, 3, -1, -1)
     coloured = fastbcd.ImageData.from_arrays(images, data.labels, classes=10)
-    with pytest.raises(ValueError, match="stand-in is about fashion-mnist-mini: images 1×28×28"):
+    with pytest.raises(ValueError, match="stand-in needs fashion-mnist-mini: images 1×28×28"):
         run(tmp_path, coloured, dense)
     other = fastbcd.models.resnet20(10, 28, 1, width=8)
     with pytest.raises(ValueError, match=r"not the resnet20 of stand-in: alpha\.mask is"):
@@ -108,7 +108,7 @@ def test_bad_input(tmp_path, whole, data, dense) -> None:
 
 
 def test_the_dense_stage(tmp_path, data, capsys) -> None:
-    """Trained in the first stage, it is the teacher of the others; the second call reads it."""
+    """The first stage trains the teacher of the others; a second call reads it."""
     options = {"dense_options": {"epochs": 1, "lr": 0.01}, "progress": True}
     first = run(tmp_path, data, None, **options)
     assert (tmp_path / "1-dense" / "state.safetensors").exists()
@@ -122,17 +122,17 @@ def test_the_dense_stage(tmp_path, data, capsys) -> None:
 
 
 def test_initial_weights_depend_on_the_seed_alone() -> None:
-    one, same, other = (chain.build(STAND_IN, seed).conv1.weight for seed in (1, 1, 2))
+    one, same, other = (recipe_run.build(STAND_IN, seed).conv1.weight for seed in (1, 1, 2))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
 
 
 def test_the_command(tmp_path, whole, data, dense, monkeypatch, capsys) -> None:
-    """--recipe with the dense net's weights; what the recipe fixes is refused, not ignored."""
+    """--recipe with the weights of the dense net; options that the recipe fixes are refused."""
     monkeypatch.setitem(recipes.RECIPES, "stand-in", STAND_IN)
     monkeypatch.setattr(common, "load_data", lambda options: (data, data))
     given = {}
-    monkeypatch.setattr(chain, "run_recipe", lambda *a, **k: given.update(k) or whole[0])
+    monkeypatch.setattr(recipe_run, "run_recipe", lambda *a, **k: given.update(k) or whole[0])
     save_file(dense.state_dict(), tmp_path / "dense.safetensors")
     options = ["--recipe", "stand-in", "--run-dir", str(tmp_path / "run")]
     assert main([*options, "--weights", str(tmp_path / "dense.safetensors")]) == 0

@@ -93,7 +93,7 @@ def test_the_command(stages, tmp_path, capsys) -> None:
     shutil.copytree(stages, tmp_path / "run")
     assert cli.main(["report", str(tmp_path / "run"), "--rtt", "40ms"]) == 0
     page = tmp_path / "run" / "report" / "report.html"
-    assert f"{page}: open it in a browser; the 7 figures" in capsys.readouterr().out
+    assert f"{page}: open it in a browser; its 7 figures" in capsys.readouterr().out
     assert "round trip 40.0 ms" in page.read_text(encoding="utf-8")
     assert read(tmp_path / "run").bcd.done, "the report is no stage"
     assert cli.main(["report", str(tmp_path / "nothing")]) == 2
