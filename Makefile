@@ -26,6 +26,8 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-
 test: $(READY)
 	$(PYTEST) -m "not long"
 
+# What `make test` runs, what is marked long, and each fuzzer of tests/hostile for a while.
+test-all: export FASTBCD_HOSTILE_SECONDS ?= 60
 test-all: $(READY)
 	$(PYTEST)
 

@@ -1,4 +1,4 @@
-"""What the README says is true: its code runs, its commands parse, its files are there."""
+"""README and docs are true: their code runs, their commands parse, their files exist."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import inspect
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,39 +15,95 @@ import torch
 import fastbcd
 from fastbcd.cli import main as cli
 from helpers import published_nets
+from test_imports import FILES, GRAPH, LAYERS, ROOMS, layer
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-LINES = re.findall(r"^    (.*?)(?:\s+#.*)?$", README, re.MULTILINE)
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+}
+README, CONTRIBUTING = PAGES["README.md"], PAGES["CONTRIBUTING.md"]
+CODE = {
+    page: blocks
+    for page, text in PAGES.items()
+    if (blocks := re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+}
+LINES = [
+    line
+    for text in PAGES.values()
+    for line in re.findall(r"^    (.*?)(?:\s+#.*)?$", text, re.MULTILINE)
+]
 COMMANDS = [
     re.sub(r"^torchrun .* -m ", "", line)
     for line in LINES
     if re.match(r"fastbcd |torchrun .* -m fastbcd ", line)
 ]
 
+# What each page with Python code must have printed; None is a page that prints nothing of note.
+PRINTED = {
+    "README.md": ["MaskSet: 20,000 of 47,104 ReLUs kept", "step 2: 19,500 → 19,000 ReLUs"],
+    "docs/parts.md": ["AutoReP", "True\n"],
+    "docs/private-cost.md": ["crypten, 1.00 Gbit/s"],
+}
 
-def test_the_code_runs(torchvision, tmp_path, monkeypatch, capsys) -> None:
-    """All blocks of Python as they stand, one after the other, in one namespace."""
+
+def test_every_page_with_code_is_tested() -> None:
+    assert CODE.keys() == PRINTED.keys()
+
+
+@pytest.mark.parametrize("page", PRINTED)
+def test_the_code_runs(page, torchvision, tmp_path, monkeypatch, capsys) -> None:
+    """All Python blocks of a page, one after the other, in one namespace."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     images, labels = torch.randn(8, 3, 32, 32), torch.arange(2, 10)
-    for name, net in (("snl_best_checkpoint", "snl"), ("autorep_best", "autorep")):
-        theirs = getattr(published_nets, net)("resnet18")
-        torch.save({"state_dict": theirs.state_dict()}, f"{name}.pth.tar")
+    if "load_snl" in "".join(CODE[page]):
+        for name, net in (("snl_best_checkpoint", "snl"), ("autorep_best", "autorep")):
+            theirs = getattr(published_nets, net)("resnet18")
+            torch.save({"state_dict": theirs.state_dict()}, f"{name}.pth.tar")
     trained: list[int] = []
     names = {"images": images, "data": (images, labels), "train_my_way": trained.append}
-    code = [block for language, block in BLOCKS if language == "python"]
-    for block in code:
+    for block in CODE[page]:
         exec(block, names)
     out = capsys.readouterr().out
-    assert len(code) == 4
-    assert "MaskSet: 20,000 of 47,104 ReLUs kept" in out
-    assert len(trained) == 2
-    assert "step 2: 19,500 → 19,000 ReLUs" in out
-    assert "AutoReP" in out
-    assert "crypten, 1.00 Gbit/s" in out
-    assert Path("net.pt2").stat().st_size > 0
+    assert [text for text in PRINTED[page] if text not in out] == [], out
+    assert len(trained) == 2 * ("train_my_way" in "".join(CODE[page]))
+    if "net.pt2" in "".join(CODE[page]):
+        assert Path("net.pt2").stat().st_size > 0
+
+
+# ---------------------------------------------------------------------------------- the README
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.split()) <= 1000
+    assert len(CODE["README.md"][0].splitlines()) <= 10
+
+
+def test_terms_are_defined_before_they_are_used() -> None:
+    prose = re.sub(r"^```.*?^```|\(\S+\)", "", README, flags=re.MULTILINE | re.DOTALL)
+    for term in ("site", "hypothesis", "hypotheses", "DRC", "RT", "ADT"):
+        defined = prose.index(f"| {term.replace('ses', 'sis')} |")
+        first = re.search(rf"\b{term}\b", prose)
+        assert first
+        assert first.start() >= defined, term
+
+
+def test_the_headline_is_in_the_results() -> None:
+    """The speed-ups of the first table, rounded to two digits."""
+    results = (ROOT / "benchmarks/RESULTS.md").read_text()
+    said = re.search(r"^\| faster than the authors' code \|(.*)\|$", README, re.MULTILINE)
+    assert said
+    measured = [
+        re.search(rf"image: resnet18, {count} ReLUs, D = 100 +[\d.]+ +([\d.]+)x", results)
+        for count in ("6,000", "15,000", "30,000")
+    ]
+    assert all(measured)
+    expected = [f"{float(found[1]):.2g}" for found in measured if found]
+    assert re.findall(r"([\d.]+)×", said[1]) == expected
+
+
+# ------------------------------------------------------------------------- commands and links
 
 
 class Parsed(Exception):
@@ -68,35 +125,51 @@ def test_the_commands_parse(line, monkeypatch) -> None:
         cli.main(shlex.split(line)[1:])
 
 
-def test_every_command_is_there() -> None:
-    """In a line of its own, or named with the way to install or to try."""
-    shown = {shlex.split(line)[1] for line in COMMANDS}
-    assert cli.COMMANDS.keys() - shown <= {"demo", "autorep", "info"}
+def test_every_command_is_shown() -> None:
+    assert {shlex.split(line)[1] for line in COMMANDS} == cli.COMMANDS.keys()
+
+
+def test_scripts_exist() -> None:
+    named = {name for text in PAGES.values() for name in re.findall(r"\bbenchmarks/\w+\.py", text)}
+    assert len(named) > 3
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
 def test_the_targets_are_in_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    texts = [README, (ROOT / "CONTRIBUTING.md").read_text()]
     targets = {
-        target for text in texts for target in re.findall(r"(?:^    |`)make (\w+)", text, re.M)
+        target
+        for text in PAGES.values()
+        for target in re.findall(r"(?:^    |`)make ([\w-]+)", text, re.MULTILINE)
     }
-    assert {"demo", "test", "bench", "lint"} <= targets
+    assert {"demo", "test", "test-all", "bench", "lint"} <= targets
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_ci_runs_make_test() -> None:
+    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "make test"
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_the_links_lead_somewhere(page) -> None:
-    links = re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text())
-    for link in links:
-        assert link.startswith("https://") or (ROOT / link).exists(), link
+    for link in re.findall(r"\]\(([^)#]+)", PAGES[page]):
+        assert link.startswith("https://") or (ROOT / page).parent.joinpath(link).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_pages_name_files_that_exist(page) -> None:
+    """Paths in backticks such as `fastbcd/ops/reference.py`."""
+    for name in re.findall(r"`((?:fastbcd|kernels|tests|docs)/[\w/.]+)`", PAGES[page]):
+        assert (ROOT / name).exists(), name
+
+
+# -------------------------------------------------------------------- the reference of the parts
 
 
 def test_the_table_of_ops_is_that_of_their_docstrings() -> None:
-    rows = re.findall(r"^\| `(\w+)\((.*?)\)` \| `(.*?)`", README, re.MULTILINE)
-    assert [name for name, _, _ in rows] == [
-        "masked_relu", "masked_poly", "soft_relu", "indicator_poly"
-    ]  # fmt: skip
+    rows = re.findall(r"^\| `(\w+)\((.*?)\)` \| `(.*?)`", PAGES["docs/parts.md"], re.MULTILINE)
+    assert sorted(name for name, _, _ in rows) == fastbcd.ops.__all__
     for name, arguments, equivalent in rows:
         op = getattr(fastbcd.ops, name)
         assert f"Equivalent to: {equivalent}\n" in op.__doc__
@@ -104,10 +177,39 @@ def test_the_table_of_ops_is_that_of_their_docstrings() -> None:
         assert list(inspect.signature(op).parameters)[: len(mine)] == mine
 
 
-def test_the_layout_names_every_file_once() -> None:
-    tree = next(block for language, block in BLOCKS if block.startswith("fastbcd/"))
-    package = tree[: tree.index("\nkernels/")]
-    named = re.findall(r"\b(\w+\.py|\w+/)", package)[1:]
-    there = {p.name for p in (ROOT / "fastbcd").glob("*.py")} - {"__init__.py", "__main__.py"}
-    there |= {f"{p.parent.name}/" for p in (ROOT / "fastbcd").glob("*/__init__.py")}
-    assert sorted(named) == sorted(there)
+def test_the_table_of_arguments_is_that_of_bcd() -> None:
+    section = PAGES["docs/parts.md"].split("## Descend")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", section, re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"\w+", row)]
+    mine = list(inspect.signature(fastbcd.bcd).parameters)
+    assert sorted(named) == sorted(set(mine) - {"net", "data", "budget", "progress"})
+
+
+# -------------------------------------------------------------------- the map in CONTRIBUTING
+
+
+def section(title: str) -> str:
+    """The fenced block below a heading of CONTRIBUTING."""
+    return CONTRIBUTING.split(f"\n## {title}\n")[1].split("```")[1]
+
+
+def test_the_map_lists_every_room() -> None:
+    named = re.findall(r"^ {2}(\w+)/ ", section("Rooms"), re.MULTILINE)
+    assert sorted(named) == ROOMS
+
+
+def test_the_walk_never_goes_back_up() -> None:
+    """Each file exists, is imported by one before it, and is in no higher layer than those."""
+    files = re.findall(r"^(\w+/[\w/]+\.\w+) ", section("A tensor through bcd"), re.MULTILINE)
+    python = [f"fastbcd.{name[:-3].replace('/', '.')}" for name in files if name.endswith(".py")]
+    assert len(python) > 5
+    assert [name for name in python if name not in FILES] == []
+    layers = [layer(name, LAYERS) for name in python]
+    assert layers == sorted(layers)
+    imported = set()
+    for earlier, name in pairwise(python):
+        namespaces = GRAPH[earlier] & {"fastbcd.ops"}
+        imported |= GRAPH[earlier].union(*(GRAPH[namespace] for namespace in namespaces))
+        assert name in imported, name
+    assert files[-1].startswith("kernels/cpu/")
+    assert (ROOT / files[-1]).exists()
