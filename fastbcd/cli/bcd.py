@@ -38,8 +38,8 @@ FINETUNING: common.Values = {
     **common.DISTILLATION,
 }
 # The options that can be given with --recipe; the recipe fixes the others.
-WITH_RECIPE = ("recipe", "dry_run", "weights", "root", "run_dir", "seed", "device", "quiet",
-               "samples", "engine")  # fmt: skip
+WITH_RECIPE = ("recipe", "dry_run", "weights", "root", "download", "run_dir", "seed", "device",
+               "quiet", "samples", "engine")  # fmt: skip
 # Options that need another one: what they need, and whether it is there.
 NEEDS = {
     "dry_run": ("--recipe", lambda options: options.recipe is not None),

@@ -21,6 +21,7 @@ from fastbcd.data.images import ImageData
 from fastbcd.masking.masks import mask_modules, plain_name
 from fastbcd.runs.directory import newest_state
 from fastbcd.runtime import ranks
+from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.starts.checkpoints import files as checkpoints_files
 from fastbcd.training.dense import MOMENTUM
 from fastbcd.training.finetune import Finetune
@@ -31,6 +32,7 @@ DISTILLATION: Values = {
     "temperature": (4.0, "temperature of the distillation"),
     "distill": (1.0, "weight of the distillation"),
 }
+DOWNLOADABLE = ("cifar10", "cifar100")  # through torchvision
 
 
 # ------------------------------------------------------------------------------- options
@@ -79,6 +81,11 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="cifar10, cifar100, tiny-imagenet, fashion-mnist-mini or an .npz file "
         "(%(default)s)")  # fmt: skip
     add("--root", type=Path, help="folder of the data ($FASTBCD_DATA, else ./data)")
+    add(
+        "--download",
+        action="store_true",
+        help=f"download the data into --root if it is missing ({', '.join(DOWNLOADABLE)})",
+    )
     add = parser.add_argument_group("run").add_argument
     add("--run-dir", type=Path, help="where each finished step is saved (runs/COMMAND-NET-DATA…)")
     add("--resume", choices=("auto", "must", "never"), default="auto",
@@ -142,9 +149,26 @@ def run_arguments(options: argparse.Namespace, test: ImageData) -> dict[str, Any
 
 def load_data(options: argparse.Namespace) -> tuple[ImageData, ImageData]:
     """The train and the test split, on --device."""
-    train, test = (fastbcd.load(options.data, split, root=options.root)
-                   for split in ("train", "test"))  # fmt: skip
-    return train.to(options.device), test.to(options.device)
+    check_device(options.device)
+    try:
+        splits = [
+            fastbcd.load(options.data, split, root=options.root, download=options.download)
+            for split in ("train", "test")
+        ]
+    except FileNotFoundError as error:
+        download = " or --download" if options.data in DOWNLOADABLE else ""
+        ways = f"--data PATH.npz or --data NAME with --root FOLDER{download}"
+        raise FileNotFoundError(f"--data {options.data}: {error} (here: {ways})") from error
+    return splits[0].to(options.device), splits[1].to(options.device)
+
+
+def check_device(name: str) -> None:
+    """Raise if tensors cannot be made on the device."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(f"--device {name} cannot be used: {reason}; use --device cpu") from error
 
 
 def make_net(options: argparse.Namespace, data: ImageData) -> nn.Module:
@@ -155,21 +179,27 @@ def make_net(options: argparse.Namespace, data: ImageData) -> nn.Module:
         replacement = {} if options.replacement == "identity" else {"replacement": "poly"}
         net = models.build(options.arch, data.classes, size, channels, **replacement)
         return net.to(options.device)
-    net = find_function(options.model)()
-    if not isinstance(net, nn.Module):
-        raise ValueError(f"--model {options.model} returned a {type(net).__name__}, no nn.Module")
+    example = next(data.batches(2))[0].cpu()
+    net = call_model(options.model, example)
     try:
         mask_modules(net)
     except ValueError:
-        example = next(data.batches(2))[0].cpu()
-        net = fastbcd.convert(net.cpu(), example, replacement=options.replacement)
+        net = fastbcd.convert(net, example, replacement=options.replacement)
     return net.to(options.device)
 
 
-def given_net(options: argparse.Namespace, data: ImageData) -> nn.Module:
-    """The net with --weights, if they are given."""
+def given_net(options: argparse.Namespace, data: ImageData, *, trained: bool = True) -> nn.Module:
+    """The net with --weights; if it should be trained and they are missing, with a warning."""
     net = make_net(options, data)
-    return net if options.weights is None else load_weights(net, options.weights)
+    if options.weights is not None:
+        return load_weights(net, options.weights)
+    if not trained:
+        return net
+    if options.model is None:
+        warn(f"no --weights: the {options.arch} is untrained; train it with `fastbcd train`")
+    else:
+        warn(f"no --weights: the net is untrained unless {options.model} returns a trained one")
+    return net
 
 
 def given_teacher(options: argparse.Namespace, data: ImageData) -> nn.Module | None:
@@ -191,11 +221,36 @@ def find_function(name: str) -> Callable[[], Any]:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        return getattr(importlib.import_module(module), function)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"--model {name}: {error}") from error
-    except AttributeError as error:
-        raise ValueError(f"--model {name}: {module} has no function {function!r}") from error
+        found = getattr(importlib.import_module(module), function, None)
+    except Exception as error:  # whatever the module raises when it is imported
+        raise ValueError(f"--model {name}: importing {module}: {_one_line(error)}") from error
+    if not callable(found):
+        raise ValueError(f"--model {name}: {module} has no function {function!r}")
+    return found
+
+
+def call_model(name: str, example: Tensor) -> nn.Module:
+    """The net that `package.module:function` returns, on the CPU; it must accept the example."""
+    function = find_function(name)
+    try:
+        net = function()
+    except Exception as error:  # whatever the function raises
+        raise ValueError(f"--model {name}: calling it: {_one_line(error)}") from error
+    if not isinstance(net, nn.Module):
+        raise ValueError(f"--model {name} returned a {type(net).__name__}, no nn.Module")
+    try:
+        with eval_mode(net.cpu()), torch.no_grad():
+            net(example)
+    except Exception as error:  # whatever its forward raises
+        shape = "×".join(map(str, example.shape[1:]))
+        raise ValueError(
+            f"--model {name}: the net does not take images of {shape}: {_one_line(error)}"
+        ) from error
+    return net
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def load_weights(net: nn.Module, path: Path) -> nn.Module:
@@ -250,11 +305,11 @@ def run_command(
         with ranks.joined():
             work()
     except KeyboardInterrupt:
-        if run_dir is not None:
-            say(
-                f"\ninterrupted; what was finished is in {run_dir}. To resume:\n  "
-                f"fastbcd {command} {shlex.join(given)}"
-            )
+        again = f"fastbcd {command} {shlex.join(given)}"
+        if run_dir is not None and run_dir.exists():
+            say(f"\ninterrupted; what was finished is in {run_dir}. To resume:\n  {again}")
+        else:
+            say(f"\ninterrupted before anything was saved. To start again:\n  {again}")
         return 130
     except (ValueError, OSError, FloatingPointError, ImportError) as error:
         if ranks.world() > 1:
@@ -315,3 +370,9 @@ def say(text: str) -> None:
     """Print on the first rank."""
     if ranks.rank() == 0:
         print(text, flush=True)
+
+
+def warn(text: str) -> None:
+    """Print a warning on the first rank, to stderr."""
+    if ranks.rank() == 0:
+        print(f"fastbcd: warning: {text}", file=sys.stderr, flush=True)

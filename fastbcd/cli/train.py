@@ -37,6 +37,6 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     data, test = common.load_data(options)
     settings = {**common.chosen(options, TRAINING), **common.run_arguments(options, test)}
-    trained = train(common.given_net(options, data), data, **settings)
+    trained = train(common.given_net(options, data, trained=False), data, **settings)
     last = trained.history[-1]["test_accuracy"] if trained.history else float("nan")
     common.say(f"{len(trained.history)} epochs, test {last:.2f} %; weights: {options.run_dir}")

@@ -36,6 +36,15 @@ def small():
 
 def number():
     return 3
+
+def broken():
+    raise KeyError("stem\\nand more")
+
+def sized(classes):
+    return small()
+
+def coloured():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(2704, 10))
 """
 BCD = "bcd --model my_nets:small --data tiny.npz --budget 30 --drc 60 --rt 2 --epochs 1"
 SALIENCY = f"{BCD} --proposal saliency --saliency-temperature"
@@ -263,6 +272,16 @@ def test_an_adaptive_drc_follows_adt() -> None:
         (BCD.replace("my_nets:small", "my_nets"), "write MODULE:FUNCTION"),
         (BCD.replace("my_nets:small", "my_nets:large"), "my_nets has no function 'large'"),
         (BCD.replace("my_nets:small", "no_nets:small"), "No module named 'no_nets'"),
+        (BCD.replace("my_nets:small", "bad_nets:small"), "importing bad_nets: ZeroDivisionError"),
+        (BCD.replace("my_nets:small", "my_nets:nn"), "my_nets has no function 'nn'"),
+        (BCD.replace("my_nets:small", "my_nets:broken"), "calling it: KeyError: 'stem"),
+        (BCD.replace("my_nets:small", "my_nets:sized"), "calling it: TypeError: sized() missing"),
+        (BCD.replace("my_nets:small", "my_nets:coloured"), "does not take images of 1×28×28"),
+        (f"{BCD} --device cuda", "--device cuda cannot be used: "),
+        (f"{BCD} --device abacus", "--device abacus cannot be used: "),
+        (BCD.replace("tiny.npz", "none.npz"), "--data none.npz: there is no file none.npz (here: "),
+        ("bcd --budget 3 --root none", "with --root FOLDER or --download)"),
+        ("bcd --budget 3 --data tiny-imagenet --root none", "--data NAME with --root FOLDER)"),
         (BCD.replace("my_nets:small", "my_nets:number"), "returned a int, no nn.Module"),
         (BCD.replace("tiny.npz", "cifar7"), "no data is called 'cifar7'"),
         (f"{BCD} --resume must --run-dir new", "there is no run in new"),
@@ -270,11 +289,38 @@ def test_an_adaptive_drc_follows_adt() -> None:
     ],
 )
 def test_errors_are_one_line(line, message, capsys) -> None:
+    if "cuda" in line and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    Path("bad_nets.py").write_text("1 / 0")
     assert fastbcd_(line) == 2
-    found = capsys.readouterr()
-    assert found.err.startswith("fastbcd bcd: ")
-    assert message in found.err
-    assert len(found.err.splitlines()) == 1
+    lines = capsys.readouterr().err.splitlines()
+    found = [text for text in lines if not text.startswith("fastbcd: warning: no --weights")]
+    assert len(found) == 1
+    assert found[0].startswith("fastbcd bcd: ")
+    assert message in found[0]
+
+
+def test_an_untrained_net_is_warned_of(capsys) -> None:
+    """By bcd without --weights; not by train, and not with --weights."""
+    assert fastbcd_(f"{TRAIN} --quiet --epochs 1") == 0
+    assert fastbcd_(f"{BCD} --quiet --epochs 0 --weights dense --run-dir trained") == 0
+    assert "warning" not in capsys.readouterr().err
+    assert fastbcd_(f"{BCD} --quiet --epochs 0 --run-dir untrained") == 0
+    assert "untrained unless my_nets:small returns a trained one" in capsys.readouterr().err
+    line = "bcd --arch resnet20 --data tiny.npz --budget 144255 --drc 1 --rt 1 --epochs 0 --quiet"
+    assert fastbcd_(f"{line} --run-dir arch") == 0
+    assert "the resnet20 is untrained; train it with `fastbcd train`" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_anything_is_saved(monkeypatch, capsys) -> None:
+    def interrupted(options) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(common, "load_data", interrupted)
+    assert fastbcd_(f"{BCD} --run-dir never") == 130
+    out = capsys.readouterr().out
+    assert f"interrupted before anything was saved. To start again:\n  fastbcd {BCD}" in out
+    assert "is in never" not in out
 
 
 @pytest.mark.parametrize(
