@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import zipfile
 
 import pytest
 import torch
@@ -11,8 +12,7 @@ from torch import nn
 
 import fastbcd
 from fastbcd import MaskedPoly, MaskedReLU, models
-from fastbcd.starts.checkpoints.files import load_weights
-from fastbcd.starts.checkpoints.snl import CheckpointError
+from fastbcd.starts.checkpoints.files import CheckpointError, load_weights
 from helpers import published_nets as published
 
 ARCHS = ["resnet18", "wide_resnet22_8"]
@@ -150,7 +150,7 @@ def test_one_more_mask_is_the_stems_or_the_final_relu(tmp_path) -> None:
     assert "final_relu" in str(imported.import_report)
     torch.save({"model": state, "masks": masks[2:]}, tmp_path / "c.pth")
     with pytest.raises(
-        CheckpointError, match=r"17 masks, but wide_resnet22_8 has 18 sites.*missing"
+        CheckpointError, match=r"17 masks, but wide_resnet22_8 .* has 18 sites.*missing"
     ):
         fastbcd.load_relupruner(tmp_path / "c.pth")
 
@@ -205,11 +205,11 @@ def put(key, value):
         (None, {"arch": "resnet99"}, "arch='resnet99'; choose from"),
         (None, {"num_classes": 100}, "has num_classes=5, expected 100"),
         (None, {"image_size": 32}, "has image_size=8, expected 32"),
-        (drop("layer2.0.alpha1.alphas"), {}, r"misses the masks layer2\.0\.alpha1\.alphas"),
+        (drop("layer2.0.alpha1.alphas"), {}, r"misses masks of resnet18.*: layer2\.0\.alpha1$"),
         (
             put("layer2.2.alpha1.alphas", torch.ones(1, 8, 4, 4)),
             {},
-            r"extra masks layer2\.2\.alpha1",
+            r"extra masks .*: layer2\.2\.alpha1$",
         ),
         (put("layer1.0.alpha1.beta", torch.ones(4)), {}, "learned beta and gamma"),
         (put("layer1.0.alpha1.gamma", torch.ones(4)), {}, "learned beta and gamma"),
@@ -222,7 +222,11 @@ def put(key, value):
             "bn1.weight holds values .* not finite",
         ),
         (put("layer1.0.alpha1.alphas", torch.ones(1, 4, 8, 4)), {}, "mask of layer1.0.alpha1 has"),
-        (put("layer1.0.alpha1.alphas", torch.ones(4, 8, 8)), {}, r"shapes .*channels, height"),
+        (
+            put("layer1.0.alpha1.alphas", torch.ones(4, 8, 8)),
+            {},
+            r"shape \(4, 8, 8\).*channels, height",
+        ),
         (put("layer1.2.conv1.weight", torch.ones(4, 4, 3, 3)), {}, r"blocks \(3, 2, 2, 2\)"),
         (put("layer1.0.conv3.weight", torch.ones(4, 4, 1, 1)), {}, "bottlenecks"),
         (drop("conv1.weight"), {}, "looks like unknown: its first weights are bn1.weight"),
@@ -237,7 +241,7 @@ def test_bad_snl_files(tmp_path, edit, options, words) -> None:
 @pytest.mark.parametrize(
     ("edit", "options", "words"),
     [
-        (None, {"scale_x2": None}, "say scale_x2=0.1"),
+        (None, {"scale_x2": None}, "pass scale_x2=0.1"),
         (put("model.layer2.0.relu.poly_para_0_0", torch.ones(1, 4, 1, 1)), {}, "relu' differ"),
         (put("model.linear.weight", torch.ones(5, 9)), {}, "linear.weight has shape"),
         (None, {"image_size": 64}, "has image_size=8, expected 64"),
@@ -252,7 +256,7 @@ def test_bad_autorep_files(tmp_path, edit, options, words) -> None:
 @pytest.mark.parametrize(
     ("leaf", "value", "words"),
     [
-        ("alpha_mask_15_0", None, "15 masks, but resnet18 has 16 sites"),
+        ("alpha_mask_15_0", None, "15 masks, but resnet18 .* has 16 sites"),
         ("alpha_mask_3_0", None, r"masks for sites \[0, 1, 2, 4"),
         ("alpha_aux_3_0", None, "alpha_aux_3_0 is missing"),
         ("alpha_aux_3_0", torch.ones(2, 2), r"alpha_aux_3_0 has shape \(2, 2\)"),
@@ -341,3 +345,77 @@ def test_weights_without_batch_norms_counters_load(tmp_path) -> None:
     del weights["bn1.running_mean"]
     with pytest.raises(CheckpointError, match=r"1 weights missing: bn1\.running_mean"):
         load_weights(other, weights, "a file")
+
+
+ODD = {
+    "missing": None,
+    "0-d": torch.tensor(1.0),
+    "empty": torch.zeros(10**9, 0, 3, 3),
+    "sparse": torch.ones(2, 2).to_sparse(),
+    "meta": torch.ones(4, device="meta"),
+    "complex": torch.ones(4, dtype=torch.complex64),
+    "float8": torch.ones(4).to(torch.float8_e4m3fn),
+    "stride 0": torch.zeros(1).expand(10**9, 10**3),
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+@pytest.mark.parametrize(
+    "leaf", ["conv1.weight", "layer1.0.conv1.weight", "linear.weight", "bn1.weight", "mask"]
+)
+def test_odd_tensors_are_refused_before_a_net_is_built(tmp_path, monkeypatch, leaf, odd) -> None:
+    """In each of the three formats."""
+    build = models.build
+
+    def on_meta(*args, **options):
+        assert torch.get_default_device().type == "meta", "a net is built from a bad file"
+        return build(*args, **options)
+
+    def edit(state) -> None:
+        for key in [k for k in state if k.removeprefix("model.") == leaf or k in names]:
+            state.pop(key) if odd is None else state.update({key: odd})
+
+    monkeypatch.setattr(models, "build", on_meta)
+    snl, autorep = published.snl("resnet18"), published.autorep("resnet18")
+    masks = [k for k in snl.state_dict() if k.endswith("alphas")]
+    names = [masks[0]] if leaf == "mask" else []
+    with pytest.raises(CheckpointError):
+        fastbcd.load_snl(save_snl(tmp_path / "snl.pth", snl, edit=edit))
+    names = [k for k in autorep.state_dict() if k.endswith("alpha_mask_0_0")]
+    names = names if leaf == "mask" else []
+    with pytest.raises(CheckpointError):
+        fastbcd.load_autorep(save_autorep(tmp_path / "autorep.pth", autorep, edit), scale_x2=0.1)
+    state = dict(snl.state_dict())
+    bits = [state.pop(name)[0] for name in masks]
+    if leaf == "mask":
+        bits[0] = odd
+    names = []
+    edit(state)
+    torch.save({"model": state, "masks": bits}, tmp_path / "pruned.pth")
+    with pytest.raises(CheckpointError):
+        fastbcd.load_relupruner(tmp_path / "pruned.pth")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch deprecates quantised, warns of nested ones
+def test_quantised_and_nested_tensors_are_refused(tmp_path) -> None:
+    quantised = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for value in (quantised, nested):
+        path = save_snl(
+            tmp_path / "c.pth", published.snl("resnet18"), edit=put("bn1.weight", value)
+        )
+        with pytest.raises(CheckpointError, match=r"bn1.weight is not a dense tensor"):
+            fastbcd.load_snl(path)
+
+
+def test_a_checkpoint_that_unpacks_to_more_than_the_file_is_refused(tmp_path) -> None:
+    torch.save({"state_dict": {"conv1.weight": torch.zeros(10**6)}}, tmp_path / "c.pth")
+    with (
+        zipfile.ZipFile(tmp_path / "c.pth") as whole,
+        zipfile.ZipFile(tmp_path / "bomb.pth", "w", zipfile.ZIP_DEFLATED) as bomb,
+    ):
+        for name in whole.namelist():
+            bomb.writestr(name, whole.read(name))
+    assert (tmp_path / "bomb.pth").stat().st_size < 10_000
+    with pytest.raises(CheckpointError, match=r"bomb.pth .*it unpacks to 4,000,\d+ bytes"):
+        fastbcd.load_snl(tmp_path / "bomb.pth")

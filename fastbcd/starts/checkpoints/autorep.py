@@ -1,4 +1,4 @@
-"""Checkpoints of AutoReP: one activation for all sites, written under every name it goes by.
+"""Checkpoints of AutoReP: one activation for all sites, saved under each of its names.
 
 Its tensors, for site f in the order of execution: alpha_mask_{f}_0 and alpha_aux_{f}_0 [C,H,W],
 poly_para_{f}_{0,1,2} [1,C,1,1], and bn_{f}.*, itr_cnt from the time of initialisation.
@@ -12,8 +12,7 @@ import re
 import torch
 from torch import Tensor, nn
 
-from fastbcd.masking.activations import MaskedPoly
-from fastbcd.masking.masks import mask_modules
+from fastbcd.starts.checkpoints.architecture import Expected, import_net
 from fastbcd.starts.checkpoints.files import (
     CheckpointError,
     ImportReport,
@@ -21,7 +20,6 @@ from fastbcd.starts.checkpoints.files import (
     read,
     state_of,
 )
-from fastbcd.starts.checkpoints.nets import Expected, fill, make_net
 
 _SHARED = re.compile(r"(?:(.*)\.)?((?:alpha_mask|alpha_aux|poly_para)_\d+_\d+|bn_\d+\..+|itr_cnt)$")
 _REFRESHED = 508  # iterations in which AutoReP refreshes coefficients; itr_cnt stops there
@@ -40,7 +38,7 @@ def load_autorep(
 ) -> nn.Module:
     """The net of a checkpoint of AutoReP: MaskedPoly sites, in eval mode, ready for `bcd`.
 
-    The file does not hold all of AutoReP's settings. What must be as it was in training:
+    The file does not hold all of AutoReP's settings. These must be as they were in training:
         scale_x2: --scale_x2, the factor of the quadratic term: 0.1 unless it was changed (CIFAR),
             2 for Wide-ResNet on Tiny ImageNet.
         clip2: --clip_x2 if --clip_x2_bool was on (1 on Tiny ImageNet), else None.
@@ -63,42 +61,37 @@ def load_autorep(
         scale_x2 = 0.0
     elif scale_x2 is None:
         raise ValueError(
-            f"{where} has quadratic terms, and their factor is not in the file: say scale_x2=0.1 "
+            f"{where} has quadratic terms, and their factor is not in the file: pass scale_x2=0.1 "
             f"(AutoReP's default), or what --scale_x2 was"
         )
-    shapes = [tuple(shared[f"alpha_mask_{f}_0"].shape) for f in range(sites)]
-    expected = Expected(arch, num_classes, image_size)
-    net, described = make_net(where, weights, shapes, "poly", expected)
-
-    bits: list[Tensor] = []
-    for f, module in enumerate(mask_modules(net).values()):
-        shape = tuple(module.mask.shape)
-        mask = _tensor(shared, f"alpha_mask_{f}_0", shape, where)
-        aux = _tensor(shared, f"alpha_aux_{f}_0", shape, where)
+    bits, coef = [], []
+    for f in range(sites):
+        mask = _tensor(shared, f"alpha_mask_{f}_0", None, where)
+        aux = _tensor(shared, f"alpha_aux_{f}_0", tuple(mask.shape), where)
         bits.append(torch.where(mask > 0.5, aux > -threshold, aux > threshold))
-        c = [
-            _tensor(shared, f"poly_para_{f}_{i}", (1, shape[0], 1, 1), where).flatten()
-            for i in range(3 if quadratic else 2)
-        ]
+        wanted = (1, *mask.shape[:1], 1, 1)
+        names = [f"poly_para_{f}_{i}" for i in range(3 if quadratic else 2)]
+        c = [_tensor(shared, name, wanted, where).flatten() for name in names]
         if quadratic:  # s2·c2·x² + c1·x + c0
             clipped = c[2] if clip2 is None else c[2].clamp(-clip2, clip2)
             c[2] = scale_x2 * clipped
         else:  # s1·c1·x + c0
             c = [c[0], scale_x1 * c[1], torch.zeros_like(c[0])]
-        assert isinstance(module, MaskedPoly)
-        module.coef.data.copy_(torch.stack(c))
-    report = ImportReport(where, "AutoReP", described, ignored=ignored + _unused(shared, quadratic))
+        coef.append(torch.stack(c))
+    report = ImportReport(where, "AutoReP", ignored=ignored + _unused(shared, quadratic))
     report.notes = ["the indicators alpha_aux are dropped: a ReLU that is removed stays removed"]
-    if "itr_cnt" in shared and float(shared["itr_cnt"]) < _REFRESHED:
+    iteration = shared.get("itr_cnt")
+    if iteration is not None and iteration.numel() == 1 and float(iteration) < _REFRESHED:
         report.notes.append(
-            f"written at iteration {int(shared['itr_cnt'])}, while AutoReP still refreshes its "
-            f"coefficients (the first {_REFRESHED}): those of the file were taken"
+            f"written at iteration {float(iteration):.0f}, while AutoReP still refreshes its "
+            f"coefficients (the first {_REFRESHED}): those of the file are used"
         )
-    return fill(net, weights, bits, report)
+    expected = Expected(arch, num_classes, image_size)
+    return import_net(report, weights, bits, coef=coef, expected=expected)
 
 
 def _one_copy(state: State, path: str) -> tuple[State, State]:
-    """The weights, and one copy of the activation; its aliases must agree."""
+    """The weights, and one copy of the activation, which must be the same under all names."""
     weights: State = {}
     copies: dict[str, State] = {}
     for name, value in state.items():
@@ -126,7 +119,7 @@ def _one_copy(state: State, path: str) -> tuple[State, State]:
 
 def _sites(shared: State, path: str) -> int:
     """How many sites the activation serves: f = 0 .. n-1."""
-    numbers = sorted(int(k.split("_")[2]) for k in shared if re.match(r"alpha_mask_\d+_0$", k))
+    numbers = sorted(int(k.split("_")[2]) for k in shared if re.match(r"alpha_mask_\d{1,6}_0$", k))
     if numbers != list(range(len(numbers))):
         raise CheckpointError(f"{path} has masks for sites {numbers}; expected 0, 1, 2, …")
     if "poly_para_0_1" not in shared:
@@ -137,10 +130,10 @@ def _sites(shared: State, path: str) -> int:
     return len(numbers)
 
 
-def _tensor(shared: State, key: str, shape: tuple[int, ...], path: str) -> Tensor:
-    """A tensor of the activation, in float32, checked."""
+def _tensor(shared: State, key: str, shape: tuple[int, ...] | None, path: str) -> Tensor:
+    """A tensor of the activation in float32, compared with a shape if there is one."""
     value = shared.get(key)
-    if value is None or tuple(value.shape) != shape:
+    if value is None or (shape is not None and tuple(value.shape) != shape):
         found = "is missing" if value is None else f"has shape {tuple(value.shape)}"
         raise CheckpointError(f"{path}: {key} {found}; expected shape {shape}")
     if not bool(value.isfinite().all()):
@@ -149,6 +142,6 @@ def _tensor(shared: State, key: str, shape: tuple[int, ...], path: str) -> Tenso
 
 
 def _unused(shared: State, quadratic: bool) -> list[str]:
-    """Initialisation's statistics, masks other than the first, terms above the second."""
+    """What the net does not use: statistics of the initialisation, further masks and terms."""
     used = re.compile(rf"alpha_(mask|aux)_\d+_0|poly_para_\d+_[0-{2 if quadratic else 1}]")
     return sorted(key for key in shared if not used.fullmatch(key))

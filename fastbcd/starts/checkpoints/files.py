@@ -1,10 +1,11 @@
-"""Foreign checkpoints: reading them without running their pickles, checking them key by key."""
+"""Foreign checkpoints, read without running their pickles and checked tensor by tensor."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import re
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,18 +18,20 @@ from fastbcd.masking.masks import plain_name
 
 State = dict[str, Tensor]
 COUNTER = ".num_batches_tracked"
+_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8,
+           torch.int8, torch.int16, torch.int32, torch.int64}  # fmt: skip
 
 
 @dataclass
 class ImportReport:
-    """What an importer found in a file, what it made of it, and what it left out."""
+    """What an importer found in a file, and what it left out."""
 
     path: str
     format: str  # "SNL", "AutoReP", "ReLUPruner"
-    arch: str
+    arch: str = ""
     kept: int = 0
     total: int = 0
-    ignored: list[str] = field(default_factory=list)  # entries that the net has no use for
+    ignored: list[str] = field(default_factory=list)  # entries that the net does not use
     notes: list[str] = field(default_factory=list)  # what a user should know
 
     def __str__(self) -> str:
@@ -54,10 +57,15 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file; give the checkpoint inside it")
     try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                unpacked = sum(member.file_size for member in archive.infolist())
+            if unpacked > path.stat().st_size:  # torch.save does not compress
+                raise ValueError(f"it unpacks to {unpacked:,} bytes, more than the file has")
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(_refusal(path, str(error))) from error
-    except (RuntimeError, EOFError, ValueError, OSError, KeyError, AttributeError) as error:
+    except Exception as error:  # damaged bytes can raise anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
             f"{path} is not a PyTorch checkpoint, or it is damaged ({reason})"
@@ -96,6 +104,8 @@ def state_of(content: dict[str, Any], path: str, keys: tuple[str, ...]) -> tuple
             f"{path} has no state_dict: it holds {listed(map(str, content), 8)}; expected one "
             f"under {' or '.join(map(repr, keys))}"
         )
+    for name, value in tensors.items():
+        check_tensor(value, name, path)
     plain = {plain_name(name): value for name, value in tensors.items()}
     if len(plain) < len(tensors):
         raise CheckpointError(f"{path}: names collide once the prefix 'module.' is taken off")
@@ -104,8 +114,23 @@ def state_of(content: dict[str, Any], path: str, keys: tuple[str, ...]) -> tuple
     return plain, others
 
 
-def load_weights(net: nn.Module, weights: State, path: str) -> None:
-    """Copy weights into the net after every name and shape was compared; masks are left alone."""
+def check_tensor(value: Tensor, name: str, path: str) -> None:
+    """Refuse a tensor that is not dense numbers in the file: sparse, quantised, meta, expanded."""
+    plain = type(value) in (Tensor, nn.Parameter) and not value.is_nested and not value.is_meta
+    if not plain or value.layout != torch.strided or value.dtype not in _DTYPES:
+        raise CheckpointError(
+            f"{path}: {name} is not a dense tensor of real numbers but {value.layout}, "
+            f"{value.dtype}, on {value.device}; save the dense tensor"
+        )
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        raise CheckpointError(
+            f"{path}: {name} has shape {tuple(value.shape)}, but the file has only "
+            f"{value.untyped_storage().nbytes():,} bytes for it; save an expanded tensor's clone()"
+        )
+
+
+def check_weights(net: nn.Module, weights: State, path: str) -> None:
+    """Compare every name and shape with the net's; masks and coefficients are left out."""
     wanted = {k: v for k, v in net.state_dict().items() if not k.endswith((".mask", ".coef"))}
     # Batch norm's counter is in no formula here, and not in every file.
     wanted = {k: v for k, v in wanted.items() if k in weights or not k.endswith(COUNTER)}
@@ -125,8 +150,13 @@ def load_weights(net: nn.Module, weights: State, path: str) -> None:
                 f"{path}: {name} has shape {tuple(weights[name].shape)}, expected "
                 f"{tuple(value.shape)}"
             )
-        if weights[name].is_floating_point() and not bool(weights[name].isfinite().all()):
+        if not bool(weights[name].isfinite().all()):
             raise CheckpointError(f"{path}: {name} holds values that are not finite")
+
+
+def load_weights(net: nn.Module, weights: State, path: str) -> None:
+    """Copy weights into the net once they were compared with it; masks are left alone."""
+    check_weights(net, weights, path)
     net.load_state_dict(weights, strict=False)
 
 
