@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,19 +18,11 @@ from torch import nn
 import fastbcd
 from fastbcd import Finetune
 from fastbcd.cli import options as common
+from fastbcd.runs.read import Chain, read
 
 START, BUDGET = 5_000, 300  # ReLUs of the starting point, and of the result
 # The images are small and centred, so crops and flips are not needed.
 PLAIN: dict[str, Any] = {"padding": 0, "flip": False, "batch_size": 64}
-
-
-class Point(NamedTuple):
-    """The result of a stage."""
-
-    name: str
-    relus: int
-    accuracy: float  # test, percent
-    counts: dict[str, int]  # ReLUs kept by site
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,70 +62,59 @@ def show(run_dir: Path, images: int = 6_000, tests: int = 2_000) -> None:
         batch_size=64, finetune=Finetune(epochs=1, lr=1e-2, distill=0.0, **PLAIN),
         run_dir=run_dir / "2-snl", progress=True,
     )  # fmt: skip
-    points = [_point("dense", dense, test), _point("SNL", start.model, test)]
     say(f"3. BCD, down to {BUDGET:,} ReLUs, removing a quarter of them per step")
-    run = fastbcd.bcd(
+    fastbcd.bcd(
         start.model, train, BUDGET, drc=fastbcd.Fraction(0.25), rt=6, adt=0.3,
         samples=min(2_000, images), finetune=Finetune(epochs=2, lr=3e-3, **PLAIN), teacher=dense,
         test=test, proposal="saliency", run_dir=run_dir / "3-bcd", progress=True,
     )  # fmt: skip
-    points.append(_point("BCD", run.model, test))
-    say(f"\n{table(points, run.history)}")
-    say(picture(points, run.history, run_dir / "demo.png"))
-
-
-def _point(name: str, net: nn.Module, test: fastbcd.ImageData) -> Point:
-    masks = fastbcd.masks(net)
-    return Point(name, masks.count(), fastbcd.accuracy(net, test), masks.counts())
+    stages = read(run_dir)
+    say(f"\n{table(stages)}")
+    say(picture(stages, run_dir / "demo.png"))
 
 
 # ------------------------------------------------------------------------------- result
 
 
-def table(points: list[Point], history: list[fastbcd.Step]) -> str:
+def table(run: Chain) -> str:
     """Accuracy of each stage and step, and the ReLUs of each site."""
-    dense, start, end = points
-    rows = [f"{'':10} {'ReLUs':>8} {'test':>8} {'seconds':>8}"]
-    rows += [f"{p.name:10} {p.relus:>8,} {p.accuracy:>7.2f}%" for p in (dense, start)]
-    rows += [
-        f"{f'step {s.number}':10} {s.after:>8,} {s.test_accuracy:>7.2f}% "
-        f"{sum(s.seconds.values()):>8.1f}"
-        for s in history
-    ]
-    rows.append(f"\n{'site':18} {'dense':>8} {'SNL':>8} {'BCD':>8}")
-    rows += [
-        f"{site:18} {n:>8,} {start.counts[site]:>8,} {end.counts[site]:>8,}"
-        for site, n in dense.counts.items()
-    ]
-    return "\n".join(rows)
+    row = "{:10} {:>8,} {:>7.2f}%"
+    lines = [f"{'':10} {'ReLUs':>8} {'test':>8} {'seconds':>8}"]
+    lines += [row.format(s.title, s.count, s.accuracy) for s in run.stages[:2]]
+    for step in run.last.history:
+        text = row.format(f"step {step['number']}", step["after"], step["test_accuracy"])
+        lines.append(f"{text} {sum(step['seconds'].values()):>8.1f}")
+    lines.append(f"\n{'site':18}" + "".join(f" {stage.title:>8}" for stage in run.stages))
+    counts = _counts(run)
+    lines += [f"{site:18}" + "".join(f" {c[site]:>8,}" for c in counts) for site in counts[0]]
+    return "\n".join(lines)
 
 
-def picture(points: list[Point], history: list[fastbcd.Step], path: Path) -> str:
+def picture(run: Chain, path: Path) -> str:
     """Draw accuracy against ReLU count and the share kept by site; returns what was done."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         return f"no picture: {error}; pip install 'fastbcd[plot]'"
-    dense, start, _ = points
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.plot(
-        [start.relus, *(s.after for s in history)],
-        [start.accuracy, *(s.test_accuracy or 0.0 for s in history)],
-        "o-", label="BCD",
-    )  # fmt: skip
-    left.plot([start.relus], [start.accuracy], "s", label="SNL, the start")
-    left.plot([dense.relus], [dense.accuracy], "D", label="dense")
+    left.plot(*zip(*run.curve(), strict=True), "o-", label="BCD")
+    for stage, marker in zip(run.stages, "Ds", strict=False):
+        left.plot([stage.count], [stage.accuracy], marker, label=stage.title)
     left.set(xscale="log", xlabel="ReLUs", ylabel="test accuracy, %", title="Fashion-MNIST, small")
     left.grid(alpha=0.3)
     left.legend()
-    places = range(len(dense.counts))
-    for shift, point in zip((-0.2, 0.2), points[1:], strict=True):
-        shares = [100 * n / dense.counts[site] for site, n in point.counts.items()]
-        right.bar([place + shift for place in places], shares, 0.38, label=point.name)
+    full, *kept = _counts(run)
+    places = range(len(full))
+    for shift, stage, counts in zip((-0.2, 0.2), run.stages[1:], kept, strict=True):
+        shares = [100 * counts[site] / n for site, n in full.items()]
+        right.bar([place + shift for place in places], shares, 0.38, label=stage.title)
     right.set(ylabel="ReLUs kept, % of the site", title="by site")
-    right.set_xticks(places, dense.counts, rotation=45, ha="right")
+    right.set_xticks(places, full, rotation=45, ha="right")
     right.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     return f"picture: {path}"
+
+
+def _counts(run: Chain) -> list[dict[str, int]]:
+    return [stage.masks.counts() for stage in run.stages if stage.masks is not None]
