@@ -37,7 +37,8 @@ from fastbcd.starts.gated import to_poly
 from fastbcd.starts.mask_training import StartingPoint
 from fastbcd.starts.snl import snl
 from fastbcd.training.dense import Trained, train
-from fastbcd.training.finetune import Finetune, Finetuner
+from fastbcd.training.finetune import Finetuner
+from fastbcd.training.settings import Finetune
 
 __all__ = [
     "Adaptive",

@@ -18,7 +18,7 @@ from fastbcd.descent.settings import Schedule
 from fastbcd.recipes import run as recipe_run
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.engine import ENGINES
-from fastbcd.training.finetune import OPTIMIZERS
+from fastbcd.training.settings import OPTIMIZERS
 
 DRC = 100  # the paper's value
 LOADERS: dict[str, Callable[..., nn.Module]] = {

@@ -34,7 +34,7 @@ from fastbcd.scoring.accuracy import accuracy, check_classes
 from fastbcd.scoring.choose import choose
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.score import check_scorable
-from fastbcd.training.finetune import Finetune
+from fastbcd.training.settings import Finetune
 
 PAPER = Finetune()
 WHEN = ("every_step", "on_reject")

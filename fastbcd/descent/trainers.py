@@ -15,7 +15,8 @@ from fastbcd.descent.settings import name_of
 from fastbcd.descent.step import Step
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.scoring.accuracy import check_classes
-from fastbcd.training.finetune import Finetune, Finetuner
+from fastbcd.training.finetune import Finetuner
+from fastbcd.training.settings import Finetune
 
 Train = Callable[[Step], Any]  # may return {"loss": ...}
 

@@ -22,6 +22,7 @@ from fastbcd.graph import cpu_conv as convolution
 from fastbcd.graph import fuse_norm as normalisation
 from fastbcd.graph.trace import trace, without_inplace
 from fastbcd.masking.activations import MaskedActivation, MaskedPoly, MaskedReLU
+from fastbcd.runtime.module_mode import eval_mode, train_mode
 
 _ADDITIONS = {operator.add, torch.add, "add"}
 _said: set[str] = set()
@@ -64,27 +65,24 @@ def _alike(x: Any, residual: Any) -> bool:
 def fused(net: nn.Module, train: bool = True) -> tuple[nn.Module, torch.memory_format]:
     """The net with its additions fused into activations, and the memory format to feed it in.
 
-    The net is traced in train or in eval mode. One that cannot be traced comes back as it is,
-    in the contiguous format: it may hold a `view` that channels_last does not allow.
+    The net is traced in train mode (see `train_mode`) or in eval mode. One that cannot be traced
+    is returned as it is, in the contiguous format: it may hold a `view` that channels_last does
+    not allow.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU((3,)))
     >>> model, memory_format = fused(net)
     >>> model.get_submodule("0").weight is net[0].weight, memory_format
     (True, torch.channels_last)
     """
-    modes = {module: module.training for module in net.modules()}
-    net.train(train)
     try:
-        return _rewrite(net, without_inplace(net, trace(net))), torch.channels_last
+        with train_mode(net) if train else eval_mode(net):
+            return _rewrite(net, without_inplace(net, trace(net))), torch.channels_last
     except Exception as error:  # whatever the net's own forward raises on fx proxies
         _say_once(
             f"{type(net).__name__} runs as it is, slower than it could: torch.fx cannot trace it "
             f"({error})"
         )
         return net, torch.contiguous_format
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _say_once(text: str) -> None:

@@ -35,7 +35,7 @@ from fastbcd.scoring.engine import Engine
 from fastbcd.starts.autorep import autorep
 from fastbcd.starts.snl import snl
 from fastbcd.training.dense import train
-from fastbcd.training.finetune import Finetune
+from fastbcd.training.settings import Finetune
 
 
 def run_recipe(

@@ -33,3 +33,28 @@ def eval_mode(net: nn.Module) -> Iterator[None]:
     with keep_mode(net):
         net.eval()
         yield
+
+
+@contextmanager
+def train_mode(net: nn.Module, *others: nn.Module) -> Iterator[None]:
+    """Set the net to train mode; on exit, restore the mode of every module.
+
+    A module in eval mode inside a net in train mode is frozen and stays in eval mode; a net in
+    eval mode is set to train mode as a whole. others: rewritten copies of the net with the same
+    module names, set to the same modes.
+
+    >>> net = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
+    >>> with train_mode(net):
+    ...     [module.training for module in net]
+    [True, False]
+    """
+    frozen = {n for n, m in net.named_modules(remove_duplicate=False) if not m.training}
+    frozen = frozen if net.training else set()
+    with keep_mode(net):
+        for one in (*others, net):
+            one.train()
+        for one in (*others, net):
+            for name, module in one.named_modules(remove_duplicate=False):
+                if name in frozen:
+                    module.training = False
+        yield

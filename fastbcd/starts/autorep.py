@@ -1,13 +1,13 @@
-"""autorep: AutoReP (ICCV 2023), a start whose removed ReLUs become learned quadratics.
+"""autorep: AutoReP (ICCV 2023), a starting point whose removed ReLUs become learned quadratics.
 
     start = fastbcd.autorep(net, data, budget=15_000, test=test, run_dir="runs/autorep-15k")
     fastbcd.bcd(start.model, data, budget=12_000, adt=0.1, teacher=dense)
 
 Each unit has a number `aux` that its bit follows with hysteresis: on above the threshold, off
-below minus it. Weights, quadratics and aux are trained together on CE + KD + λ·relu(density -
-target); the bit's gradient goes straight through to aux, times softplus(aux). The quadratics
-start as the best fit to ReLU for the channel's own distribution (DaPa). At the end the bits are
-all that is left: whatever BCD then removes has no number that could bring it back.
+below minus the threshold. Weights, quadratics and aux are trained together on
+CE + KD + λ·relu(density - target); the gradient of a bit is that of aux, times softplus(aux).
+The quadratics start as the best fit to ReLU for the channel's own distribution (DaPa). At the end
+only the bits are kept, so a ReLU that BCD removes later cannot come back.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fastbcd.data.images import ImageData
 from fastbcd.masking.activations import MaskedReLU
 from fastbcd.masking.masks import MaskSet, mask_modules, masks
 from fastbcd.runtime import ranks
+from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.starts.gated import (
     IndicatorPoly,
@@ -34,18 +35,13 @@ from fastbcd.starts.gated import (
     to_poly,
     twin,
 )
-from fastbcd.starts.mask_training import (
-    Job,
-    StartingPoint,
-    carry_out,
-    check_module,
-)
-from fastbcd.training.finetune import Finetune
-from fastbcd.training.trainer import Training
+from fastbcd.starts.mask_training import MaskTraining, StartingPoint, check_module
+from fastbcd.training.settings import Finetune
+from fastbcd.training.trainer import Trainer, cosine
 
-REFRESH, EVERY = 500, 10  # iterations in which the quadratics follow the statistics, and how often
+REFRESH, EVERY = 500, 10  # quadratics are refitted every 10th of the first 500 iterations
 CALIBRATION = 8  # batches for their first statistics
-SLACK = 1.01  # the count hovers about the budget; what is beyond this share of it is said
+SLACK = 1.01  # a final count above this multiple of the budget is reported
 # λ by budget, as published for ResNet18 on CIFAR-100; above the last budget: 40
 PUBLISHED_LAMBDA = {6_000: 200.0, 9_000: 140.0, 12_900: 80.0, 15_000: 60.0}
 
@@ -74,14 +70,15 @@ def autorep(
     """Replace ReLUs by quadratics until exactly `budget` are kept.
 
     Args:
-        net: with polynomial sites it is trained in place. One with `MaskedReLU` sites is left as
-            it is, and `to_poly` of it trained. ReLUs that were removed before stay removed.
+        net: one with polynomial sites is trained in place. One with `MaskedReLU` sites is not
+            changed, and `to_poly(net)` is trained. Removed ReLUs stay removed; frozen modules
+            stay frozen, see `Finetuner`.
         teacher: for the distillation; None: the net as it is given.
         epochs, lr, lr_end: Adam, its learning rate on a cosine from lr to lr_end.
         penalty: λ of the density; None: the published one for this budget.
         threshold: of the hysteresis.
         finetune: after the masks are fixed; None: no fine-tune, as published. Its crops, flips,
-            temperature, weight of the distillation and mixed precision are the training's too.
+            temperature, distillation weight and mixed precision are also those of the training.
         paper_quirks: start the quadratics as the authors' code does, see `dapa`.
         scale_x2: a factor on c2 at the start (the authors': 0.1 on CIFAR).
         run_dir, resume, progress: as in `snl`.
@@ -97,8 +94,6 @@ def autorep(
     """
     check_module(net)
     check_budget(net, budget)
-    check_whole("batch_size", batch_size, 1)
-    check_whole("seed", seed, 0)
     if any(isinstance(act, MaskedReLU) for act in mask_modules(net).values()):
         net = to_poly(net)
     settings: dict[str, Any] = {
@@ -106,11 +101,12 @@ def autorep(
         "penalty": published_lambda(budget) if penalty is None else penalty,
         "threshold": threshold, "paper_quirks": paper_quirks, "scale_x2": scale_x2,
     }  # fmt: skip
-    job = Job(
-        "autorep", settings, net, data, test, teacher, finetune, batch_size, seed,
-        run_dir, resume, progress,
+    training = MaskTraining(
+        name="autorep", settings=settings, net=net, data=data, test=test, teacher=teacher,
+        finetune=finetune, batch_size=batch_size, seed=seed, run_dir=run_dir, resume=resume,
+        progress=progress,
     )  # fmt: skip
-    return carry_out(job, lambda net: Replacement(net, **settings, seed=seed))
+    return training.run(lambda net: Replacement(net, **settings, seed=seed))
 
 
 def published_lambda(budget: int) -> float:
@@ -145,11 +141,12 @@ def dapa(mean: Tensor, var: Tensor, paper_quirks: bool = False) -> Tensor:
 
 
 class Replacement:
-    """AutoReP's way to train masks (a `Method`)."""
+    """AutoReP's mask training (a `Method`)."""
 
     def __init__(
         self,
         net: nn.Module,
+        *,
         budget: int,
         epochs: int,
         lr: float,
@@ -176,18 +173,18 @@ class Replacement:
         self.acts: list[IndicatorPoly] = list(mask_modules(self.model).values())  # type: ignore
 
     def begin(self, history: list[dict[str, Any]]) -> None:
-        pass  # all that matters is in the model's tensors
+        pass  # the model's tensors are the whole state
 
     def done(self, history: list[dict[str, Any]]) -> bool:
         return len(history) >= self.epochs
 
-    def epoch(self, training: Training, epoch: int, bar: Any) -> dict[str, Any]:
+    def epoch(self, trainer: Trainer, epoch: int, bar: Any) -> dict[str, Any]:
         if epoch == 0:
-            self._calibrate(training.data, training.batch_size)
-        # The cosine from lr to lr_end, stepped once an epoch.
-        share = (1 + math.cos(math.pi * epoch / self.epochs)) / 2
-        lr = self.lr_end + (self.lr - self.lr_end) * share
-        loss = training.epoch(epoch, lr, self.density_penalty, self._before_batch, bar)
+            self._calibrate(trainer.data, trainer.settings.batch_size)
+        lr = cosine(self.lr, epoch, self.epochs, self.lr_end)
+        loss = trainer.epoch(
+            epoch, lr, penalty=self.density_penalty, before_batch=self._before_batch, bar=bar
+        )
         for act in self.acts:
             act.measuring = False
         self._follow()
@@ -208,10 +205,10 @@ class Replacement:
         if (count := int(on.sum())) > SLACK * self.budget:
             warnings.warn(
                 f"after {len(history)} epochs {count:,} bits are on, more than the budget of "
-                f"{self.budget:,}; only those with the largest aux are kept. Give it more epochs, "
-                f"or a larger penalty",
+                f"{self.budget:,}; only those with the largest aux are kept. Increase epochs or "
+                f"penalty",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
         span = aux.max() - aux.min() + 1
         return largest(self.start, aux + span * on, self.budget)
@@ -229,7 +226,7 @@ class Replacement:
 
     @torch.no_grad()
     def _refresh(self) -> None:
-        """The quadratics from the statistics as they stand, the same on every rank."""
+        """Fit the quadratics to the current statistics, averaged over the ranks."""
         for act in self.acts:
             mean, var = (ranks.all_sum(t) / ranks.world() for t in (act.mean, act.var))
             coef = dapa(mean, var, self.paper_quirks)
@@ -238,13 +235,13 @@ class Replacement:
 
     @torch.no_grad()
     def _calibrate(self, data: ImageData, batch_size: int) -> None:
-        """The first statistics, in eval mode, and the quadratics from them."""
-        self.model.eval()
-        for number, (x, _) in enumerate(data.first(min(len(data), CALIBRATION * batch_size))
-                                        .batches(batch_size)):  # fmt: skip
-            for act in self.acts:
-                act.measuring, act.momentum = True, 1 / (number + 1)
-            self.model(x)
+        """Measure the first statistics in eval mode, and fit the quadratics to them."""
+        some = data.first(min(len(data), CALIBRATION * batch_size))
+        with eval_mode(self.model):
+            for number, (x, _) in enumerate(some.batches(batch_size)):
+                for act in self.acts:
+                    act.measuring, act.momentum = True, 1 / (number + 1)
+                self.model(x)
         for act in self.acts:
             act.measuring, act.momentum = False, IndicatorPoly.momentum
         self._refresh()

@@ -1,21 +1,19 @@
-"""train: a dense net to begin with, by SNL's recipe; every epoch is saved and can be resumed from.
+"""train: train a dense net with SNL's recipe; every epoch is saved and can be resumed from.
 
     trained = fastbcd.train(net, data, test=test, run_dir="runs/dense")
 
-SGD with momentum on cross-entropy; lr of epoch e is lr/10^k, k the number of milestones (a half
-and three quarters of all epochs) that e has reached.
+SGD with momentum on cross-entropy. The learning rate is divided by 10 after a half and again
+after three quarters of the epochs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -24,23 +22,18 @@ from fastbcd.data.sources import as_data
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import RunDirectory, Unsaved, check_resume
 from fastbcd.runtime import ranks
-from fastbcd.runtime.malloc import kept_memory
 from fastbcd.scoring.accuracy import accuracy, check_classes
-from fastbcd.training.finetune import (
-    Finetune,
-    Finetuner,
-    make_optimizer,
-    repeatable,
-    training_mode,
-)
+from fastbcd.training.settings import Finetune
+from fastbcd.training.trainer import Trainer, check_trainable, repeatable, without_prefix
 
 MILESTONES = (0.5, 0.75)
 DECAY = 10
-MOMENTUM = "momentum."  # before the names of the optimizer's tensors in a state
+MOMENTUM = "momentum."  # prefix of the optimizer's tensors in a state
+BUFFER = "momentum_buffer."  # what torch calls them
 
 
 class Trained(NamedTuple):
-    """The net that was given, trained, and a record of every epoch.
+    """The net that was given, trained, and one record per epoch.
 
     >>> Trained(nn.Linear(4, 3), [{"loss": 1.5}]).history[-1]["loss"]
     1.5
@@ -71,7 +64,9 @@ def train(
     """Train the net in place on random crops and flips, with SNL's values as defaults.
 
     The same weights, seed and data give the same weights again, also after an interruption.
-    run_dir and resume are those of `bcd`; its last state can be given to `fastbcd bcd --weights`.
+    run_dir and resume are those of `bcd`; `fastbcd bcd --weights` reads the run directory.
+    Frozen parameters and modules stay frozen, see `Finetuner`. After an exception the net has the
+    weights of the last finished epoch.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
@@ -83,17 +78,28 @@ def train(
         padding=padding, flip=flip, amp=amp,
     )  # fmt: skip
     check_resume(resume)
-    tuner = Finetuner(net, data, settings, seed=seed)
-    images = None if test is None else as_data(test)
-    if images is not None:
-        check_classes(net, images, "the net, asked about the test set,")
-    training = _Training(tuner, images, progress)
-    with closing(_open(tuner, images, run_dir, resume)) as run:
-        training.take_up(run)
+    images, test = as_data(data), None if test is None else as_data(test)
+    check_trainable(net, images, settings)
+    if test is not None:
+        check_classes(net, test, "the net, asked about the test set,")
+    trainer, quiet = Trainer(net, images, settings, seed=seed), not progress or ranks.rank() > 0
+    with closing(_open(trainer, test, run_dir, resume)) as run:
+        good, momenta = _restore(net, run)
         try:
-            training.go_on(run)
+            with trainer.session():
+                trainer.load_optimizer(momenta)
+                for epoch in range(len(run.history), epochs):
+                    record = _epoch(trainer, epoch, test, quiet)
+                    after = snapshots.take(net)
+                    ranks.check_same("the weights", after)
+                    # The optimizer's state is of no use after the last epoch.
+                    state = {} if epoch + 1 == epochs else _momenta(trainer)
+                    run.save(epoch + 1, {**after, **state}, record)
+                    good = after
+                    if not quiet:
+                        tqdm.write(describe(record, epochs))
         except BaseException:
-            snapshots.restore(net, training.good)
+            snapshots.restore(net, good)
             raise
     return Trained(net, run.history)
 
@@ -107,80 +113,40 @@ def rate(lr: float, epoch: int, epochs: int) -> float:
     return lr / DECAY ** sum(epoch >= m * epochs for m in MILESTONES)
 
 
-class _Training:
-    """A net, its optimizer, and the state after the last finished epoch."""
+def _restore(
+    net: nn.Module, run: RunDirectory | Unsaved
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Begin the run, or restore the last finished epoch: the net's and the optimizer's tensors."""
+    momenta: dict[str, Tensor] = {}
+    if run.state is None:
+        good = snapshots.take(net)
+        run.save(0, good, {})
+    else:
+        found = without_prefix(run.state.tensors, MOMENTUM)
+        momenta = {BUFFER + name: t for name, t in found.items()}
+        good = {k: t for k, t in run.state.tensors.items() if not k.startswith(MOMENTUM)}
+        snapshots.restore(net, good)
+    ranks.check_same("the weights", good)
+    return good, momenta
 
-    def __init__(self, tuner: Finetuner, test: ImageData | None, progress: bool) -> None:
-        self.tuner, self.net, self.test = tuner, tuner.net, test
-        self.quiet = not progress or ranks.rank() > 0
-        self.good: dict[str, Tensor] = {}
-        self.momenta: dict[str, Tensor] = {}
 
-    def take_up(self, run: RunDirectory | Unsaved) -> None:
-        """Begin, or be as after the last epoch that was finished."""
-        if run.state is None:
-            self.good = snapshots.take(self.net)
-            run.save(0, self.good, {})
-        else:
-            momenta = {k: v for k, v in run.state.tensors.items() if k.startswith(MOMENTUM)}
-            self.momenta = {k.removeprefix(MOMENTUM): v for k, v in momenta.items()}
-            self.good = {k: v for k, v in run.state.tensors.items() if k not in momenta}
-            snapshots.restore(self.net, self.good)
-        ranks.check_same("the weights", self.good)
+def _momenta(trainer: Trainer) -> dict[str, Tensor]:
+    buffers = without_prefix(trainer.optimizer_state(), BUFFER)
+    return {MOMENTUM + name: t for name, t in buffers.items()}
 
-    def go_on(self, run: RunDirectory | Unsaved) -> None:
-        """The epochs that are left."""
-        tuner, s = self.tuner, self.tuner.settings
-        with ExitStack() as stack:
-            stack.enter_context(kept_memory())
-            stack.enter_context(training_mode(self.net, tuner.memory_format))
-            optimizer = make_optimizer(self.net, s)
-            self._set_momenta(optimizer)
-            model = tuner.distributed()
-            for epoch in range(len(run.history), s.epochs):
-                begin = time.perf_counter()
-                for group in optimizer.param_groups:
-                    group["lr"] = rate(s.lr, epoch, s.epochs)
-                batches = math.ceil(len(tuner.data) / s.batch_size)
-                bar = tqdm(total=batches, desc=f"epoch {epoch}", leave=False, disable=self.quiet)
-                with bar, repeatable(tuner.data.device, tuner.seed, epoch):
-                    loss = tuner.epoch(model, optimizer, 0, epoch, None, bar)
-                tuner.share_buffers()
-                record: dict[str, Any] = {
-                    "number": epoch + 1, "lr": group["lr"], "loss": loss, "test_accuracy": None,
-                }  # fmt: skip
-                if self.test is not None:
-                    record["test_accuracy"] = accuracy(self.net, self.test)
-                    model.train()
-                record["seconds"] = {"epoch": time.perf_counter() - begin}
-                self._save(run, record, optimizer, last=epoch + 1 == s.epochs)
 
-    def _save(
-        self, run: RunDirectory | Unsaved, record: dict[str, Any], optimizer: Any, last: bool
-    ) -> None:
-        """Momenta are of no use after the last epoch: the net alone is left."""
-        good = snapshots.take(self.net)
-        momenta = {} if last else self._momenta(optimizer)
-        ranks.check_same("the weights", good)
-        run.save(record["number"], {**good, **momenta}, record)
-        self.good = good
-        if not self.quiet:
-            tqdm.write(describe(record, self.tuner.settings.epochs))
-
-    def _momenta(self, optimizer: Any) -> dict[str, Tensor]:
-        found = {}
-        for name, p in self.net.named_parameters():
-            buffer = optimizer.state.get(p, {}).get("momentum_buffer")
-            if buffer is not None:
-                found[MOMENTUM + name] = buffer.detach().cpu().contiguous().clone()
-        return found
-
-    def _set_momenta(self, optimizer: Any) -> None:
-        for name, p in self.net.named_parameters():
-            if name in self.momenta:
-                # In the parameter's own memory format.
-                buffer = torch.empty_like(p).copy_(self.momenta[name]).detach()
-                optimizer.state[p]["momentum_buffer"] = buffer
+def _epoch(trainer: Trainer, epoch: int, test: ImageData | None, quiet: bool) -> dict[str, Any]:
+    """Train for one epoch and return its record."""
+    begin, s = time.perf_counter(), trainer.settings
+    lr = rate(s.lr, epoch, s.epochs)
+    bar = tqdm(total=trainer.batches, desc=f"epoch {epoch}", leave=False, disable=quiet)
+    with bar, repeatable(trainer.data.device, trainer.seed, epoch):
+        loss = trainer.epoch(epoch, lr, bar=bar)
+    tested = None if test is None else accuracy(trainer.net, test)
+    seconds = {"epoch": time.perf_counter() - begin}
+    return {
+        "number": epoch + 1, "lr": lr, "loss": loss, "test_accuracy": tested, "seconds": seconds,
+    }  # fmt: skip
 
 
 def describe(record: dict[str, Any], epochs: int) -> str:
@@ -197,17 +163,17 @@ def describe(record: dict[str, Any], epochs: int) -> str:
 
 
 def _open(
-    tuner: Finetuner, test: ImageData | None, run_dir: Any, resume: str | bool
+    trainer: Trainer, test: ImageData | None, run_dir: Any, resume: str | bool
 ) -> RunDirectory | Unsaved:
     if run_dir is None:
         return Unsaved()
     names = ("epochs", "lr", "momentum", "weight_decay", "batch_size", "padding", "flip", "amp")
-    settings = {n: v for n, v in dataclasses.asdict(tuner.settings).items() if n in names}
+    settings = {n: v for n, v in dataclasses.asdict(trainer.settings).items() if n in names}
     config = {
         "format": "fastbcd.dense 1",
-        "settings": {**settings, "seed": tuner.seed},
-        "data": snapshots.data_mark(tuner.data),
+        "settings": {**settings, "seed": trainer.seed},
+        "data": snapshots.data_mark(trainer.data),
         "test": None if test is None else snapshots.data_mark(test),
-        "net": snapshots.structure(tuner.net),
+        "net": snapshots.structure(trainer.net),
     }
     return RunDirectory(run_dir, config, resume)

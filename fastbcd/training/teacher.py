@@ -3,13 +3,13 @@
     teacher = TeacherLogits(dense, data, padding=4, flip=True)
     logits = teacher.epoch(data.view_ids(seed=0, step=0, epoch=0))      # [N, classes]
 
-A sample has (2·padding+1)²·2 views (162 for padding 4), so in a long run most of what an epoch
-needs is there already. What a lookup returns does not depend on whether it was there: the
-teacher always sees batches of one shape, in which a row depends on its own image alone. That is
-tried out once; where it does not hold, images go through the teacher one at a time.
+A sample has (2·padding+1)²·2 views (162 for padding 4), so in a long run most logits of an epoch
+are cached already. Cached and computed logits are equal to the last bit: the teacher always sees
+batches of one shape, in which a row depends on its own image alone. The first call checks that;
+if it does not hold, images go through the teacher one at a time.
 
-With several ranks each computes and keeps the logits of its part of the samples, and hands them
-to the others.
+With several ranks each computes and caches the logits of its part of the samples, and the parts
+are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from fastbcd.data.images import ImageData, view_count
 from fastbcd.graph.fuse import fused
 from fastbcd.runtime import ranks
 from fastbcd.runtime.limits import default_memory
-from fastbcd.scoring.accuracy import check_classes
+from fastbcd.scoring.accuracy import check_classes, dtype_of
+from fastbcd.training.settings import Finetune
 
-BATCH = 128  # images that the teacher sees at a time
+BATCH = 128  # images per batch of the teacher
 
 
 class TeacherLogits:
-    """The teacher's logits by (sample, view), computed when they are first asked for.
+    """The teacher's logits by (sample, view), computed when they are first needed.
 
-    limit: bytes that may be kept, in host memory; None: half of what is available.
-    The teacher is copied: what happens to it later does not matter.
+    limit: bytes of host memory for the cache; None: half of what is available. The teacher is
+    copied, so later changes to it have no effect.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class TeacherLogits:
         self.classes = check_classes(teacher, data, "the teacher")
         frozen = copy.deepcopy(teacher).eval().requires_grad_(False)
         self.teacher, self.memory_format = fused(frozen, train=False)
-        self.data, self.padding = data, padding
-        self.batch: int | None = None  # not tried out yet
+        self.data, self.padding, self.dtype = data, padding, dtype_of(teacher)
+        self.batch: int | None = None  # chosen by the first call
         rank, world = ranks.rank(), ranks.world()
         self.first = rank * len(data) // world
         self.samples = (rank + 1) * len(data) // world - self.first
@@ -59,16 +60,29 @@ class TeacherLogits:
         limit = _available_memory() if limit is None else limit
         room = (limit - 4 * self.samples * views) // (4 * self.classes)
         self.capacity = max(0, min(useful, room))
-        self.complete = self.capacity == useful
-        # slots[sample, view]: the row of `rows` that holds it, or -1. Rows fill up in order, and
-        # the system gives memory for those that are written only.
-        self.slots = torch.full((self.samples if self.capacity else 0, views), -1).int()
+        self.warned = self.capacity == useful
+        # slots[sample, view]: the row of `rows` with its logits, or -1. Rows are filled in order;
+        # the system allocates memory only for those that are written.
+        shape = (self.samples if self.capacity else 0, views)
+        self.slots = torch.full(shape, -1, dtype=torch.int32)
         self.rows = torch.empty(self.capacity, self.classes)
         self.used = 0
         self.computed = 0  # images that went through the teacher
 
+    @classmethod
+    def for_settings(
+        cls, teacher: nn.Module | None, data: ImageData, settings: Finetune
+    ) -> TeacherLogits | None:
+        """The logits that these settings need; None without a teacher or without distillation."""
+        if teacher is None or not settings.distill:
+            return None
+        return cls(
+            teacher, data, padding=settings.padding, flip=settings.flip,
+            limit=settings.teacher_cache,
+        )  # fmt: skip
+
     def epoch(self, views: Tensor) -> Tensor:
-        """The logits of every sample in the view it takes, views int64 [N] -> [N, classes]."""
+        """The logits of every sample in its view, views int64 [N] -> [N, classes]."""
         everyone = torch.zeros(len(self.data), self.classes)
         mine = everyone[self.first : self.first + self.samples]
         sample = torch.arange(self.samples)
@@ -80,7 +94,7 @@ class TeacherLogits:
             sample, view = sample[~known], view[~known]
         if len(sample):
             mine[sample] = self._compute(sample + self.first, view)
-            self._keep(sample, view, mine[sample])
+            self._cache(sample, view, mine[sample])
         everyone = ranks.all_sum(everyone.to(self.data.device))
         bad = (~everyone.isfinite().all(1)).nonzero().flatten()
         if len(bad):
@@ -90,57 +104,45 @@ class TeacherLogits:
             )
         return everyone
 
-    def _keep(self, sample: Tensor, view: Tensor, logits: Tensor) -> None:
+    def _cache(self, sample: Tensor, view: Tensor, logits: Tensor) -> None:
         count = min(len(sample), self.capacity - self.used)
-        if count < len(sample):
-            self._say_full()
+        if count < len(sample) and not self.warned:
+            self.warned = True
+            views = self.slots.shape[1]
+            needed = self.samples * views * 4 * (self.classes + 1)
+            warnings.warn(
+                f"the teacher's logits for {views} views of {self.samples} samples need "
+                f"{needed / 2**20:,.0f} MiB and teacher_cache allows {self.capacity:,} of "
+                f"{self.samples * views:,}: the rest is computed again in every epoch",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        rows = torch.arange(self.used, self.used + count)
+        self.rows[rows] = logits[:count]
         if count:
-            rows = torch.arange(self.used, self.used + count)
-            self.rows[rows] = logits[:count]
             self.slots[sample[:count], view[:count]] = rows.int()
-            self.used += count
-
-    def _say_full(self) -> None:
-        if self.complete:
-            return
-        self.complete = True  # said once
-        views = self.slots.shape[1]
-        needed = self.samples * views * 4 * (self.classes + 1)
-        warnings.warn(
-            f"the teacher's logits for {views} views of {self.samples} samples need "
-            f"{needed / 2**20:,.0f} MiB and teacher_cache allows {self.capacity:,} of "
-            f"{self.samples * views:,}: the rest is computed again in every epoch",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        self.used += count
 
     @torch.inference_mode()
     def _compute(self, samples: Tensor, views: Tensor) -> Tensor:
-        """The teacher's forward for some views, in batches of one shape: [n, classes]."""
+        """The teacher's logits for some views, in batches of one shape: [n, classes]."""
         samples, views = samples.to(self.data.device), views.to(self.data.device)
         self.computed += len(samples)
-        found = []
-        position = 0
-        while position < len(samples):
-            if self.batch is None:
-                self.batch = self._choose_batch(samples, views)
-            part = slice(position, position + self.batch)
-            x = self._views(samples[part], views[part])
-            logits = self._forward(x, self.batch)
-            found.append(logits.cpu())
-            position += self.batch
-        return torch.cat(found)
+        if self.batch is None:
+            self.batch = self._choose_batch(samples, views)
+        parts = zip(samples.split(self.batch), views.split(self.batch), strict=True)
+        return torch.cat([self._forward(self._views(s, v), self.batch).cpu() for s, v in parts])
 
     def _views(self, samples: Tensor, views: Tensor) -> Tensor:
         return self.data.views(
-            samples, views, padding=self.padding, memory_format=self.memory_format
+            samples, views, padding=self.padding, memory_format=self.memory_format, dtype=self.dtype
         )
 
     def _forward(self, x: Tensor, batch: int) -> Tensor:
         """Logits of x [n, ...], n <= batch, in a batch that is filled up with zeros."""
         n = len(x)
-        # Always the same strides: with one channel several count as channels_last, and the
-        # convolution that runs depends on them.
+        # Always the same strides: with one channel several count as channels_last, and which
+        # convolution runs depends on them.
         filled = torch.empty(
             (batch, *x.shape[1:]), dtype=x.dtype, device=x.device, memory_format=self.memory_format
         )
@@ -149,24 +151,23 @@ class TeacherLogits:
         return self.teacher(filled)[:n].float()
 
     def _choose_batch(self, samples: Tensor, views: Tensor) -> int:
-        """BATCH if a row there depends on nothing but its image, else 1."""
+        """BATCH if a row depends on its own image alone, else 1."""
         x = self._views(samples[:BATCH], views[:BATCH])
         half = (len(x) + 1) // 2
         straight, turned = self._forward(x, BATCH), self._forward(x.flip(0), BATCH).flip(0)
         alone = self._forward(x[half:], BATCH)
-        if torch.equal(straight, turned) and torch.equal(straight[half:], alone):
+        same = torch.equal(straight, turned) and torch.equal(straight[half:], alone)
+        if same or not straight.isfinite().all():  # `epoch` reports what is not finite
             return BATCH
-        if not straight.isfinite().all():
-            return BATCH  # NaN is not equal to itself; `epoch` complains about it
         warnings.warn(
             "the teacher's logits for an image change with its place in the batch; so that runs "
             "can be repeated, images go through it one at a time",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
         return 1
 
 
 def _available_memory() -> int:
-    """Bytes of host memory that this process may fill: half of what is free, shared by ranks."""
+    """Bytes of host memory for the cache of this process: the default limit, shared by ranks."""
     return default_memory(torch.device("cpu")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,170 +1,323 @@
-"""Training by epochs that can be put down and taken up again: masks with weights, or weights.
+"""The training loop of `Finetuner`, `train`, `snl` and `autorep`.
 
-    loss = CE + distill·T²·KL(teacher ‖ net) + penalty
+    trainer = Trainer(net, data, settings, teacher=logits, seed=0)
+    with trainer.session():
+        for epoch in range(settings.epochs):
+            with repeatable(data.device, seed, epoch):
+                loss = trainer.epoch(epoch, cosine(settings.lr, epoch, settings.epochs))
 
-Crops, flips, distillation and mixed precision are those of a `Finetune`, whose `Finetuner` also
-lends the teacher's cached logits. Without a penalty the weights become what `Finetuner.run`
-makes of them.
+    loss = CE(s, labels) + distill · T² · KL(softmax(t/T) ‖ softmax(s/T)) + penalty
+
+s are the net's logits and t the teacher's; CE and KL are means over the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from fastbcd.data.images import ImageData
 from fastbcd.graph.fuse import fused
+from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runtime import ranks
 from fastbcd.runtime.malloc import kept_memory
-from fastbcd.training.finetune import Finetune, loss_of, repeatable
+from fastbcd.runtime.module_mode import train_mode
+from fastbcd.scoring.accuracy import check_classes, device_of
+from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
 
-PREFIX = "optimizer."  # before the names of its tensors in a state
+CHECK_EVERY = 32  # batches between two checks that losses and gradients are finite
+NET, OPTIMIZER = "net.", "optimizer."  # prefixes of tensor names in `Trainer.state`
 
 
-class Training:
-    """One network, its optimizer, its data.
+class Trainer:
+    """Trains a network in place, one epoch per call.
 
-    Same state, seed, step and epoch: the same weights to the bit. `step` names the stream of
-    crops and flips, as in `ImageData.train_batches`.
+    The same weights, optimizer state, seed, step and epoch give the same weights to the last bit
+    on the same machine. `step` selects the random crops and flips, as in
+    `ImageData.train_batches`. With several ranks each batch is split among them.
+
+    A module in eval mode inside a net in train mode is frozen: it stays in eval mode, so a batch
+    norm keeps its running statistics. A net that is in eval mode itself is trained as a whole.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        net: nn.Module,
         data: ImageData,
-        teacher: TeacherLogits | None,
         settings: Finetune,
-        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
         *,
-        batch_size: int,
-        seed: int,
-        step: int,
+        teacher: TeacherLogits | None = None,
+        seed: int = 0,
+        fused_optimizer: bool = True,
     ) -> None:
-        self.net, self.data, self.teacher, self.settings = model, data, teacher, settings
-        self.batch_size, self.seed, self.step = batch_size, seed, step
-        self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.model, self.memory_format = fused(model)
-        self._turned = [p for p in self.trained.values() if p.ndim == 4 and p.is_contiguous()]
-        for p in self._turned:
-            p.data = p.data.contiguous(memory_format=self.memory_format)
+        self.net, self.data, self.settings = net, data, settings
+        self.teacher, self.seed, self.fused_optimizer = teacher, seed, fused_optimizer
+        self.trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
+        self.model, self.memory_format = fused(net)
         if settings.compile:
             self.model.compile()
-        self.optimizer = optimizer(list(self.trained.values()))
+        self.teacher_seconds = 0.0
 
-    def close(self) -> None:
-        """Give the shared weights back in the memory order they had, without gradients."""
-        for p in self._turned:
-            p.data = p.data.contiguous()
-        self.optimizer.zero_grad(set_to_none=True)
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Prepare the net for training, with a new optimizer.
+
+        On exit every module has the mode it had, weights have their memory format, and there are
+        no gradients.
+        """
+        turned = [p for p in self.net.parameters() if p.ndim == 4 and p.is_contiguous()]
+        with kept_memory(), train_mode(self.net, self.model):
+            try:
+                for p in turned:
+                    p.data = p.data.contiguous(memory_format=self.memory_format)
+                self.optimizer = self._make_optimizer()
+                self.parallel = self.model
+                if ranks.world() > 1:
+                    self.parallel = DistributedDataParallel(
+                        self.model, broadcast_buffers=False,
+                        find_unused_parameters=self.model is self.net,
+                    )  # fmt: skip
+                yield
+            finally:
+                for p in turned:
+                    p.data = p.data.contiguous()
+                self.net.zero_grad(set_to_none=True)
+
+    @property
+    def batches(self) -> int:
+        """The number of batches per epoch."""
+        return math.ceil(len(self.data) / self.settings.batch_size)
 
     def epoch(
         self,
         epoch: int,
         lr: float,
-        penalty: Callable[[], Tensor | float] = lambda: 0.0,
-        before_batch: Callable[[int], None] = lambda iteration: None,
+        *,
+        step: int = 0,
+        penalty: Callable[[], Tensor] | None = None,
+        before_batch: Callable[[int], None] | None = None,
         bar: Any = None,
     ) -> float:
-        """Train on every sample once; the mean loss, penalty included.
+        """Train on every sample once and return the mean loss, penalty included.
 
-        before_batch gets the number of the batch, counted from the first epoch.
+        penalty: added to the loss of each batch. before_batch: called with the number of the
+        batch, counted from the first epoch. Raises FloatingPointError if a loss, a gradient or a
+        weight is not finite; the net then keeps its current weights.
         """
-        s, targets = self.settings, self._targets(epoch)
+        s, world, device = self.settings, ranks.world(), self.data.device
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.model.train()
-        batches = self.data.train_batches(
-            self.batch_size, seed=self.seed, step=self.step, epoch=epoch, padding=s.padding,
-            flip=s.flip, rank=ranks.rank(), world=ranks.world(), memory_format=self.memory_format,
-        )  # fmt: skip
-        device = self.data.device
+        targets = self._targets(step, epoch)
         amp = device.type == "cuda" if s.amp is None else s.amp
-        losses: list[Tensor] = []
-        weights: list[int] = []
-        with kept_memory(), repeatable(device, self.seed, epoch):
-            for number, (x, labels, indices, _) in enumerate(batches):
+        watch = _FiniteWatch(self.trained, step, epoch)
+        batches = self.data.train_batches(
+            s.batch_size, seed=self.seed, step=step, epoch=epoch, padding=s.padding, flip=s.flip,
+            rank=ranks.rank(), world=world, memory_format=self.memory_format,
+        )  # fmt: skip
+        for number, (x, labels, indices, _) in enumerate(batches):
+            if before_batch is not None:
                 before_batch(epoch * self.batches + number)
-                with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                    logits = self.model(x)
-                target = None if targets is None else targets[indices]
-                loss = loss_of(logits.float(), labels, target, s.temperature, s.distill)
-                # This rank's part of the mean over the whole batch; every rank has the penalty.
-                whole = min(self.batch_size, len(self.data) - number * self.batch_size)
-                loss = loss * (len(x) / whole) + penalty() / ranks.world()
-                self.optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                self._sum_gradients()
-                self.optimizer.step()
-                losses.append(loss.detach())
-                weights.append(whole)
-                if bar is not None:
-                    bar.update()
-        for buffer in self.net.buffers() if ranks.world() > 1 else ():
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                logits = self.parallel(x)
+            target = None if targets is None else targets[indices]
+            loss = loss_of(logits.float(), labels, target, s.temperature, s.distill)
+            # This rank holds len(x) of the batch's samples; gradients are averaged over ranks.
+            whole = min(s.batch_size, len(self.data) - number * s.batch_size)
+            loss = loss if world == 1 else loss * (world * len(x) / whole)
+            loss = loss if penalty is None else loss + penalty()
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            watch.add(loss.detach() / world, whole)
+            self.optimizer.step()
+            if bar is not None:
+                bar.update()
+        for buffer in self.net.buffers() if world > 1 else ():  # batch-norm statistics
             buffer.copy_(ranks.from_first(buffer))
-        return self._mean(epoch, losses, weights)
+        return watch.mean_loss()
 
-    @property
-    def batches(self) -> int:
-        """Batches an epoch."""
-        return -(-len(self.data) // self.batch_size)
-
-    def _targets(self, epoch: int) -> Tensor | None:
+    def _targets(self, step: int, epoch: int) -> Tensor | None:
         """The teacher's log-probabilities at temperature T for this epoch's views, [N, classes]."""
         if self.teacher is None:
             return None
-        s = self.settings
+        s, begin = self.settings, time.perf_counter()
         views = self.data.view_ids(
-            seed=self.seed, step=self.step, epoch=epoch, padding=s.padding, flip=s.flip
+            seed=self.seed, step=step, epoch=epoch, padding=s.padding, flip=s.flip
         )
-        return F.log_softmax(self.teacher.epoch(views) / s.temperature, 1)
+        targets = F.log_softmax(self.teacher.epoch(views) / s.temperature, 1)
+        self.teacher_seconds += time.perf_counter() - begin
+        return targets
 
-    def _sum_gradients(self) -> None:
-        if ranks.world() > 1:
-            for p in self.trained.values():
-                if p.grad is not None:
-                    p.grad.copy_(ranks.all_sum(p.grad))
-
-    def _mean(self, epoch: int, losses: list[Tensor], weights: list[int]) -> float:
-        """The epoch's mean loss, if everything in it was finite."""
-        values = ranks.all_sum(torch.stack(losses)).double().cpu()
-        bad = (~values.isfinite()).nonzero().flatten()
-        broken = [n for n, p in self.trained.items() if not bool(p.detach().isfinite().all())]
-        if len(bad) or broken:
-            what = f"the loss of batch {int(bad[0])}" if len(bad) else f"the weight {broken[0]}"
-            raise FloatingPointError(
-                f"{what} is not finite in epoch {epoch} of the training; try a smaller lr, "
-                f"or look at the range of the activations"
-            )
-        share = torch.tensor(weights, dtype=torch.float64)
-        return float((values * share).sum() / share.sum())
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        s, trained = self.settings, list(self.trained.values())
+        # One kernel for all parameters, where torch has it for their device and dtype.
+        possible = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in trained)
+        options: dict[str, Any] = {
+            "lr": s.lr, "weight_decay": s.weight_decay,
+            "fused": True if self.fused_optimizer and possible else None,
+        }  # fmt: skip
+        if s.optimizer == "adam":
+            return torch.optim.Adam(trained, **options)
+        return torch.optim.SGD(trained, momentum=s.momentum, **options)
 
     # ------------------------------------------------------------------ state as plain tensors
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters, buffers and the optimizer's moments, on the CPU."""
-        tensors = {f"net.{n}": t for n, t in self._tensors().items()}
-        for name, p in self.trained.items():
-            for key, value in self.optimizer.state.get(p, {}).items():
-                if value is not None:
-                    tensors[f"{PREFIX}{key}.{name}"] = value
-        return {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}
+        """Copies of the parameters, the buffers and the optimizer's tensors, on the CPU."""
+        net = {NET + name: t for name, t in snapshots.take(self.net).items()}
+        return net | {OPTIMIZER + name: t for name, t in self.optimizer_state().items()}
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take up what `state` put down."""
-        with torch.no_grad():
-            for name, t in self._tensors().items():
-                t.copy_(tensors[f"net.{name}"])
-            for key in (k for k in tensors if k.startswith(PREFIX)):
-                what, name = key.removeprefix(PREFIX).split(".", 1)
-                p, value = self.trained[name], tensors[key]
-                # A moment lies in memory as its parameter does; the number of steps is one number.
-                kept = value.clone() if what == "step" else torch.empty_like(p).copy_(value)
-                self.optimizer.state[p][what] = kept
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Restore what `state` returned; tensors with another prefix are ignored."""
+        snapshots.restore(self.net, without_prefix(state, NET))
+        self.load_optimizer(without_prefix(state, OPTIMIZER))
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return dict((*self.net.named_parameters(), *self.net.named_buffers()))
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Copies of the optimizer's tensors, named kind.parameter, such as exp_avg.conv.weight."""
+        return {
+            f"{kind}.{name}": value.detach().cpu().contiguous().clone()
+            for name, p in self.trained.items()
+            for kind, value in self.optimizer.state.get(p, {}).items()
+            if value is not None
+        }
+
+    def load_optimizer(self, tensors: dict[str, Tensor]) -> None:
+        """Restore what `optimizer_state` returned."""
+        for key, value in tensors.items():
+            kind, name = key.split(".", 1)
+            p = self.trained[name]
+            # A moment has its parameter's memory format; Adam's step is a single number.
+            like = value.clone() if kind == "step" else torch.empty_like(p).copy_(value).detach()
+            self.optimizer.state[p][kind] = like
+
+
+def without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose name starts with `prefix`, under the rest of the name.
+
+    >>> sorted(without_prefix({"net.a": torch.ones(1), "bits.0": torch.ones(1)}, "net."))
+    ['a']
+    """
+    return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+
+
+def cosine(lr: float, epoch: int, epochs: int, end: float = 0.0) -> float:
+    """The rate of CosineAnnealingLR from lr to `end`, stepped once per epoch.
+
+    >>> [round(cosine(0.1, epoch, 4), 4) for epoch in range(4)]
+    [0.1, 0.0854, 0.05, 0.0146]
+    """
+    return end + (lr - end) * (1 + math.cos(math.pi * epoch / epochs)) / 2
+
+
+def loss_of(
+    logits: Tensor, labels: Tensor, target: Tensor | None, temperature: float, weight: float
+) -> Tensor:
+    """CE + weight·T²·KL(target ‖ softmax(logits/T)), mean over the batch; target in logarithms."""
+    loss = F.cross_entropy(logits, labels)
+    if target is None:
+        return loss
+    student = F.log_softmax(logits / temperature, 1)
+    divergence = F.kl_div(student, target, reduction="batchmean", log_target=True)
+    return loss + weight * temperature**2 * divergence
+
+
+@contextmanager
+def repeatable(device: torch.device, seed: int, number: int) -> Iterator[None]:
+    """Seed torch by (seed, number, rank) and use deterministic convolutions; restored on exit."""
+    devices = [device] if device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices),
+        torch.backends.cudnn.flags(
+            enabled=True, benchmark=False, deterministic=True, allow_tf32=True
+        ),
+    ):
+        torch.manual_seed((seed * 1_000_003 + number) * 65_537 + ranks.rank() & (2**63 - 1))
+        yield
+
+
+def check_trainable(
+    net: nn.Module, data: ImageData, settings: Finetune, teacher: nn.Module | None = None
+) -> None:
+    """Refuse settings, data, a net or a teacher that cannot be trained with."""
+    if not isinstance(settings, Finetune):
+        raise TypeError(f"settings are {type(settings).__name__}; expected fastbcd.Finetune")
+    if not len(data):
+        raise ValueError("there are no images to train on")
+    if len(data) < ranks.world():
+        raise ValueError(f"{len(data)} images are too few for {ranks.world()} ranks")
+    classes = check_classes(net, data, "the net")
+    if not any(p.requires_grad for p in net.parameters()):
+        raise ValueError("the net has no parameter to train; net.requires_grad_()")
+    if teacher is None:
+        return
+    own = {id(p) for p in net.parameters()}
+    shared = next((name for name, p in teacher.named_parameters() if id(p) in own), None)
+    if teacher is net or shared is not None:
+        what = "is the net itself" if teacher is net else f"shares {shared!r} with the net"
+        raise ValueError(f"the teacher {what}; it must stay fixed: copy.deepcopy(net)")
+    if (device := device_of(teacher)) not in (None, data.device):
+        raise ValueError(
+            f"the teacher is on {device} and the data on {data.device}; teacher.to(device)"
+        )
+    found = check_classes(teacher, data, "the teacher")
+    if found != classes:
+        raise ValueError(f"the teacher has {found} classes and the net {classes}")
+
+
+class _FiniteWatch:
+    """The losses of an epoch, and a check every CHECK_EVERY batches that all is finite.
+
+    A check waits for the GPU, so there is not one per batch.
+    """
+
+    def __init__(self, trained: dict[str, nn.Parameter], step: int, epoch: int) -> None:
+        self.trained, self.step, self.epoch = trained, step, epoch
+        self.pending: list[tuple[Tensor, int, list[str], tuple[Tensor, ...]]] = []
+        self.checked, self.total, self.samples = 0, 0.0, 0
+
+    def add(self, loss: Tensor, samples: int) -> None:
+        """Call it after backward and before the optimizer's step."""
+        present = {n: p.grad for n, p in self.trained.items() if p.grad is not None}
+        largest = torch._foreach_norm(list(present.values()), math.inf)
+        self.pending.append((loss, samples, list(present), largest))
+        if len(self.pending) == CHECK_EVERY:
+            self.check()
+
+    def check(self) -> None:
+        if not self.pending:
+            return
+        losses = ranks.all_sum(torch.stack([loss for loss, *_ in self.pending])).tolist()
+        for i, (_, _, names, largest) in enumerate(self.pending):
+            if not math.isfinite(losses[i]):
+                self._refuse(f"the loss ({losses[i]})", f"batch {self.checked + i}")
+            finite = torch.stack(largest).isfinite().tolist()
+            if not all(finite):
+                name = names[finite.index(False)]
+                self._refuse(f"the gradient of {name}", f"batch {self.checked + i}")
+        sizes = [samples for _, samples, *_ in self.pending]
+        self.total += sum(loss * size for loss, size in zip(losses, sizes, strict=True))
+        self.samples += sum(sizes)
+        self.checked += len(self.pending)
+        self.pending.clear()
+
+    def mean_loss(self) -> float:
+        self.check()
+        largest = torch._foreach_norm([p.detach() for p in self.trained.values()], math.inf)
+        for name, value in zip(self.trained, largest, strict=True):
+            if not value.isfinite():
+                self._refuse(f"the weight {name}", "after the last batch")
+        return self.total / self.samples
+
+    def _refuse(self, what: str, where: str) -> None:
+        raise FloatingPointError(
+            f"{what} is not finite in epoch {self.epoch}, {where}, step {self.step}; try a "
+            f"smaller lr, or look at the range of the activations"
+        )

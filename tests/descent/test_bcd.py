@@ -16,7 +16,7 @@ import fastbcd
 from fastbcd.descent import proposals
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.scoring.engine import ENGINES
-from fastbcd.training.finetune import Finetune
+from fastbcd.training.settings import Finetune
 from helpers.nets import images, make, thinned
 
 NETS = ["mlp", "resnet", "poly", "mixture", "untraceable"]

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 import fastbcd
 from fastbcd.runs.directory import read_state
-from fastbcd.training.finetune import Finetune
+from fastbcd.training.settings import Finetune
 
 
 def small_net() -> nn.Module:

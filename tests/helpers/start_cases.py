@@ -12,8 +12,8 @@ from torch import nn
 from fastbcd.data.sources import as_data
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.starts.gated import to_poly
-from fastbcd.training.finetune import Finetune
-from fastbcd.training.trainer import Training
+from fastbcd.training.settings import Finetune
+from fastbcd.training.trainer import Trainer
 from helpers.nets import images, make
 
 SHORT = Finetune(epochs=1, padding=1, teacher_cache=10**7)
@@ -41,11 +41,11 @@ class Other(nn.Module):
 
 
 def stopped_at(epoch: int, step: int | None = None) -> Callable:
-    """`Training.epoch` with a Ctrl-C in place of that epoch, of that step or of any."""
-    whole = Training.epoch
+    """`Trainer.epoch` that raises KeyboardInterrupt at this epoch, of this step or of any."""
+    whole = Trainer.epoch
 
     def interrupted(self, number, *rest, **more):
-        if number == epoch and step in (None, self.step):
+        if number == epoch and step in (None, more.get("step", 0)):
             raise KeyboardInterrupt
         return whole(self, number, *rest, **more)
 

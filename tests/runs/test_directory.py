@@ -143,7 +143,7 @@ def test_settings_may_be_numbers_of_numpy(tmp_path) -> None:
         ({"drc": lambda n: 5}, r"settings\.drc is 30 there and .function .*test_directory.*lambda"),
         ({"adt": 0.5}, r"settings\.adt is 1\.0 there and 0\.5 now"),
         ({"seed": 1}, r"settings\.seed is 0 there and 1 now"),
-        ({"finetune": fastbcd.training.finetune.Finetune()}, r"settings\.finetune is null there and"),
+        ({"finetune": fastbcd.Finetune()}, r"settings\.finetune is null there and"),
         ({"test": fastbcd.load("fashion-mnist-mini", "test")}, "test is null there and"),
     ],
 )

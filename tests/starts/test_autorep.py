@@ -21,8 +21,8 @@ from fastbcd.starts.gated import (
     to_poly,
     twin,
 )
-from fastbcd.training.finetune import Finetune
-from fastbcd.training.trainer import Training
+from fastbcd.training.settings import Finetune
+from fastbcd.training.trainer import Trainer
 from helpers.nets import images, make, thinned
 from helpers.start_cases import Other, data, same, state, stopped_at, write_images
 
@@ -244,7 +244,10 @@ def test_a_training_that_stays_above_the_budget_is_said() -> None:
 
 def test_which_units_are_kept() -> None:
     """Those whose bit is on before those whose bit is off, by aux."""
-    method = module.Replacement(to_poly(make("mlp")), 3, 1, 0.1, 0.0, 1.0, 0.003, False, 1.0, 0)
+    method = module.Replacement(
+        to_poly(make("mlp")), budget=3, epochs=1, lr=0.1, lr_end=0.0, penalty=1.0,
+        threshold=0.003, paper_quirks=False, scale_x2=1.0, seed=0,
+    )  # fmt: skip
     first = method.acts[0]
     with torch.no_grad():
         for act in method.acts:
@@ -272,7 +275,7 @@ def test_what_bcd_removes_never_comes_back() -> None:
     gone = torch.zeros_like(before)
     for step in fastbcd.steps(start.model, data(), 180, drc=5, rt=2):
         gone |= before & ~fastbcd.masks(start.model).bits
-        fastbcd.training.finetune.Finetuner(start.model, data(), tune).run(step.number)
+        fastbcd.Finetuner(start.model, data(), tune).run(step.number)
         assert not (fastbcd.masks(start.model).bits & gone).any()
     assert int(gone.sum()) == 20
     run = fastbcd.bcd(start.model, data(), 170, drc=5, rt=2, finetune=tune)
@@ -288,7 +291,7 @@ def test_an_interrupted_run_goes_on_to_the_same_result(tmp_path, monkeypatch) ->
     settings = {**QUICK, "finetune": Finetune(epochs=1, padding=1, teacher_cache=10**7)}
     straight = autorep(make("resnet"), data(), 200, **settings)
     with monkeypatch.context() as patch:
-        patch.setattr(Training, "epoch", stopped_at(2))
+        patch.setattr(Trainer, "epoch", stopped_at(2))
         with pytest.raises(KeyboardInterrupt):
             autorep(make("resnet"), data(), 200, run_dir=tmp_path, **settings)
     resumed = autorep(make("resnet"), data(), 200, run_dir=tmp_path, **settings)

@@ -15,8 +15,9 @@ import torch
 
 import fastbcd
 from fastbcd.starts.snl import snl
-from fastbcd.training.finetune import Finetune, Finetuner
-from fastbcd.training.trainer import Training
+from fastbcd.training.finetune import Finetuner
+from fastbcd.training.settings import Finetune
+from fastbcd.training.trainer import Trainer
 from helpers.nets import make, thinned
 from helpers.start_cases import QUICK, data, same, state, stopped_at
 
@@ -48,7 +49,7 @@ def test_a_killed_run_goes_on_to_the_same_result(tmp_path) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
     resumed = snl(make("resnet"), data(), 250, run_dir=tmp_path / "run", **QUICK)
     assert same(state(resumed.model), state(straight.model))
-    keys = ("count", "lambda", "loss", "iou", "alphas", "decrease")
+    keys = ("count", "lambda", "loss", "iou", "decrease")
     assert [[r[k] for k in keys] for r in resumed.history] == [
         [r[k] for k in keys] for r in straight.history
     ]
@@ -66,7 +67,7 @@ def test_the_default_teacher_outlives_an_interruption(tmp_path, monkeypatch) -> 
     net = make("resnet")
     given = state(net)
     with monkeypatch.context() as patch:
-        patch.setattr(Training, "epoch", stopped_at(2))
+        patch.setattr(Trainer, "epoch", stopped_at(2))
         with pytest.raises(KeyboardInterrupt):
             snl(net, data(), 250, run_dir=tmp_path, **QUICK)
     assert same(state(net), given)
@@ -154,7 +155,7 @@ def test_an_interrupted_fine_tune_goes_on(tmp_path, monkeypatch, optimizer) -> N
     straight = snl(make("resnet"), data(), 700, **settings)
     for epoch in (0, 2):
         with monkeypatch.context() as patch:
-            patch.setattr(Training, "epoch", stopped_at(epoch, step=1))
+            patch.setattr(Trainer, "epoch", stopped_at(epoch, step=1))
             with pytest.raises(KeyboardInterrupt):
                 snl(make("resnet"), data(), 700, run_dir=tmp_path, **settings)
     resumed = snl(make("resnet"), data(), 700, run_dir=tmp_path, **settings)

@@ -1,0 +1,50 @@
+"""Finetune: the settings of a training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastbcd.runtime.validate import check_number, check_whole
+
+OPTIMIZERS = ("sgd", "adam")
+
+
+@dataclass(frozen=True)
+class Finetune:
+    """Settings of the fine-tuning; the defaults are the paper's for ResNet18.
+
+    >>> Finetune(epochs=5, optimizer="adam", lr=3.5e-5).momentum
+    0.9
+    """
+
+    epochs: int = 20
+    lr: float = 1e-3
+    optimizer: str = "sgd"  # or "adam", which ignores momentum
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    batch_size: int = 128  # over all ranks
+    temperature: float = 4.0  # T of the distillation; used when there is a teacher
+    distill: float = 1.0  # weight of the distillation
+    padding: int = 4  # of the random crop
+    flip: bool = True
+    compile: bool = False  # torch.compile the forward and backward pass
+    amp: bool | None = None  # bfloat16 autocast; None: on CUDA only
+    teacher_cache: int | None = None  # bytes for the teacher's logits; None: half the free memory
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer={self.optimizer!r}; choose from {', '.join(OPTIMIZERS)}")
+        for name, least in (("epochs", 0), ("batch_size", 1), ("padding", 0)):
+            check_whole(name, getattr(self, name), least)
+        if self.teacher_cache is not None:
+            check_whole("teacher_cache", self.teacher_cache, 0)
+        for name in ("lr", "momentum", "weight_decay", "temperature", "distill"):
+            check_number(name, getattr(self, name), 0)
+        if self.momentum >= 1:
+            raise ValueError(f"momentum={self.momentum}; it must be below 1")
+        if self.temperature == 0:
+            raise ValueError("temperature=0; it must be positive, the paper's is 4")
+        for name in ("flip", "compile", "amp"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "amp" and value is None):
+                raise TypeError(f"{name}={value!r}; it must be True or False")
