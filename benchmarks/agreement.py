@@ -1,4 +1,4 @@
-"""Do the engines agree on a trained network and real images?
+"""Compare the engines on a trained network and real images.
 
     FASTBCD_DATA=folder python benchmarks/agreement.py
 

@@ -1,16 +1,16 @@
-"""A whole BCD run on real data: fastbcd against the authors' loop, restated, on one machine.
+"""A whole BCD run on real data: fastbcd against a reimplementation of the authors' loop.
 
     FASTBCD_DATA=folder python benchmarks/end_to_end.py [--relus 4000] [--steps 10] ...
 
 The folder holds `cifar10-12k.npz` and `resnet20-cifar10.safetensors`. ResNet-20 is brought to
 `--relus` ReLUs first (at random, with fine-tuning; not timed, both runs begin there). Then both
-remove DRC ReLUs a step, fine-tuning only where no hypothesis met ADT.
+remove DRC ReLUs per step and fine-tune only where no hypothesis met ADT.
 
 The authors' way: one hypothesis after the other through the eager NCHW net with SNL's activation,
 and a training step that runs the teacher on every batch. Where their code departs from the paper
 (scores on augmented images, a stale baseline, an untrimmed last step) the paper is followed, so
-that both runs decide by the same rule: they take the same hypotheses until a fine-tune's rounding
-tells the weights apart. Hypotheses, views and seeds are the same.
+that both runs decide by the same rule: they take the same hypotheses until rounding in
+fine-tuning makes the weights differ. Hypotheses, views and seeds are the same.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Authors:
         return best[0], best[1], False
 
     def finetune(self, number: int) -> None:
-        """SGD and a cosine over the epochs, both anew."""
+        """A new SGD and a new cosine over the epochs."""
         o = self.options
         self.step.net.train()
         self.step.optimizer = torch.optim.SGD(

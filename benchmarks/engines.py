@@ -1,4 +1,4 @@
-"""What the engines cost by the number of ReLUs left: whole calls, and the plot of `make bench`."""
+"""Time of the engines by the number of ReLUs left: whole calls, and the plot of `make bench`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def calls(group: dict[str, dict], per_item: PerItem) -> dict[str, float]:
 
 
 def print_calls(table: Table, per_item: PerItem) -> None:
-    """Builds and whole calls, with what auto takes."""
+    """Print the times of builds and whole calls, and the engine that auto takes."""
     groups = cases(table)
     if not groups:
         return

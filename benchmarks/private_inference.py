@@ -1,4 +1,4 @@
-"""Proof of the cost model: two parties classify an image in private, and the traffic is counted.
+"""Check the cost model: two parties classify an image in private, and the traffic is counted.
 
     python benchmarks/private_inference.py                           a small net, seconds
     python benchmarks/private_inference.py --replacement poly        with quadratics
@@ -8,22 +8,22 @@ The parties are two processes on loopback. One holds the image, the other the we
 shares both, so that neither sees the other's. Batch norms are folded into convolutions, each site
 gathers its kept ReLUs. Products use triples of a trusted dealer (CrypTen's default), which send
 nothing here: a deployment without a dealer pays for them in advance. Traffic is what CrypTen's
-communicator counts; beside it stands what the loopback device carried meanwhile, with packet
+communicator counts; the loopback device's own count is printed beside it, with packet
 headers, Gloo's own messages and other programs' traffic. The model is
 
     bytes  = 16 * (inputs + weights) of each linear layer + 16 * logits + fastbcd.private.cost
-    rounds = one a linear layer, one to reveal the logits               + fastbcd.private.cost
+    rounds = one per linear layer, one to reveal the logits             + fastbcd.private.cost
 
 Exit status 1 if bytes are more than 5 % off, rounds differ or the logits are wrong.
 
-Set-up. CrypTen 0.4.1 names dependencies that do not go with a current PyTorch, and a pyproject
-extra cannot say --no-deps, so this is by hand (python with fastbcd and its torch installed):
+Set-up. CrypTen 0.4.1 requires versions that conflict with a current PyTorch, and a pyproject
+extra cannot use --no-deps, so install by hand (python with fastbcd and its torch installed):
 
     pip install --no-deps crypten==0.4.1
     pip install omegaconf onnx pyyaml future pandas scipy
 
-It also imports a module of older PyTorch, which `import_crypten` stands in for.
-ResNet-20 wants `cifar10-12k.npz` and `resnet20-cifar10.safetensors` in the folder.
+It also imports a module of older PyTorch, which `import_crypten` replaces.
+ResNet-20 needs `cifar10-12k.npz` and `resnet20-cifar10.safetensors` in the folder.
 """
 
 from __future__ import annotations

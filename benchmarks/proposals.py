@@ -1,8 +1,8 @@
-"""Does it matter where hypotheses come from? Five ways to the same number of ReLUs, compared.
+"""Compare five ways to the same number of ReLUs: SNL, and BCD with two proposals and two starts.
 
     FASTBCD_DATA=folder python benchmarks/proposals.py              # ResNet-20 on CIFAR-10
     python benchmarks/proposals.py --data fashion-mnist             # the embedded images
-    python benchmarks/proposals.py --quick                          # all of it, tiny, in a minute
+    python benchmarks/proposals.py --quick                          # a tiny version, one minute
 
 The folder holds `cifar10-12k.npz` and `resnet20-cifar10.safetensors`. The arms, each to 10.6 % and
 to 4.2 % of the ReLUs (20,000 and 8,000 of ResNet-20's 188,416), with every seed:
@@ -14,10 +14,10 @@ to 4.2 % of the ReLUs (20,000 and 8,000 of ResNet-20's 188,416), with every seed
     SNL                 SNL alone, down to the budget
 
 Each arm has the same number of epochs on the same images: those of SNL's mask training and of the
-fine-tune at 40,000 count, BCD has an epoch a step (so the steps are a fraction of what is left, as
-many as there are epochs), and all end with a fine-tune of at least `--final` epochs. All distill
-from the dense net. Every arm has run directories of its own below `--out`; the same command again
-goes on where it was. The seeds may run side by side (`--seeds 0`, `--seeds 1`): the same command
+fine-tune at 40,000 count, BCD has one epoch per step (each step removes a fraction of what is left,
+and there are as many steps as epochs), and all end with a fine-tune of at least `--final` epochs.
+All distill from the dense net. Every arm has run directories of its own below `--out`; the same
+command resumes. The seeds may run at the same time (`--seeds 0`, `--seeds 1`); the same command
 with both then reports.
 """
 
@@ -132,7 +132,7 @@ class Arm:
         print(f"  SNL: {len(found.history)} epochs, {count:,} above the threshold", flush=True)
 
     def descend(self) -> None:
-        """BCD, an epoch a step, as a fraction of what is left that needs that many steps."""
+        """BCD with one epoch per step; each step removes a fraction of the ReLUs left."""
         o, count = self.o, fastbcd.masks(self.net).count()
         steps = o.epochs - o.final - self.epochs
         share = 1 - (self.budget / count) ** (1 / steps)
@@ -256,7 +256,7 @@ def options() -> argparse.Namespace:
     add("--seeds", type=int, nargs="+", default=[0, 1], help="(%(default)s)")
     add("--width", type=int, default=8, help="of the net for Fashion-MNIST (%(default)s)")
     add("--dense-epochs", type=int, default=20, help="of that net (%(default)s)")
-    add("--progress", action="store_true", help="bars and a line a step")
+    add("--progress", action="store_true", help="bars, and one line per step")
     o = parser.parse_args()
     if o.quick:
         vars(o).update(

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 
 def machine() -> str:
-    """One line that says where the numbers come from."""
+    """CPU, GPU and versions in one line."""
     model = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -36,7 +36,7 @@ def machine() -> str:
 
 
 def run(arguments: list[str]) -> list[dict]:
-    """pytest-benchmark's results."""
+    """Run pytest-benchmark and return its results."""
     if not any(a.endswith(".py") for a in arguments):
         arguments = [str(HERE), *arguments]
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +60,7 @@ def rows(results: list[dict]) -> dict[str, dict[str, dict]]:
 
 
 def per_item(result: dict) -> float:
-    """The median in seconds, of one item where a round handles many."""
+    """The median in seconds per item; a round may handle many items."""
     return result["stats"]["median"] / result["extra_info"].get("divide", 1)
 
 

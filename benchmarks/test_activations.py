@@ -7,7 +7,7 @@ Peers, all computing the same function of the same tensors:
     snl        batch norm, add, relu(x)*a + (1-a)*x: the formula of SNL and of the authors' BCD
     maximum    batch norm, add, maximum(x, bound) with bound 0 or -inf: the best eager form
     compiled   torch.compile of `maximum`
-    copy       y.copy_(x) into a tensor that exists: the limit that memory sets
+    copy       y.copy_(x) into an existing tensor: the limit set by memory
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
 
 ReLUs are spread over the sites as in the paper's own 15K net (its figure of ReLUs by layer; for
 ResNet-20 alike by stage), hypotheses remove 100 of them. A round of collapsed scores 16
-hypotheses and the base on 64 images, with the form built and the affine part known; `first pass`
-computes the affine part anew in every round. The loops' cost is the same for every hypothesis, so
+hypotheses and the base on 64 images, with the form built and the affine part cached; `first pass`
+computes the affine part in every round. The loops' cost is the same for every hypothesis, so
 they run fewer of them; the table shows the time for one hypothesis and one image. Each case also
-notes how long the form took to build, and what a call of 50 hypotheses on 2,000 images then costs.
+records how long the form took to build, and what a call of 50 hypotheses on 2,000 images takes.
 """
 
 from __future__ import annotations

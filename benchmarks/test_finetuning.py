@@ -3,9 +3,9 @@
     make bench                                             the table
     pytest benchmarks/test_finetuning.py -k resnet20       one net
 
-A round trains on a few batches of 128 images, the table shows one; rounds of all follow each other.
+A round trains on a few batches of 128 images, the table shows one; the implementations take turns.
 fastbcd's rounds are whole fine-tunes of one epoch, with crops, flips, the optimizer's set-up and
-the checks; its peers find their batches ready in memory. Peers:
+the checks; the peers have their batches ready in memory. Peers:
     authors         eager, NCHW, batch norm, relu(x)*a + (1-a)*x with a float mask, the teacher's
                     forward in every batch, SGD
     authors, NHWC   the same in channels_last

@@ -4,7 +4,7 @@
     pytest benchmarks/test_scoring.py -k resnet20          one net
 
 A round scores 8 hypotheses of 100 ReLUs and the base on one batch of images that are already
-normalised; rounds of all implementations follow each other. Peers:
+normalised; the implementations take turns. Peers:
     authors         one hypothesis at a time, eager, NCHW, their batch norm and
                     relu(x)*a + (1-a)*x with a float mask
     authors, NHWC   the same in channels_last

@@ -1,11 +1,11 @@
-"""One call of score, in one piece: 50 hypotheses on 2,000 images, with the build of the form.
+"""One whole call of score: 50 hypotheses on 2,000 images, including the build of the form.
 
     python benchmarks/whole_call.py                    # ResNet18 at 6,000 and 15,000 ReLUs
     python benchmarks/whole_call.py --loop 51          # the authors' loop in full, too
 
 The authors' loop takes the same time for every hypothesis, so by default it runs on 5 of the 51
-(the base is one of them) and its time is multiplied. The numbers of correct answers that both
-give are printed side by side.
+(the base is one of them) and its time is multiplied. The numbers of correct answers of both
+are printed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BATCH = 100  # images at a time through the authors' loop
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--relus", type=int, nargs="+", default=[6_000, 15_000])
-    parser.add_argument("--loop", type=int, default=5, help="forwards an image (%(default)s)")
+    parser.add_argument("--loop", type=int, default=5, help="forwards per image (%(default)s)")
     o = parser.parse_args()
     print(machine(), flush=True)
     hypotheses, images = CALL

@@ -49,3 +49,13 @@ def test_examples(name) -> None:
     names = {"torch": torch, "nn": torch.nn, "fastbcd": fastbcd}
     result = doctest.testmod(module, extraglobs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.failed == 0
+
+
+def test_benchmarks_and_docs_import() -> None:
+    """They use internal names, which mypy and the other tests do not check."""
+    scripts = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "docs").glob("*.py")]
+    names = ", ".join(sorted(path.stem for path in scripts))
+    folders = [str(ROOT / "benchmarks"), str(ROOT / "docs")]
+    code = f"import sys; sys.path[:0] = {folders}; import {names}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
