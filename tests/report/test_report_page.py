@@ -1,4 +1,4 @@
-"""What the page says of a run, and that it needs nothing else."""
+"""The contents of the page, and that it loads nothing else."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 import fastbcd
 from fastbcd import report
+from fastbcd.report import figures
 from fastbcd.runs.read import read
 from helpers.report_pages import PNG, Page, records
 from helpers.run_cases import small_net, small_run
@@ -43,7 +44,7 @@ def test_masks_and_cost_are_those_of_the_run(finished, page_of) -> None:
     assert row[3] == f"{cost.bytes / 1000:.2f} kB"
 
 
-def test_a_page_needs_nothing_else(stages, tmp_path, drawn) -> None:
+def test_a_page_loads_nothing_else(stages, tmp_path, drawn) -> None:
     page, folder = Page(report.write([stages], tmp_path)), tmp_path
     source = re.sub(r'src="data:[^"]*"', "", page.source)
     assert not re.search(r"https?:|//[a-z]|url\(|@import", source)
@@ -64,7 +65,7 @@ def test_the_same_run_gives_the_same_page(stages, tmp_path) -> None:
     assert one.read_bytes() == two.read_bytes()
 
 
-def test_a_chain_knows_its_start_and_baseline(stages, page_of) -> None:
+def test_start_and_baseline_of_a_recipe(stages, page_of) -> None:
     page, _ = page_of(stages)
     dense = records(stages / "1-dense")[-1]["test_accuracy"]
     assert page.row("dense accuracy")[1] == f"{dense:.2f} %"
@@ -106,7 +107,7 @@ def test_starting_points_and_dense_nets_alone(stages, page_of) -> None:
     assert "Steps" not in page.words
 
 
-def test_an_unfinished_run_says_so_first(cut_short, page_of) -> None:
+def test_an_unfinished_run_is_named_first(cut_short, page_of) -> None:
     page, _ = page_of(cut_short)
     begin = page.source.index("<h1>")
     assert begin < page.source.index("step 2 of about 5") < page.source.index("<section>")
@@ -120,6 +121,27 @@ def test_several_runs(finished, cut_short, page_of) -> None:
     assert page.row("whole")[1:] == ["8", "1.000", f"{iou:.3f}"]
     assert {"1-steps.png", "2-steps.png", "accuracy.png"} <= {p.name for p in folder.iterdir()}
     assert page.row("state")[1:] == ["finished", "not finished"]
+
+
+def test_the_summary_of_three_runs_fits_a_screen(finished, cut_short, stages, page_of) -> None:
+    """It takes both columns of the page, and every cell but a row's name may wrap."""
+    page, _ = page_of(finished, cut_short, stages)
+    (wide,) = re.findall(r'<section class="wide">(.*?)</section>', page.source, re.DOTALL)
+    assert "<h2>Summary</h2>" in wide
+    assert "section.wide { column-span: all; }" in page.source
+    for row in re.findall("<tr>(.*?)</tr>", wide):
+        cells = re.findall(r"<t[dh][^>]*>", row)
+        assert len(cells) == 4
+        assert all('class="text"' in cell for cell in cells[1:]), row
+
+
+def test_shares_have_linear_bars(finished) -> None:
+    """8 of 98 ReLUs are kept: the bar is 8.16 % of the full one."""
+    with figures.style():
+        (axes,) = figures.sites(read(finished).last).axes
+    assert axes.get_xscale() == "linear"
+    assert axes.get_xlim()[0] == 0
+    assert [round(bar.get_width(), 2) for bar in axes.patches] == [100, 8.16]
 
 
 def test_without_a_test_set_nothing_published_is_drawn(tmp_path) -> None:
