@@ -1,8 +1,8 @@
-"""The published structure of SNL, AutoReP and ReLUPruner, re-stated small: what their files hold.
+"""Small nets with the published structure of SNL, AutoReP and ReLUPruner.
 
-One residual net and one pre-activation net, each with an activation of either system. Names of
-weights and tensors are those of the systems' files, and each net's forward is the system's own,
-so that an imported net can be compared with it.
+One residual net and one pre-activation net, each with the activation of either system. Names of
+weights and tensors and the forward are those of the systems, so that an imported net can be
+compared with them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the tests of reports share: a page taken apart, and runs as the paper's nets leave them."""
+"""Shared by the tests of reports: a parsed page, and run directories of the paper's nets."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Page(HTMLParser):
 
 
 def large_run(place: Path, arch: str, classes: int, images: int, size: int = 32) -> Path:
-    """A run directory as of a net of the paper, without its weights: three steps."""
+    """A run directory of three steps of a net of the paper, without weights."""
     with torch.device("meta"):
         net = fastbcd.models.build(arch, classes, size)
     kept = fastbcd.MaskSet.full({s.name: s.shape for s in fastbcd.masks(net).sites})

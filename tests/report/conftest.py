@@ -1,4 +1,4 @@
-"""Runs to report on, made once a session, and figures that are not drawn where nobody looks."""
+"""Runs to report on, made once per session, and a fast stand-in for drawing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from helpers.run_cases import small_net, small_run
 
 @pytest.fixture
 def drawn() -> None:
-    """For a test that wants real figures."""
+    """For a test that needs real figures."""
 
 
 @pytest.fixture(autouse=True)
 def quick(request, monkeypatch) -> None:
-    """Figures are made but, where nobody looks at them, not drawn: that takes seconds."""
+    """Figures are made but not drawn, which takes seconds, unless the test uses `drawn`."""
 
     def stand_in(figure: Any) -> bytes:
         return PNG + repr([(a.get_xlabel(), a.get_ylabel()) for a in figure.axes]).encode()
@@ -79,7 +79,7 @@ def resnet18(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def page_of(tmp_path_factory):
-    """The page on some runs, made once."""
+    """The page on some runs, written once."""
     made: dict[Any, tuple[Page, Path]] = {}
 
     def make(*runs: Path, **options: Any) -> tuple[Page, Path]:
