@@ -15,7 +15,7 @@ from torch import nn
 import fastbcd
 from fastbcd import MaskSet, private
 from fastbcd.cli import main as cli
-from fastbcd.training.trainer import Training
+from fastbcd.training.trainer import Trainer
 from helpers import start_cases
 
 NET = """
@@ -66,7 +66,7 @@ def test_cost_command(run, capsys) -> None:
 def test_cost_of_an_unfinished_start(tmp_path, monkeypatch, capsys) -> None:
     """Between epochs the state of SNL holds real-valued masks."""
     with monkeypatch.context() as patch:
-        patch.setattr(Training, "epoch", start_cases.stopped_at(1))
+        patch.setattr(Trainer, "epoch", start_cases.stopped_at(1))
         with pytest.raises(KeyboardInterrupt):
             fastbcd.snl(
                 start_cases.small_net(), start_cases.data(), 9, run_dir=tmp_path / "snl",
