@@ -1,6 +1,6 @@
-"""The public names: there, with the signatures that are promised, documented by running examples.
+"""The public names: they exist with their promised signatures, and have examples.
 
-`tests/test_quality.py` runs the examples; here is checked that there are any.
+`tests/test_quality.py` runs the examples; this file checks that there are some.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 
 import fastbcd
 
-# Their examples are of a file or a run that is not there; other tests make them.
+# Their examples need a file or a run; other tests create these.
 FILES = ("load_snl", "load_autorep", "load_relupruner", "report.write")
 
 
 def public(module: types.ModuleType = fastbcd) -> Iterator[tuple[str, Any]]:
-    """Names and what they stand for, in the package and in those of its modules that are public."""
+    """Every public callable by name, in the package and in its public namespaces."""
     own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
     for name in getattr(module, "__all__", [n for n in own if not n.startswith("_")]):
         value = getattr(module, name)
@@ -56,16 +56,16 @@ def test_methods_are_documented(name) -> None:
 
 
 @pytest.mark.parametrize("op", OPS, ids=fastbcd.ops.__all__)
-def test_ops_say_their_shapes(op) -> None:
+def test_ops_document_their_shapes(op) -> None:
     text = op.__doc__ + fastbcd.ops.masked_relu.__doc__ * ("as in `masked_relu`" in op.__doc__)
     for tensor, parameter in inspect.signature(op).parameters.items():
         if parameter.annotation == "Tensor":
-            said = re.search(rf"\b{tensor}\b(: | is )\[[^]]+\]", text)
-            assert said, f"{op.__name__} does not say the shape of {tensor}"
+            documented = re.search(rf"\b{tensor}\b(: | is )\[[^]]+\]", text)
+            assert documented, f"{op.__name__} does not document the shape of {tensor}"
 
 
 @pytest.mark.parametrize("op", OPS, ids=fastbcd.ops.__all__)
-def test_ops_are_what_they_say_to_be_equivalent_to(op) -> None:
+def test_ops_equal_their_documented_formula(op) -> None:
     """The line "Equivalent to:" is evaluated."""
     torch.manual_seed(0)
     x, residual, alpha = torch.randn(5, 3, 4, 4), torch.randn(5, 3, 4, 4), torch.rand(3, 4, 4)
@@ -77,13 +77,14 @@ def test_ops_are_what_they_say_to_be_equivalent_to(op) -> None:
     names = {**tensors, "torch": torch, "masked_poly": fastbcd.ops.masked_poly, "z": z + residual}
     names.update(zip(("c0", "c1", "c2"), coef.view(3, 3, 1, 1), strict=True))
     text = re.search(r"^ *Equivalent to: (.*)$", op.__doc__, re.MULTILINE)
-    assert text, f"{op.__name__} does not say what it is equivalent to"
+    assert text, f'{op.__name__} has no line "Equivalent to:"'
     assert torch.equal(op(**asked), eval(text[1], names))
 
 
-# ------------------------------------------------------------------- what the design promises
+# ------------------------------------------------------------------- promised signatures
 
-# Parameters by name, place and default. The package may add defaults, and parameters that have one.
+# Parameters by name, place and default. A signature may have more defaults, and more parameters
+# that have a default.
 AFFINE = "scale=None, shift=None, residual=None"
 PROMISED = {
     "convert": "model, example_input, replacement='identity'",
@@ -92,6 +93,7 @@ PROMISED = {
     "Site": "name, shape, start",
     "MaskSet.count": "self",
     "MaskSet.counts": "self",
+    "MaskSet.copy": "self",
     "MaskSet.without": "self, ids",
     "MaskSet.sample": "self, k, *, seed, step, trial",
     "MaskSet.iou": "self, other",
@@ -131,7 +133,7 @@ def find(path: str) -> Any:
 
 
 @pytest.mark.parametrize("name", PROMISED)
-def test_signatures_are_those_of_the_design(name) -> None:
+def test_signatures(name) -> None:
     promised = inspect.signature(eval(f"lambda {PROMISED[name]}: 0", {"fastbcd": fastbcd}))
     mine = dict(inspect.signature(find(name)).parameters)
     by_place = [p.name for p in promised.parameters.values() if p.kind is not p.KEYWORD_ONLY]
@@ -144,10 +146,19 @@ def test_signatures_are_those_of_the_design(name) -> None:
             assert found.default == parameter.default, parameter.name
     for extra in mine.values():
         optional = extra.default is not extra.empty or extra.kind is extra.VAR_KEYWORD
-        assert optional, f"{name} wants {extra.name} too"
+        assert optional, f"{name} also requires {extra.name}"
 
 
-def test_attributes_are_those_of_the_design() -> None:
+@pytest.mark.parametrize("name", [n for n, v in PUBLIC.items() if inspect.isfunction(v)])
+def test_beyond_three_arguments_calls_are_by_keyword(name) -> None:
+    """Except for operators on tensors, and for `engine` in the promised signature of `score`."""
+    found = inspect.signature(PUBLIC[name]).parameters.values()
+    places = [p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if not name.startswith("fastbcd.ops."):
+        assert len(places) <= 3 + (name == "fastbcd.score"), places
+
+
+def test_attributes() -> None:
     masks = fastbcd.MaskSet.full({"a": (2, 3), "b": (4,)})
     assert masks.sites == (("a", (2, 3), 0), ("b", (4,), 6))
     assert masks.total == 10

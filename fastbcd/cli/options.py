@@ -177,7 +177,7 @@ def make_net(options: argparse.Namespace, data: ImageData) -> nn.Module:
     channels, size = data.images.shape[1], data.images.shape[-1]
     if options.model is None:
         replacement = {} if options.replacement == "identity" else {"replacement": "poly"}
-        net = models.build(options.arch, data.classes, size, channels, **replacement)
+        net = models.build(options.arch, data.classes, size, in_channels=channels, **replacement)
         return net.to(options.device)
     example = next(data.batches(2))[0].cpu()
     net = call_model(options.model, example)

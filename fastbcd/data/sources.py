@@ -49,7 +49,11 @@ def as_data(data: Any, mean: Stats = None, std: Stats = None) -> ImageData:
 
 
 def load(
-    name: str | Path, split: str = "train", root: str | Path | None = None, download: bool = False
+    name: str | Path,
+    split: str = "train",
+    root: str | Path | None = None,
+    *,
+    download: bool = False,
 ) -> ImageData:
     """Data by name: "fashion-mnist-mini" (inside the package), "cifar10", "cifar100",
     "tiny-imagenet", or the path of an .npz file. split: "train" or "test".

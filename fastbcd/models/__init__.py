@@ -26,7 +26,7 @@ __all__ = ["NAMES", "ResNet", "WideResNet", "build", "resnet18", "resnet20", "wi
 
 
 def build(
-    name: str, num_classes: int, image_size: int, in_channels: int = 3, **options: Any
+    name: str, num_classes: int, image_size: int, *, in_channels: int = 3, **options: Any
 ) -> nn.Module:
     """A network by its name; `options` go to the function of that name.
 

@@ -192,7 +192,7 @@ def plan(recipe: Recipe) -> Plan:
     (150, 3000, 7500, 2.78, 4.44)
     """
     shape = recipe.shape
-    macs = multiply_adds(recipe.arch, shape.classes, shape.image_size, shape.channels)
+    macs = multiply_adds(recipe.arch, shape.classes, shape.image_size, channels=shape.channels)
     epoch = 2 * macs * shape.train / 1e15  # one forward pass over the train set
     steps = math.ceil((recipe.b_ref - recipe.budget) / recipe.drc)
     start_epochs = SNL_EPOCHS if recipe.start == "snl" else AUTOREP_EPOCHS.get(recipe.data, 200)
@@ -206,14 +206,14 @@ def plan(recipe: Recipe) -> Plan:
 
 
 @cache
-def multiply_adds(arch: str, classes: int, image_size: int, channels: int = 3) -> int:
+def multiply_adds(arch: str, classes: int, image_size: int, *, channels: int = 3) -> int:
     """Multiply-adds of one image, forward; nothing is computed.
 
     >>> multiply_adds("resnet18", 100, 32)
     555468800
     """
     with torch.device("meta"):
-        net = models.build(arch, classes, image_size, channels).eval()
+        net = models.build(arch, classes, image_size, in_channels=channels).eval()
         image = torch.zeros(1, channels, image_size, image_size)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         net(image)

@@ -95,7 +95,9 @@ def build(recipe: Recipe, seed: int = 0) -> nn.Module:
     shape = recipe.shape
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        return models.build(recipe.arch, shape.classes, shape.image_size, shape.channels)
+        return models.build(
+            recipe.arch, shape.classes, shape.image_size, in_channels=shape.channels
+        )
 
 
 def check_data(recipe: Recipe, data: ImageData, what: str) -> None:

@@ -98,7 +98,7 @@ def known_net(config: dict[str, Any], images: Images) -> str | None:
     shapes = [tuple(shape) for shape in config["net"]["sites"].values()]
     for name in models.NAMES:
         with torch.device("meta"):
-            net = models.build(name, images.classes, images.height, images.channels)
+            net = models.build(name, images.classes, images.height, in_channels=images.channels)
         if [site.shape for site in masks(net).sites] == shapes:
             return name
     return None
