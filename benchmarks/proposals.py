@@ -38,7 +38,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fastbcd
-from fastbcd.runs.directory import read_state
+from fastbcd.runs.files import read_state
 from fastbcd.runtime.atomic_files import write_atomically
 from table import machine
 

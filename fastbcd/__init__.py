@@ -24,6 +24,7 @@ from fastbcd.masking.masks import (
     masks,
     set_masks,
 )
+from fastbcd.runs.read import load_run
 from fastbcd.runtime.version import __version__ as __version__
 from fastbcd.scoring.accuracy import accuracy
 from fastbcd.scoring.choose import Choice, choose
@@ -69,6 +70,7 @@ __all__ = [
     "load",
     "load_autorep",
     "load_relupruner",
+    "load_run",
     "load_snl",
     "masks",
     "models",

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.saved_runs import cut_short, finished, stages  # noqa: F401  # fixtures
+
 # Processes that tests start find `helpers` too.
 HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))

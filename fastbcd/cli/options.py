@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import fastbcd
 from fastbcd import models, private
 from fastbcd.data.images import ImageData
-from fastbcd.masking.masks import mask_modules, plain_name
-from fastbcd.runs.directory import newest_state
+from fastbcd.masking.masks import mask_modules, plain_names
+from fastbcd.runs.files import newest_state
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.starts.checkpoints import files as checkpoints_files
@@ -185,6 +185,8 @@ def make_net(options: argparse.Namespace, data: ImageData) -> nn.Module:
         mask_modules(net)
     except ValueError:
         net = fastbcd.convert(net, example, replacement=options.replacement)
+    arch: Any = {"model": options.model, "replacement": options.replacement}
+    net.arch = arch  # a run records it
     return net.to(options.device)
 
 
@@ -281,7 +283,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if not path.exists():
         raise FileNotFoundError(f"there are no weights at {path}")
     if path.suffix == ".safetensors":
-        return {plain_name(name): t for name, t in load_file(path).items()}
+        tensors = load_file(path)
+        return {short: tensors[name] for name, short in plain_names(tensors).items()}
     content = checkpoints_files.read(path)
     return checkpoints_files.state_of(content, str(path), ("state_dict", "model"))[0]
 

@@ -223,13 +223,10 @@ class Descent:
     def _open(self) -> RunDirectory | Unsaved:
         if self.run_dir is None:
             return Unsaved()
-        config = {
-            "format": "fastbcd.run 1",
-            "settings": {**self.search.outcome(), **self.training},
-            "data": snapshots.data_mark(self.whole_data),
-            "test": None if self.test is None else snapshots.data_mark(self.test),
-            "net": snapshots.structure(self.net),
-        }
+        settings = {**self.search.outcome(), **self.training}
+        config = snapshots.run_config(
+            "run", settings, self.net, data=self.whole_data, test=self.test
+        )
         return RunDirectory(self.run_dir, config, self.resume)
 
     def _begin(self, run: RunDirectory | Unsaved, bar: Any) -> dict[str, Tensor]:

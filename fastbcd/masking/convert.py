@@ -20,7 +20,7 @@ from torch.fx.passes.shape_prop import ShapeProp
 
 from fastbcd.graph.trace import Tracer
 from fastbcd.masking.activations import MaskedActivation, activation_type
-from fastbcd.masking.masks import plain_name
+from fastbcd.masking.masks import plain_names
 from fastbcd.masking.missed_relus import run_watched, same_outputs
 
 _RELU_FUNCTIONS = {F.relu, F.relu_, torch.relu, torch.relu_}
@@ -313,8 +313,7 @@ def _graph_module(twin: nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 def _strip_prefixes(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let a checkpoint of a wrapped model load: `module.` and `_orig_mod.` do not matter."""
-    if prefix == "":
-        for key in list(state_dict):
-            if plain_name(key) != key:
-                state_dict[plain_name(key)] = state_dict.pop(key)
+    """Load a checkpoint of a wrapped model: prefixes that all its names have are removed."""
+    if prefix == "" and not state_dict.keys() & module.state_dict().keys():
+        for key, plain in plain_names(state_dict).items():
+            state_dict[plain] = state_dict.pop(key)

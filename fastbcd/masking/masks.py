@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,15 +22,32 @@ from torch import Tensor, nn
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.runtime.atomic_files import write_atomically
 
-# Wrappers put these before every name; they say nothing about the network.
-WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+WRAPPER_PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and torch.compile
 
 
-def plain_name(name: str) -> str:
-    """A parameter's or module's name without the prefixes of DataParallel and torch.compile."""
-    while name.startswith(WRAPPER_PREFIXES):
-        name = name.split(".", 1)[1]
-    return name.replace("._orig_mod.", ".")
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """For each name of a net's tensors, the name without the prefixes of wrappers.
+
+    A prefix is removed only if all names have it: `module` may be a part of the net.
+
+    >>> plain_names(["module.fc.weight", "module.fc.bias"])
+    {'module.fc.weight': 'fc.weight', 'module.fc.bias': 'fc.bias'}
+    >>> plain_names(["module.fc.weight", "fc.weight"])
+    {'module.fc.weight': 'module.fc.weight', 'fc.weight': 'fc.weight'}
+    """
+    plain = {name: name for name in names}
+    for prefix in WRAPPER_PREFIXES * 2:
+        if all(name.startswith(prefix) for name in plain.values()):
+            plain = {name: short.removeprefix(prefix) for name, short in plain.items()}
+    plain = {name: short.replace("._orig_mod.", ".") for name, short in plain.items()}
+    first: dict[str, str] = {}
+    for name, short in plain.items():
+        if first.setdefault(short, name) != name:
+            raise ValueError(
+                f"two tensors have the same name, {short!r}, once the prefixes of torch.compile "
+                f"are removed: {first[short]!r} and {name!r}; rename one of the modules"
+            )
+    return plain
 
 
 class Site(NamedTuple):
@@ -249,10 +266,12 @@ def mask_modules(net: nn.Module) -> dict[str, MaskedActivation]:
     `convert` numbers what it places; activations placed by hand come in the order of
     `named_modules`.
     """
+    modules = {n: m for n, m in net.named_modules() if isinstance(m, MaskedActivation)}
+    tensors = [name for name, _ in (*net.named_parameters(), *net.named_buffers())]
+    plain = plain_names(tensors)
     found = {
-        plain_name(name): module
-        for name, module in net.named_modules()
-        if isinstance(module, MaskedActivation)
+        plain[f"{name}.mask".lstrip(".")].removesuffix("mask").rstrip("."): module
+        for name, module in modules.items()
     }
     if not found:
         raise ValueError(

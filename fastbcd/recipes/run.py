@@ -28,7 +28,7 @@ from fastbcd.data.images import ImageData
 from fastbcd.descent.bcd import Run, bcd
 from fastbcd.masking.masks import masks
 from fastbcd.recipes.recipe import AUTOREP_EPOCHS, Recipe
-from fastbcd.runs.directory import check_same_config
+from fastbcd.runs.config import check_same_config
 from fastbcd.runtime import ranks
 from fastbcd.runtime.atomic_files import write_atomically
 from fastbcd.scoring.engine import Engine

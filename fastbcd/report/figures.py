@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fastbcd.masking.masks import MaskSet
 from fastbcd.private.costs import Cost, si
 from fastbcd.report.published import Curve
-from fastbcd.runs.read import Stage
+from fastbcd.runs.read import SavedRun
 
 WIDTH, DPI = 4.7, 200  # inches; 940 pixels
 FONT: Any = {
@@ -77,7 +77,7 @@ def accuracy(
     return figure
 
 
-def sites(stage: Stage) -> Any:
+def sites(stage: SavedRun) -> Any:
     """The share of its ReLUs that each site had at the start (hatched) and keeps now (black)."""
     now = stage.start if stage.masks is None else stage.masks
     places, full = range(len(now.sites)), [site.numel for site in now.sites]
@@ -103,7 +103,7 @@ def _shares(masks: MaskSet, full: Sequence[int]) -> list[float]:
     return [100 * kept / n for kept, n in zip(masks.counts().values(), full, strict=True)]
 
 
-def overlaps(bcd: Stage | None, start: Stage | None) -> Any:
+def overlaps(bcd: SavedRun | None, start: SavedRun | None) -> Any:
     """IoU of masks: the paper's score of consecutive masks, and the overlap with the start."""
     figure, axes = canvas(3.6)
     epochs = consecutive(start)
@@ -125,13 +125,13 @@ def overlaps(bcd: Stage | None, start: Stage | None) -> Any:
     return figure
 
 
-def consecutive(start: Stage | None) -> list[tuple[int, float]]:
+def consecutive(start: SavedRun | None) -> list[tuple[int, float]]:
     """(ReLUs, IoU with the epoch before) of a mask training."""
     history = start.history if start else []
     return [(r["count"], r["iou"]) for r in history if r.get("iou") is not None]
 
 
-def steps(bcd: Stage) -> Any:
+def steps(bcd: SavedRun) -> Any:
     """Hypotheses tried in each step, and accuracy before and after the removal and at the end."""
     figure, (upper, lower) = canvas(5.4, rows=2)
     number = [s["number"] for s in bcd.history]
@@ -163,7 +163,7 @@ def steps(bcd: Stage) -> Any:
     return figure
 
 
-def times(bcd: Stage) -> Any:
+def times(bcd: SavedRun) -> Any:
     """Seconds by phase: in all, and in each step on a log axis."""
     figure, (upper, lower) = canvas(5.2, rows=2, heights=(1, 1.5))
     spent = dict(sorted(bcd.seconds().items(), key=lambda item: -item[1]))

@@ -12,7 +12,7 @@ from fastbcd.private.costs import si
 from fastbcd.report import figures, published
 from fastbcd.report.figures import Line
 from fastbcd.report.subject import Subject, images_of, title_of
-from fastbcd.runs.read import Chain, Stage
+from fastbcd.runs.read import SavedRun, Stages
 
 
 class Table(NamedTuple):
@@ -52,7 +52,7 @@ class Network:
     rtt: float = private.costs.LAN_RTT  # seconds
 
 
-def title(runs: Sequence[Chain], about: Subject) -> str:
+def title(runs: Sequence[Stages], about: Subject) -> str:
     """The heading of the page."""
     known = str(about) if about.arch or about.data else None
     if len(runs) > 1:
@@ -61,7 +61,7 @@ def title(runs: Sequence[Chain], about: Subject) -> str:
     return f"{known or runs[0].name}: {last.count:,} of {last.start.total:,} ReLUs"
 
 
-def unfinished(run: Chain) -> str | None:
+def unfinished(run: Stages) -> str | None:
     """What a run still has to do, in a sentence; None if it is finished."""
     last, done = run.last, len(run.last.history)
     if last.done:
@@ -83,7 +83,7 @@ def unfinished(run: Chain) -> str | None:
 # ------------------------------------------------------------------------------- accuracy
 
 
-def accuracy(runs: Sequence[Chain], about: Subject) -> Section:
+def accuracy(runs: Sequence[Stages], about: Subject) -> Section:
     """Test accuracy against ReLU count, beside the published curves."""
     lines = [Line(run.name, run.curve()) for run in runs if run.curve()]
     single = _single_points(runs)
@@ -96,7 +96,7 @@ def accuracy(runs: Sequence[Chain], about: Subject) -> Section:
     return Section("Accuracy", text, Picture("accuracy", alt, figure), _points(curves))
 
 
-def _train_accuracy(runs: Sequence[Chain]) -> Section:
+def _train_accuracy(runs: Sequence[Stages]) -> Section:
     lines = [Line(run.name, run.train_curve()) for run in runs if run.train_curve()]
     if not lines:
         return Section("Accuracy", "No step is finished yet, so nothing was measured.")
@@ -109,7 +109,7 @@ def _train_accuracy(runs: Sequence[Chain]) -> Section:
     return Section("Accuracy", text, Picture("accuracy", alt, figure))
 
 
-def relative(runs: Sequence[Chain], about: Subject, given: float | None) -> Section | None:
+def relative(runs: Sequence[Stages], about: Subject, given: float | None) -> Section | None:
     """Accuracy as a share of the dense net's, as in the paper's comparison with SENet."""
     if not any(run.curve() for run in runs):
         return None
@@ -130,7 +130,7 @@ def relative(runs: Sequence[Chain], about: Subject, given: float | None) -> Sect
     return Section(heading, text, Picture("relative", alt, figure), _points(curves))
 
 
-def baseline(run: Chain, runs: Sequence[Chain], given: float | None) -> float | None:
+def baseline(run: Stages, runs: Sequence[Stages], given: float | None) -> float | None:
     """The test accuracy of the dense net: given, of the run's own dense stage, or of another run
     with the same sites and the same test images."""
     if given is not None:
@@ -145,7 +145,7 @@ def baseline(run: Chain, runs: Sequence[Chain], given: float | None) -> float | 
     return None
 
 
-def _single_points(runs: Sequence[Chain]) -> list[Line]:
+def _single_points(runs: Sequence[Stages]) -> list[Line]:
     """Dense nets and starting points, one point each."""
     found = []
     for run in runs:
@@ -195,7 +195,7 @@ def _ranges(lines: Sequence[Line]) -> str:
 # ------------------------------------------------------------------------------- summary
 
 
-def summary(runs: Sequence[Chain], about: Subject, given: float | None) -> Section:
+def summary(runs: Sequence[Stages], about: Subject, given: float | None) -> Section:
     """Settings and results, one column per run."""
     columns = [_facts(run, about, baseline(run, runs, given)) for run in runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
@@ -204,7 +204,7 @@ def summary(runs: Sequence[Chain], about: Subject, given: float | None) -> Secti
     return Section("Summary", "Settings and results.", None, (table,), wide=len(runs) > 1)
 
 
-def _facts(run: Chain, about: Subject, dense: float | None) -> dict[str, str]:
+def _facts(run: Stages, about: Subject, dense: float | None) -> dict[str, str]:
     last, start, images = run.last, run.start, images_of(run.last.config)
     data = title_of(about.data)
     if images:
@@ -226,7 +226,7 @@ def _facts(run: Chain, about: Subject, dense: float | None) -> dict[str, str]:
     return {**facts, "time": ", ".join(times)}
 
 
-def _search_facts(bcd: Stage) -> dict[str, str]:
+def _search_facts(bcd: SavedRun) -> dict[str, str]:
     s, history = bcd.settings, bcd.history
     samples = "all" if s["samples"] is None else f"{s['samples']:,}"
     facts = {
@@ -268,7 +268,7 @@ def _setting(value: Any) -> str:
 # ------------------------------------------------------------------------------- one run
 
 
-def of_run(run: Chain, network: Network, prefix: str = "") -> list[Section]:
+def of_run(run: Stages, network: Network, prefix: str = "") -> list[Section]:
     """The sections on one run; the files of its figures begin with the prefix."""
     masks = run.last.masks is not None
     found = [
@@ -285,7 +285,7 @@ def of_run(run: Chain, network: Network, prefix: str = "") -> list[Section]:
     ]
 
 
-def steps(bcd: Stage) -> Section:
+def steps(bcd: SavedRun) -> Section:
     """Hypotheses tried and accuracy in each step."""
     if not bcd.history:
         return Section("Steps", "No step is finished yet.")
@@ -310,7 +310,7 @@ def steps(bcd: Stage) -> Section:
     return Section("Steps", text, picture, (Table("Every step.", head, rows),))
 
 
-def time(run: Chain) -> Section:
+def time(run: Stages) -> Section:
     """Seconds by stage and phase."""
     rows = []
     for stage in run.stages:
@@ -348,7 +348,7 @@ def _percent(value: float | None) -> str:
 # ------------------------------------------------------------------------------- masks
 
 
-def sites(stage: Stage) -> Section:
+def sites(stage: SavedRun) -> Section:
     """The ReLUs of each site: in the full net, at the start, now."""
     now = stage.start if stage.masks is None else stage.masks
     before, after = stage.start.counts(), now.counts()
@@ -367,7 +367,7 @@ def sites(stage: Stage) -> Section:
     return Section("ReLUs by site", text, Picture("sites", alt, figures.sites(stage)), (table,))
 
 
-def overlaps(run: Chain) -> Section | None:
+def overlaps(run: Stages) -> Section | None:
     """IoU of masks along the run; None if there are no two masks to compare."""
     epochs, text = figures.consecutive(run.start), ""
     if run.bcd:
@@ -389,7 +389,7 @@ def overlaps(run: Chain) -> Section | None:
     return Section("Overlap of masks", text.strip(), picture)
 
 
-def between(runs: Sequence[Chain]) -> Section | None:
+def between(runs: Sequence[Stages]) -> Section | None:
     """IoU of the masks of different runs of one net."""
     found = [(r.name, r.last.masks) for r in runs if r.last.masks is not None and r.last.count]
     found = [(name, m) for name, m in found if m.count() < m.total and m.sites == found[0][1].sites]
@@ -406,7 +406,7 @@ def between(runs: Sequence[Chain]) -> Section | None:
 # ------------------------------------------------------------------------------- private inference
 
 
-def cost(stage: Stage, network: Network) -> Section:
+def cost(stage: SavedRun, network: Network) -> Section:
     """Bytes, rounds and seconds of the ReLUs of the full net, the start, and now."""
     now = stage.start if stage.masks is None else stage.masks
     full = type(now).full({s.name: s.shape for s in now.sites})

@@ -7,7 +7,6 @@ set is not recognised; `fastbcd report --data` says it then.
 
 from __future__ import annotations
 
-import re
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +14,11 @@ import torch
 from fastbcd import models, recipes
 from fastbcd.masking.masks import masks
 from fastbcd.report import published
-from fastbcd.runs.read import Chain
+from fastbcd.runs.read import Stages
 
 TITLES = {"resnet18": "ResNet18", "resnet20": "ResNet-20", "wide_resnet22_8": "Wide-ResNet-22-8",
           "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tiny-imagenet": "Tiny ImageNet",
           "fashion-mnist-mini": "Fashion-MNIST, small"}  # fmt: skip
-_MARK = re.compile(r"ImageData\((\d+) × (\d+)×(\d+)×(\d+) \w+, (\d+) classes")
 
 
 class Images(NamedTuple):
@@ -58,7 +56,7 @@ def title_of(name: str | None, otherwise: str = "not named by the run") -> str:
     return TITLES.get(name, name) if name else otherwise
 
 
-def subject(chain: Chain, arch: str | None = None, data: str | None = None) -> Subject:
+def subject(chain: Stages, arch: str | None = None, data: str | None = None) -> Subject:
     """What a chain is about: as given, as its recipe says, or as recognised."""
     for name, value, known in (("arch", arch, models.NAMES), ("data", data, recipes.DATA)):
         if value is not None and value not in known:
@@ -72,13 +70,9 @@ def subject(chain: Chain, arch: str | None = None, data: str | None = None) -> S
 
 
 def images_of(config: dict[str, Any]) -> Images | None:
-    """The train images in numbers.
-
-    >>> images_of({"data": "ImageData(6000 × 1×28×28 uint8, 10 classes, cpu) ad2ccef3"})
-    Images(number=6000, channels=1, height=28, width=28, classes=10)
-    """
-    found = _MARK.match(str(config.get("data", "")))
-    return Images(*map(int, found.groups())) if found else None
+    """The train images in numbers."""
+    data = config["data"]
+    return Images(*(data[k] for k in ("images", "channels", "height", "width", "classes")))
 
 
 def known_data(images: Images) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 from fastbcd.report import figures, page, sections
 from fastbcd.report.sections import Network
 from fastbcd.report.subject import subject
-from fastbcd.runs.read import Chain, read
+from fastbcd.runs.read import Stages, read
 from fastbcd.runtime.atomic_files import write_atomically
 from fastbcd.runtime.version import __version__
 
@@ -81,7 +81,7 @@ def write(
     return folder / PAGE
 
 
-def _distinct(runs: list[Chain]) -> list[Chain]:
+def _distinct(runs: list[Stages]) -> list[Stages]:
     """Runs of the same name get a number."""
     names = [run.name for run in runs]
     return [

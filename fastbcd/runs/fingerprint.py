@@ -1,4 +1,4 @@
-"""Snapshots: a net's weights, buffers and masks as plain tensors, and what a net or data is."""
+"""Snapshots of a net, and the facts about net and data that config.json records."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
-from fastbcd.masking.masks import masks, plain_name
+from fastbcd.masking.masks import masks, plain_names
 from fastbcd.runtime.ranks import digest
 
-LOOKED_AT = 256  # images that stand for the data in its mark
+SAMPLED = 256  # images whose pixels enter the digest of a data set
 
 
 def take(net: nn.Module) -> dict[str, Tensor]:
-    """A copy of every parameter and buffer, masks among them, on the CPU.
+    """A copy of every parameter and buffer, masks included, on the CPU.
 
     >>> sorted(take(fastbcd.MaskedReLU(2)))
     ['mask']
@@ -28,27 +28,75 @@ def restore(net: nn.Module, tensors: dict[str, Tensor]) -> None:
     mine = _tensors(net)
     if mine.keys() != tensors.keys():
         first = min(mine.keys() ^ tensors.keys())
-        raise ValueError(f"the snapshot is of another net: {first!r} is in only one of them")
+        where = "the net" if first in mine else "the snapshot"
+        raise ValueError(f"the snapshot is of another net: only {where} has {first!r}")
+    for name, tensor in mine.items():
+        if tensor.shape != tensors[name].shape:
+            raise ValueError(
+                f"the snapshot is of another net: {name} has shape {tuple(tensors[name].shape)}, "
+                f"the net's has {tuple(tensor.shape)}"
+            )
     with torch.no_grad():
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
 
 
-def structure(net: nn.Module) -> dict[str, Any]:
-    """What makes two nets the same up to their values, as JSON: sites, tensors, shapes, dtypes."""
-    sites = {site.name: list(site.shape) for site in masks(net).sites}
+def run_config(
+    kind: str,
+    settings: dict[str, Any],
+    net: nn.Module,
+    *,
+    data: ImageData,
+    test: ImageData | None,
+    **more: Any,
+) -> dict[str, Any]:
+    """What config.json says about a run: its settings, its data and its net.
+
+    kind: "run" (BCD), "dense", "snl" or "autorep".
+    """
+    return {
+        "format": f"fastbcd.{kind} 2",
+        "settings": settings,
+        "data": data_facts(data),
+        "test": None if test is None else data_facts(test),
+        "net": net_facts(net),
+        **more,
+    }
+
+
+def net_facts(net: nn.Module) -> dict[str, Any]:
+    """Architecture, sites, and every tensor's dtype and shape.
+
+    `arch` holds what fastbcd.models.build takes to build the net again, or {"model":
+    "module:function"} of the command line; None for other nets.
+    """
     tensors = {
         name: f"{str(t.dtype)[6:]} {list(t.shape)}" for name, t in sorted(_tensors(net).items())
     }
-    return {"sites": sites, "tensors": tensors}
+    inner = getattr(net, "module", net)  # DataParallel
+    arch = getattr(inner, "arch", None)
+    known = isinstance(arch, dict) and ("name" in arch or "model" in arch)
+    return {
+        "arch": arch if known else None,
+        "sites": {site.name: list(site.shape) for site in masks(net).sites},
+        "tensors": tensors,
+    }
 
 
-def data_mark(data: ImageData) -> str:
-    """A short text that changes with the data: its size, all labels, and some of its images."""
-    some = data.images[:: max(1, len(data) // LOOKED_AT)]
+def data_facts(data: ImageData) -> dict[str, Any]:
+    """Name, size and normalisation, and a digest of the labels and of some of the images.
+
+    The device is not among them: a run continues on another one.
+    """
+    some = data.images[:: max(1, len(data) // SAMPLED)]
     stats = torch.tensor([*data.mean, *data.std], dtype=torch.float64)
     mark = digest({"images": some, "labels": data.labels, "ids": data.ids, "stats": stats})
-    return f"{data!r} {mark.hex()[:16]}"
+    channels, height, width = data.images.shape[1:]
+    return {
+        "name": data.name, "images": len(data), "channels": channels, "height": height,
+        "width": width, "classes": data.classes, "dtype": str(data.images.dtype)[6:],
+        "mean": list(data.mean), "std": list(data.std), "digest": mark.hex()[:16],
+    }  # fmt: skip
 
 
 def weights_mark(net: nn.Module) -> str:
@@ -57,5 +105,5 @@ def weights_mark(net: nn.Module) -> str:
 
 
 def _tensors(net: nn.Module) -> dict[str, Tensor]:
-    found = [*net.named_parameters(), *net.named_buffers()]
-    return {plain_name(name): tensor for name, tensor in found}
+    found = dict((*net.named_parameters(), *net.named_buffers()))
+    return {plain: found[name] for name, plain in plain_names(found).items()}

@@ -1,48 +1,71 @@
-"""What a run directory holds, as plain data: nothing is written, a run that is at work is no harm.
+"""Reading runs: nothing is written, and a run may be read while it is working.
 
-    chain = read("runs/15k")            # a recipe's folder with its stages, or one run directory
-    chain.bcd.history[-1]["after"]      # ReLUs left after the last finished step
-
-A stage is one run directory: dense training, a starting point (SNL, AutoReP), or BCD.
+run = fastbcd.load_run("runs/15k")       # the net, the masks and the history of a run
+stages = read("runs/15k")                # all stages of a recipe's folder, or one run
+stages.bcd.history[-1]["after"]          # ReLUs left after the last finished step
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fastbcd import models
 from fastbcd.masking.masks import MaskSet, make_sites
-from fastbcd.runs.directory import (
-    State,
-    finished_records,
-    newest_state,
-    read_state,
-)
+from fastbcd.runs import fingerprint
+from fastbcd.runs.config import KINDS, RECIPE, read_config
+from fastbcd.runs.files import State, read_progress
 
-KINDS = {"fastbcd.run": "bcd", "fastbcd.dense": "dense", "fastbcd.snl": "snl",
-         "fastbcd.autorep": "autorep"}  # fmt: skip
 TITLES = {"bcd": "BCD", "dense": "dense", "snl": "SNL", "autorep": "AutoReP"}
-RECIPE = "fastbcd.recipe"
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One run directory as it stands after its last finished step (or epoch)."""
+@dataclass
+class SavedRun:
+    """One run directory as it is after its last finished step or epoch.
+
+    `masks` and `weights` are None while SNL or AutoReP train masks; there is no net yet then.
+    """
 
     path: Path
     kind: str  # "bcd" | "dense" | "snl" | "autorep"
-    config: dict[str, Any]
-    history: list[dict[str, Any]]
+    config: dict[str, Any]  # config.json
+    history: list[dict[str, Any]]  # one record per step or epoch
     start: MaskSet  # before the first step
-    masks: MaskSet | None  # now; None while masks are being trained
+    masks: MaskSet | None
     poly: tuple[str, ...]  # sites whose removed ReLUs are quadratics
+    weights: dict[str, Tensor] | None = field(repr=False, default=None)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The run's net with its weights and masks, on the CPU, in eval mode."""
+        arch = self.config["net"]["arch"]
+        if arch is None or "name" not in arch:
+            made = "a net of its own" if arch is None else f"the net of {arch['model']}"
+            raise ValueError(
+                f"{self.path} is a run of {made}, which cannot be built from the run alone: build "
+                f"it as for the run and pass it, load_run(path, model=net)"
+            )
+        return self.fill(models.build(**arch))
+
+    def fill(self, net: nn.Module) -> nn.Module:
+        """Write the run's weights and masks into the net; returns it in eval mode."""
+        if self.weights is None:
+            raise ValueError(
+                f"{self.path} has no final net yet: {self.title} is still training masks; let it "
+                f"finish"
+            )
+        try:
+            fingerprint.restore(net, self.weights)
+        except ValueError as error:
+            raise ValueError(f"{self.path} does not fit {type(net).__name__}: {error}") from error
+        return net.eval()
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -55,7 +78,7 @@ class Stage:
 
     @property
     def count(self) -> int:
-        """ReLUs kept now; while masks are being trained, as of the last epoch."""
+        """ReLUs kept; while masks are being trained, as of the last epoch."""
         if self.masks is not None:
             return self.masks.count()
         counts = [record["count"] for record in self.history if "count" in record]
@@ -63,7 +86,7 @@ class Stage:
 
     @property
     def done(self) -> bool:
-        """Has it come to its end?"""
+        """Whether the run is finished."""
         if self.kind == "bcd":
             return self.count <= self.settings["budget"]
         if self.kind == "dense":
@@ -72,7 +95,7 @@ class Stage:
 
     @property
     def accuracy(self) -> float | None:
-        """Test accuracy now, percent; None where it was not measured."""
+        """Test accuracy in percent; None if it was not measured."""
         if self.config.get("test") is None or not self.history:
             return None
         last = self.history[-1]
@@ -87,10 +110,11 @@ class Stage:
         return spent
 
     def steps_to_go(self) -> int | None:
-        """How many steps BCD has before it, as far as the last one tells; None: it has not begun.
+        """An estimate of the number of steps that BCD has left; None before its first step.
 
-        A fixed DRC: ceil((count - budget) / DRC). Otherwise the last step's share r of the ReLUs
-        is taken to go on: the smallest n with count·(1 - r)^n <= budget.
+        With a fixed DRC it is ceil((count - budget) / DRC). Otherwise every step is assumed to
+        remove the share r of the ReLUs that the last one did: the smallest n with
+        count·(1 - r)^n <= budget.
         """
         left, drc = self.count - self.settings["budget"], self.settings["drc"]
         if left <= 0:
@@ -106,31 +130,31 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Chain:
-    """The stages found at one path, in their order; a lone run is a chain of one."""
+class Stages:
+    """The runs in one folder, in their order: the stages of a recipe, or a single run."""
 
     name: str
-    stages: tuple[Stage, ...]
+    stages: tuple[SavedRun, ...]
     recipe: dict[str, Any] | None  # of a recipe's folder
 
-    def stage(self, *kinds: str) -> Stage | None:
+    def stage(self, *kinds: str) -> SavedRun | None:
         """The stage of one of these kinds, if it has begun."""
         return next((s for s in self.stages if s.kind in kinds), None)
 
     @property
-    def dense(self) -> Stage | None:
+    def dense(self) -> SavedRun | None:
         return self.stage("dense")
 
     @property
-    def start(self) -> Stage | None:
+    def start(self) -> SavedRun | None:
         return self.stage("snl", "autorep")
 
     @property
-    def bcd(self) -> Stage | None:
+    def bcd(self) -> SavedRun | None:
         return self.stage("bcd")
 
     @property
-    def last(self) -> Stage:
+    def last(self) -> SavedRun:
         return self.stages[-1]
 
     def curve(self) -> list[tuple[int, float]]:
@@ -148,25 +172,41 @@ class Chain:
         return [(s["before"], s["base_accuracy"]) for s in (self.bcd.history if self.bcd else ())]
 
 
-def read(path: str | os.PathLike[str]) -> Chain:
-    """The run, or a recipe's stages, in a directory; ValueError or OSError if there is none.
+def load_run(path: str | os.PathLike[str], model: nn.Module | None = None) -> SavedRun:
+    """Load a run directory of `bcd`, `train`, `snl` or `autorep`: net, masks, history, config.
+
+    Nets of fastbcd.models are built again: `load_run(path).model`. For another net pass one of
+    the same structure as `model`: it is filled with the run's weights and masks, in place. Of a
+    recipe's folder the last stage that has begun is loaded. An unfinished run is loaded as it is
+    after its last finished step.
 
     >>> import tempfile
-    >>> net = nn.Sequential(nn.Flatten(), fastbcd.MaskedReLU(4), nn.Linear(4, 3))
-    >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
+    >>> net = fastbcd.models.resnet20(3, image_size=4, in_channels=1, width=2, blocks=1)
+    >>> data = torch.randn(50, 1, 4, 4), torch.arange(50) % 3
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     run = fastbcd.bcd(net, data, budget=1, drc=2, finetune=None, run_dir=folder)
-    ...     read(folder).last.masks.count()
-    1
+    ...     _ = fastbcd.bcd(net, data, budget=90, drc=30, finetune=None, run_dir=folder)
+    ...     run = fastbcd.load_run(folder)
+    >>> run.masks.count(), run.history[-1]["after"], run.config["settings"]["budget"]
+    (90, 90, 90)
+    >>> torch.equal(run.model(data[0]), net.eval()(data[0]))
+    True
     """
+    run = read(path).last
+    if model is not None:
+        run.__dict__["model"] = run.fill(model)
+    return run
+
+
+def read(path: str | os.PathLike[str]) -> Stages:
+    """The run, or a recipe's stages, in a folder; ValueError or OSError if there is none."""
     place = Path(path)
     if not place.exists():
         raise FileNotFoundError(f"there is nothing at {place}; name a run directory")
     if not place.is_dir():
         raise NotADirectoryError(f"{place} is a file; name the run directory it is in")
-    config = _config(place) if (place / "config.json").exists() else None
+    config = read_config(place) if (place / "config.json").exists() else None
     folders = [place]
-    if config is None or _kind(config) == RECIPE:
+    if config is None or config["format"].startswith(RECIPE):
         folders = [p for p in sorted(place.glob("[0-9]-*")) if (p / "config.json").exists()]
     stages = [stage for folder in folders if (stage := _stage(folder)) is not None]
     if not stages:
@@ -175,40 +215,36 @@ def read(path: str | os.PathLike[str]) -> Chain:
             f"start.safetensors in it, as `fastbcd bcd --run-dir` writes them"
         )
     name = place.name or place.resolve().name
-    return Chain(name, tuple(stages), config.get("recipe") if config else None)
+    return Stages(name, tuple(stages), config.get("recipe") if config else None)
 
 
-def _stage(folder: Path) -> Stage | None:
-    """A run directory; None if it was claimed but nothing was saved yet."""
-    config = _config(folder)
-    kind = KINDS.get(_kind(config))
-    if kind is None:
-        raise ValueError(
-            f"{folder / 'config.json'} is of format {config.get('format')!r}; expected one of "
-            f"{', '.join(KINDS)}"
-        )
-    state = newest_state(folder)
-    if state is None:
+def _stage(folder: Path) -> SavedRun | None:
+    """A run directory; None if nothing was saved yet."""
+    config = read_config(folder)
+    progress = read_progress(folder, config)
+    if progress is None:
         return None
-    path = folder / "history.jsonl"  # read after the state: it is never behind by more than one
-    history = finished_records(path, path.read_bytes() if path.exists() else b"", state)
-    start = masks_of(_start(folder, state).tensors, config)
+    start = masks_of(progress.start.tensors, config)
     if start is None:
-        raise ValueError(f"{folder / 'start.safetensors'} holds no masks for the sites of the net")
-    now = masks_of(state.tensors, config)
-    poly = quadratics(state.tensors, list(config["net"]["sites"]))
-    stage = Stage(folder, kind, config, history, start, now, poly)
+        raise ValueError(f"{folder}: the start has no masks for the sites that config.json lists")
+    weights = _weights(progress.state, list(config["net"]["tensors"]))
+    now = None if weights is None else masks_of(weights, config)
+    poly = quadratics(weights or {}, list(config["net"]["sites"]))
+    kind = KINDS[config["format"].rpartition(" ")[0]]
+    stage = SavedRun(folder, kind, config, progress.records, start, now, poly, weights)
     _check_nested(stage)
     return stage
 
 
-def _start(folder: Path, state: State) -> State:
-    path = folder / "start.safetensors"
-    if not state.step:
-        return state
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: without it nobody knows where the run began")
-    return read_state(path)
+def _weights(state: State, names: list[str]) -> dict[str, Tensor] | None:
+    """The net's tensors among those of a state; None while masks are being trained.
+
+    During the fine-tuning of a starting point their names have the prefix "net.".
+    """
+    for prefix in ("", "net.") if "phase" in state.record else ("",):
+        if all(f"{prefix}{name}" in state.tensors for name in names):
+            return {name: state.tensors[f"{prefix}{name}"] for name in names}
+    return None
 
 
 def masks_of(tensors: dict[str, Tensor], config: dict[str, Any]) -> MaskSet | None:
@@ -219,10 +255,14 @@ def masks_of(tensors: dict[str, Tensor], config: dict[str, Any]) -> MaskSet | No
     {'act': 1}
     """
     shapes = {name: tuple(shape) for name, shape in config["net"]["sites"].items()}
-    if any(f"{name}.mask" not in tensors for name in shapes):
+    keys = {name: f"{name}.mask".lstrip(".") for name in shapes}
+    if any(key not in tensors for key in keys.values()):
         return None
-    bits = [tensors[f"{name}.mask"].flatten().bool() for name in shapes]
-    return MaskSet(make_sites(shapes), torch.cat(bits))
+    bits = [tensors[keys[name]] for name in shapes]
+    for (name, shape), b in zip(shapes.items(), bits, strict=True):
+        if tuple(b.shape) != shape:
+            raise ValueError(f"the mask of {name!r} has shape {tuple(b.shape)}, its site {shape}")
+    return MaskSet(make_sites(shapes), torch.cat([b.flatten().bool() for b in bits]))
 
 
 def quadratics(tensors: dict[str, Tensor], sites: list[str]) -> tuple[str, ...]:
@@ -230,29 +270,11 @@ def quadratics(tensors: dict[str, Tensor], sites: list[str]) -> tuple[str, ...]:
     return tuple(name for name in sites if f"{name}.coef" in tensors)
 
 
-def _check_nested(stage: Stage) -> None:
-    """BCD never gives a ReLU back: the masks now must lie within those of the start."""
-    if stage.masks is None:
-        return
-    added = int((stage.masks.bits & ~stage.start.bits).sum())
+def _check_nested(stage: SavedRun) -> None:
+    """Refuse a run that keeps a ReLU which its start does not: no method adds one."""
+    added = 0 if stage.masks is None else int((stage.masks.bits & ~stage.start.bits).sum())
     if added:
         raise ValueError(
             f"{stage.path} keeps {added:,} ReLUs that its start does not: these states are not of "
             f"one run"
         )
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not readable as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is no run's: it holds a {type(config).__name__}, no object")
-    return config
-
-
-def _kind(config: dict[str, Any]) -> str:
-    """The format without its version."""
-    return str(config.get("format", "")).rpartition(" ")[0]

@@ -23,7 +23,8 @@ from tqdm import tqdm
 from fastbcd.data.sources import as_data
 from fastbcd.masking.masks import MaskSet, masks, set_masks
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.runs.directory import RunDirectory, Unsaved, check_resume, read_state
+from fastbcd.runs.directory import RunDirectory, Unsaved, check_resume
+from fastbcd.runs.files import read_state
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import accuracy, check_classes
@@ -239,14 +240,10 @@ class MaskTraining:
             return Unsaved()
         tuning = {k: v for k, v in dataclasses.asdict(self.tuning).items() if k != "teacher_cache"}
         common = {"batch_size": self.batch_size, "seed": self.seed, "finetune": tuning}
-        config = {
-            "format": f"fastbcd.{self.name} 1",
-            "settings": {**self.settings, **common},
-            "data": snapshots.data_mark(self.data),
-            "test": None if self.test is None else snapshots.data_mark(self.test),
-            "net": snapshots.structure(self.net),
-            "teacher": None if self.teacher is None else snapshots.weights_mark(self.teacher),
-        }
+        config = snapshots.run_config(
+            self.name, {**self.settings, **common}, self.net, data=self.data, test=self.test,
+            teacher=None if self.teacher is None else snapshots.weights_mark(self.teacher),
+        )  # fmt: skip
         return RunDirectory(self.run_dir, config, self.resume)
 
     def _result(self, history: list[dict[str, Any]]) -> StartingPoint:

@@ -169,11 +169,7 @@ def _open(
         return Unsaved()
     names = ("epochs", "lr", "momentum", "weight_decay", "batch_size", "padding", "flip", "amp")
     settings = {n: v for n, v in dataclasses.asdict(trainer.settings).items() if n in names}
-    config = {
-        "format": "fastbcd.dense 1",
-        "settings": {**settings, "seed": trainer.seed},
-        "data": snapshots.data_mark(trainer.data),
-        "test": None if test is None else snapshots.data_mark(test),
-        "net": snapshots.structure(trainer.net),
-    }
+    config = snapshots.run_config(
+        "dense", {**settings, "seed": trainer.seed}, trainer.net, data=trainer.data, test=test
+    )
     return RunDirectory(run_dir, config, resume)

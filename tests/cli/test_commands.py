@@ -22,7 +22,7 @@ from fastbcd.cli import main as cli
 from fastbcd.cli import options as common
 from fastbcd.descent import bcd as descent
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.runs.directory import read_state
+from fastbcd.runs.files import read_state
 from fastbcd.training import dense
 from helpers import published_nets
 from helpers.start_cases import write_images

@@ -23,7 +23,7 @@ from tqdm import tqdm
 import fastbcd
 from fastbcd.descent import bcd as descent
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.runs.directory import read_state
+from fastbcd.runs.files import read_state
 from fastbcd.runtime import ranks
 from fastbcd.scoring.engine import ENGINES
 from helpers.nets import images, make, thinned

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -58,13 +57,15 @@ def large_run(place: Path, arch: str, classes: int, images: int, size: int = 32)
         net = fastbcd.models.build(arch, classes, size)
     kept = fastbcd.MaskSet.full({s.name: s.shape for s in fastbcd.masks(net).sites})
     kept = kept.without(range(20_000, kept.total))
-    mark = f"× 3×{size}×{size} uint8, {classes} classes, cpu) 0123"
+    facts = {"name": None, "images": images, "channels": 3, "height": size, "width": size,
+             "classes": classes, "dtype": "uint8", "mean": [0.5] * 3, "std": [0.5] * 3,
+             "digest": "0123"}  # fmt: skip
     config = {
-        "format": "fastbcd.run 1",
+        "format": "fastbcd.run 2",
         "settings": {"drc": 100, "proposal": "uniform", "budget": 19_000, "rt": 50, "adt": 0.3,
                      "samples": None, "seed": 0, "finetune": None, "finetune_when": "every_step"},
-        "data": f"ImageData({images} {mark}", "test": f"ImageData(10000 {mark}",
-        "net": {"sites": {s.name: s.shape for s in kept.sites}, "tensors": {}},
+        "data": facts, "test": {**facts, "images": 10_000},
+        "net": {"arch": None, "sites": {s.name: s.shape for s in kept.sites}, "tensors": {}},
     }  # fmt: skip
     run = RunDirectory(place, config, "never")
     for number in range(4):
@@ -80,7 +81,3 @@ def large_run(place: Path, arch: str, classes: int, images: int, size: int = 32)
         run.save(number, tensors, record if number else {})
     run.close()
     return place
-
-
-def records(place: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (place / "history.jsonl").read_text().splitlines()]

@@ -28,7 +28,7 @@ from torch import nn
 from tqdm import tqdm
 
 import fastbcd
-from fastbcd.runs.directory import read_state
+from fastbcd.runs.files import read_state
 from fastbcd.training.settings import Finetune
 
 
@@ -55,8 +55,13 @@ def contents(run_dir: Path) -> tuple[Any, Any]:
     """What two runs must have in common: the state's tensors and the history without seconds."""
     state = read_state(run_dir / "state.safetensors")
     tensors = {name: t.tolist() for name, t in sorted(state.tensors.items())}
-    lines = (run_dir / "history.jsonl").read_text().splitlines()
-    return tensors, [{**json.loads(line), "seconds": None} for line in lines]
+    return tensors, [{**record, "seconds": None} for record in records(run_dir)]
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """The history as its file has it, without the digests: those cover the seconds."""
+    lines = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "digest"} for line in lines]
 
 
 def fork(work: Callable[[], object]) -> int:

@@ -12,8 +12,8 @@ import fastbcd
 from fastbcd import report
 from fastbcd.report import figures
 from fastbcd.runs.read import read
-from helpers.report_pages import PNG, Page, records
-from helpers.run_cases import small_net, small_run
+from helpers.report_pages import PNG, Page
+from helpers.run_cases import records, small_net, small_run
 
 
 def test_numbers_are_those_of_the_history(finished, page_of) -> None:

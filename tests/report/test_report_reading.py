@@ -1,9 +1,6 @@
-"""What is read from a run, and which net and data set it is recognised as."""
+"""What a report says about a run's progress, and which net and data set it recognises."""
 
 from __future__ import annotations
-
-import dataclasses
-import shutil
 
 import pytest
 import torch
@@ -12,48 +9,14 @@ import fastbcd
 from fastbcd import report
 from fastbcd.report import published, sections, subject
 from fastbcd.runs.read import read
-from helpers.report_pages import Page, large_run, records
+from helpers.report_pages import Page, large_run
 from helpers.run_cases import small_run
 
 
-def test_a_finished_run(finished) -> None:
-    chain = read(finished)
-    stage = chain.bcd
-    assert stage is not None
-    assert (chain.name, stage.done, stage.count, stage.steps_to_go()) == ("whole", True, 8, 0)
-    assert stage.start.count() == 98
-    assert stage.history == records(finished)
-    assert chain.curve() == [(r["after"], r["test_accuracy"]) for r in records(finished)]
-    assert sections.unfinished(chain) is None
-
-
-def test_an_unfinished_run(cut_short) -> None:
-    chain = read(cut_short)
-    stage = chain.bcd
-    assert stage is not None
-    assert (stage.done, stage.count, len(stage.history), stage.steps_to_go()) == (False, 58, 2, 3)
-    said = sections.unfinished(chain) or ""
-    assert "cut is not finished: step 2 of about 5, 58 ReLUs left on the way to 8." in said
-
-
-def test_reading_changes_nothing_and_follows_the_state(finished, tmp_path) -> None:
-    """A run that is at work: its history may be ahead of the state, behind it, or cut short."""
-    place = tmp_path / "copy"
-    shutil.copytree(finished, place)
-    lines = (finished / "history.jsonl").read_bytes().splitlines(keepends=True)
-    for history in (b"".join(lines[:-1]), b"".join(lines[:-1]) + lines[-1][:20]):
-        (place / "history.jsonl").write_bytes(history)
-        before = {p.name: p.read_bytes() for p in place.iterdir()}
-        stage = read(place).bcd
-        assert stage is not None
-        found = [{**r, "seconds": None} for r in stage.history]
-        assert found == [{**r, "seconds": None} for r in records(finished)]
-        assert {p.name: p.read_bytes() for p in place.iterdir()} == before
-    (place / "history.jsonl").write_bytes(b"".join(lines))
-    (place / "state.previous.safetensors").replace(place / "state.safetensors")
-    stage = read(place).bcd
-    assert stage is not None
-    assert len(stage.history) == 4
+def test_progress_of_a_run(finished, cut_short, tmp_path) -> None:
+    assert sections.unfinished(read(finished)) is None
+    text = sections.unfinished(read(cut_short)) or ""
+    assert "cut is not finished: step 2 of about 5, 58 ReLUs left on the way to 8." in text
 
 
 def test_a_run_that_has_only_begun(tmp_path) -> None:
@@ -62,45 +25,9 @@ def test_a_run_that_has_only_begun(tmp_path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         small_run(tmp_path / "new", finetune=interrupted)
-    chain = read(tmp_path / "new")
-    assert (chain.last.count, chain.last.history, chain.curve()) == (98, [], [])
     page = Page(report.write([tmp_path / "new"], tmp_path / "out"))
     assert "new is not finished: step 0 of about 5, 98 ReLUs left" in page.text
     assert "No step is finished yet." in page.text
-
-
-@pytest.mark.parametrize(("budget", "steps"), [(501, 1), (500, 1), (499, 2), (250, 2), (0, 10)])
-def test_steps_to_go_by_the_last_share(finished, budget, steps) -> None:
-    """Of 2,000 ReLUs the last step left 1,000; 1000/2^10 is the first below 1."""
-    settings = {"budget": budget, "drc": {"schedule": "Fraction", "share": 0.5}}
-    history = [{"before": 2000, "drc": 1000, "count": 1000}]
-    stage = dataclasses.replace(
-        read(finished).last, masks=None, history=history, config={"settings": settings}
-    )
-    assert stage.steps_to_go() == steps
-
-
-def test_stages_of_a_chain(stages) -> None:
-    chain = read(stages)
-    assert [stage.kind for stage in chain.stages] == ["dense", "snl", "bcd"]
-    assert all(stage.done for stage in chain.stages)
-    assert chain.dense is not None
-    final = records(stages / "2-snl")[-1]["accuracy"]["final"]
-    assert chain.curve()[0] == (60, final)
-    assert chain.dense.accuracy == records(stages / "1-dense")[-1]["test_accuracy"]
-
-
-def test_masks_of_another_run_are_refused(finished, tmp_path) -> None:
-    """The state of step 4 keeps 18 ReLUs; as its start stands that of step 5, with 8."""
-    place = tmp_path / "run"
-    shutil.copytree(finished, place)
-    (place / "state.safetensors").replace(place / "start.safetensors")
-    (place / "state.previous.safetensors").replace(place / "state.safetensors")
-    with pytest.raises(ValueError, match="keeps 10 ReLUs that its start does not"):
-        read(place)
-
-
-# ------------------------------------------------------------------------------- what it is about
 
 
 @pytest.mark.parametrize(

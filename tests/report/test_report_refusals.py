@@ -40,7 +40,7 @@ def test_damaged_states_are_refused(finished, tmp_path) -> None:
     content = bytearray(state.read_bytes())
     content[-1] ^= 1
     state.write_bytes(content)
-    with pytest.raises(ValueError, match=r"damaged.*state\.previous\.safetensors, is whole"):
+    with pytest.raises(ValueError, match=r"damaged.*state\.previous\.safetensors, is intact"):
         report.write([tmp_path / "run"], tmp_path / "out")
 
 

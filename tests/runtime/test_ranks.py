@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fastbcd.runs.directory import read_state
+from fastbcd.runs.files import read_state
 
 CASES = Path(__file__).parents[1] / "helpers" / "rank_cases.py"
 

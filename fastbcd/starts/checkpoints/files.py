@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbcd.masking.masks import plain_name
+from fastbcd.masking.masks import plain_names
 
 State = dict[str, Tensor]
 COUNTER = ".num_batches_tracked"
@@ -106,9 +106,10 @@ def state_of(content: dict[str, Any], path: str, keys: tuple[str, ...]) -> tuple
         )
     for name, value in tensors.items():
         check_tensor(value, name, path)
-    plain = {plain_name(name): value for name, value in tensors.items()}
-    if len(plain) < len(tensors):
-        raise CheckpointError(f"{path}: names collide once the prefix 'module.' is taken off")
+    try:
+        plain = {short: tensors[name] for name, short in plain_names(tensors).items()}
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     others = [str(k) for k in content if k != entry] if entry is not None else []
     others += [f"{entry}.{k}" for k in state if str(k) not in tensors]
     return plain, others

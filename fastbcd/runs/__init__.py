@@ -1,0 +1,1 @@
+"""Run directories: files that survive a kill, and how to read them."""

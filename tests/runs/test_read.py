@@ -1,0 +1,93 @@
+"""Reading run directories: what they hold, also while a run is working or was interrupted."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+
+import fastbcd
+from fastbcd.runs.read import read
+from helpers.run_cases import records, small_run
+
+
+def test_a_finished_run(finished) -> None:
+    found = read(finished)
+    stage = found.bcd
+    assert stage is not None
+    assert (found.name, stage.done, stage.count, stage.steps_to_go()) == ("whole", True, 8, 0)
+    assert stage.start.count() == 98
+    assert stage.history == records(finished)
+    assert found.curve() == [(r["after"], r["test_accuracy"]) for r in records(finished)]
+
+
+def test_an_unfinished_run(cut_short) -> None:
+    found = read(cut_short)
+    stage = found.bcd
+    assert stage is not None
+    assert (stage.done, stage.count, len(stage.history), stage.steps_to_go()) == (False, 58, 2, 3)
+
+
+def test_reading_changes_nothing_and_follows_the_state(finished, tmp_path) -> None:
+    """A run that is at work: its history may be ahead of the state, behind it, or cut short."""
+    place = tmp_path / "copy"
+    shutil.copytree(finished, place)
+    lines = (finished / "history.jsonl").read_bytes().splitlines(keepends=True)
+    for history in (b"".join(lines[:-1]), b"".join(lines[:-1]) + lines[-1][:20]):
+        (place / "history.jsonl").write_bytes(history)
+        before = {p.name: p.read_bytes() for p in place.iterdir()}
+        stage = read(place).bcd
+        assert stage is not None
+        found = [{**r, "seconds": None} for r in stage.history]
+        assert found == [{**r, "seconds": None} for r in records(finished)]
+        assert {p.name: p.read_bytes() for p in place.iterdir()} == before
+    (place / "history.jsonl").write_bytes(b"".join(lines))
+    (place / "state.previous.safetensors").replace(place / "state.safetensors")
+    stage = read(place).bcd
+    assert stage is not None
+    assert len(stage.history) == 4
+
+
+def test_a_run_that_has_only_begun(tmp_path) -> None:
+    def interrupted(net: torch.nn.Module, step: fastbcd.Step) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        small_run(tmp_path / "new", finetune=interrupted)
+    found = read(tmp_path / "new")
+    assert (found.last.count, found.last.history, found.curve()) == (98, [], [])
+
+
+@pytest.mark.parametrize(("budget", "steps"), [(501, 1), (500, 1), (499, 2), (250, 2), (0, 10)])
+def test_steps_to_go_by_the_last_share(finished, budget, steps) -> None:
+    """Of 2,000 ReLUs the last step left 1,000; 1000/2^10 is the first below 1."""
+    settings = {"budget": budget, "drc": {"schedule": "Fraction", "share": 0.5}}
+    history = [{"before": 2000, "drc": 1000, "count": 1000}]
+    stage = dataclasses.replace(
+        read(finished).last, masks=None, history=history, config={"settings": settings}
+    )
+    assert stage.steps_to_go() == steps
+
+
+def test_stages_of_a_chain(stages) -> None:
+    found = read(stages)
+    assert [stage.kind for stage in found.stages] == ["dense", "snl", "bcd"]
+    assert all(stage.done for stage in found.stages)
+    assert found.dense is not None
+    final = records(stages / "2-snl")[-1]["accuracy"]["final"]
+    assert found.curve()[0] == (60, final)
+    assert found.dense.accuracy == records(stages / "1-dense")[-1]["test_accuracy"]
+
+
+def test_masks_of_another_run_are_refused(finished, tmp_path) -> None:
+    """The state of step 5, with 8 ReLUs, in the place of the start."""
+    place = tmp_path / "run"
+    shutil.copytree(finished, place)
+    (place / "state.safetensors").replace(place / "start.safetensors")
+    (place / "state.previous.safetensors").replace(place / "state.safetensors")
+    with pytest.raises(
+        ValueError, match=r"start\.safetensors: previous is not the digest of config\.json"
+    ):
+        read(place)
