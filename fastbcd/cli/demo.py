@@ -18,7 +18,7 @@ from torch import nn
 import fastbcd
 from fastbcd import Finetune
 from fastbcd.cli import options as common
-from fastbcd.runs.read import Chain, read
+from fastbcd.runs.read import Stages, read
 
 START, BUDGET = 5_000, 300  # ReLUs of the starting point, and of the result
 # The images are small and centred, so crops and flips are not needed.
@@ -76,7 +76,7 @@ def show(run_dir: Path, images: int = 6_000, tests: int = 2_000) -> None:
 # ------------------------------------------------------------------------------- result
 
 
-def table(run: Chain) -> str:
+def table(run: Stages) -> str:
     """Accuracy of each stage and step, and the ReLUs of each site."""
     row = "{:10} {:>8,} {:>7.2f}%"
     lines = [f"{'':10} {'ReLUs':>8} {'test':>8} {'seconds':>8}"]
@@ -90,7 +90,7 @@ def table(run: Chain) -> str:
     return "\n".join(lines)
 
 
-def picture(run: Chain, path: Path) -> str:
+def picture(run: Stages, path: Path) -> str:
     """Draw accuracy against ReLU count and the share kept by site; returns what was done."""
     try:
         from matplotlib.figure import Figure
@@ -116,5 +116,5 @@ def picture(run: Chain, path: Path) -> str:
     return f"picture: {path}"
 
 
-def _counts(run: Chain) -> list[dict[str, int]]:
+def _counts(run: Stages) -> list[dict[str, int]]:
     return [stage.masks.counts() for stage in run.stages if stage.masks is not None]
