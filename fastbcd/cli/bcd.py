@@ -103,17 +103,12 @@ def _drc(text: str) -> int | Schedule:
         ) from None
 
 
-def _temperature(text: str) -> float:
+def temperature(text: str) -> float:
     """
-    >>> _temperature("inf")
+    >>> temperature("inf")
     inf
     """
-    try:
-        return fastbcd.Saliency(float(text)).temperature
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text} is no temperature; give a number, 0 (greedy) or more"
-        ) from None
+    return fastbcd.Saliency(float(text)).temperature
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -140,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--proposal", choices=PROPOSALS, default="uniform",
         help="how hypotheses are drawn: uniform as in the paper, or saliency, which favours ReLUs "
         "with little effect to first order (%(default)s)")  # fmt: skip
-    add("--saliency-temperature", type=_temperature, metavar="T",
+    add("--saliency-temperature", type=temperature, metavar="T",
         help="with --proposal saliency: 0 takes the least salient ReLUs, inf draws uniformly "
         f"({fastbcd.Saliency().temperature})")  # fmt: skip
     add("--samples", type=int, help="score on the first n train images (all)")

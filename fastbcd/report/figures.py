@@ -88,10 +88,12 @@ def sites(stage: SavedRun) -> Any:
         axes.barh(places, _shares(stage.start, full), 0.58, color="white", edgecolor="0.25",
                   hatch="/////", linewidth=0.6, label="start")  # fmt: skip
     axes.barh(places, _shares(now, full), 0.26, color="black", label="now")
-    for place, (kept, whole) in enumerate(zip(now.counts().values(), full, strict=True)):
-        axes.annotate(f"{kept:,} of {whole:,}", (100, place), (4, 0), textcoords="offset points",
-                      va="center", fontweight="normal" if kept else "bold", fontsize=8)  # fmt: skip
-    axes.set(xlabel="ReLUs kept, % of the site", xlim=(0, 145), xticks=range(0, 101, 20))
+    counts = [f"{kept:,} of {n:,}" for kept, n in zip(now.counts().values(), full, strict=True)]
+    for place, text in enumerate(counts):
+        axes.annotate(text, (100, place), (4, 0), textcoords="offset points", va="center",
+                      weight="bold" if text.startswith("0 ") else "normal", size=8)  # fmt: skip
+    room = 2.9 * max(map(len, counts))
+    axes.set(xlabel="ReLUs kept, % of the site", xlim=(0, 100 + room), xticks=range(0, 101, 20))
     axes.set_yticks(places, [site.name for site in now.sites])
     axes.set_ylim(len(places) - 0.4, -0.6)  # execution order from the top
     axes.grid(axis="x", alpha=0.3)
