@@ -20,7 +20,7 @@ CASES = Path(__file__).parents[1] / "helpers" / "rank_cases.py"
 def found(tmp_path_factory) -> dict:
     """What two ranks, and one, found in every case of rank_cases.py."""
     command = [sys.executable, str(CASES), str(tmp_path_factory.mktemp("ranks"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -70,8 +70,8 @@ def test_all_ranks_end_with_an_error_of_the_first(found) -> None:
 def test_a_rank_that_dies_ends_the_run_which_then_resumes_on_one(found) -> None:
     first, second = found["dies"]
     assert second is None
-    assert first["error"].startswith(("RuntimeError", "DistBackendError"))
-    assert first["s"] < 60
+    assert first.startswith(("RuntimeError", "DistBackendError"))
+    assert "timed out" not in first.lower()  # it noticed, instead of waiting for rank 1
     assert (found["stood"], found["resumed"]) == (2, 5)
 
 
@@ -83,15 +83,9 @@ def free_port() -> str:
 
 def test_torchrun_ends_the_others_and_the_run_resumes(tmp_path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += [
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        free_port(),
-        str(CASES),
-        str(tmp_path),
-    ]
-    options = {"capture_output": True, "text": True, "timeout": 120}
+    command += ["--master-addr", "127.0.0.1", "--master-port", free_port()]
+    command += [str(CASES), str(tmp_path)]
+    options = {"capture_output": True, "text": True, "timeout": 1800}
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     (tmp_path / "die").touch()
     done = subprocess.run(command, env=environment, **options)
