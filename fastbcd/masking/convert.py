@@ -1,8 +1,8 @@
 """convert: a copy of any traceable network with a masked activation at every ReLU call.
 
 The network is traced with torch.fx, every ReLU *call* in the graph becomes a call of its own
-`MaskedReLU` or `MaskedPoly`, and the result runs once beside the original to see that nothing
-was missed. Weights keep their names, modules that the graph does not use stay where they were.
+`MaskedReLU` or `MaskedPoly`, and the result runs once beside the original to check that no ReLU
+was missed. Weights keep their names; modules that the graph does not use stay where they were.
 """
 
 from __future__ import annotations
@@ -11,21 +11,28 @@ import copy
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
-from torch.fx.passes.shape_prop import ShapeProp
 
 from fastbcd.graph.trace import Tracer
-from fastbcd.masking.activations import MaskedActivation, activation_type
+from fastbcd.masking.activations import activation_type
 from fastbcd.masking.masks import plain_names
 from fastbcd.masking.missed_relus import run_watched, same_outputs
 
-_RELU_FUNCTIONS = {F.relu, F.relu_, torch.relu, torch.relu_}
-_RELU_METHODS = {"relu", "relu_"}
-_RELU6_FUNCTIONS = {F.relu6}
+# Calls that compute a ReLU or a ReLU6: functions, and methods of tensors.
+_KINDS: dict[Any, type[nn.Module]] = {
+    F.relu: nn.ReLU, F.relu_: nn.ReLU, torch.relu: nn.ReLU, torch.relu_: nn.ReLU,
+    "relu": nn.ReLU, "relu_": nn.ReLU, F.relu6: nn.ReLU6,
+}  # fmt: skip
+_INPLACE = {F.relu_, torch.relu_, "relu_"}
+_DROPOUTS: dict[Callable, type[nn.Module]] = {
+    F.dropout: nn.Dropout, F.dropout2d: nn.Dropout2d, F.alpha_dropout: nn.AlphaDropout,
+}  # fmt: skip
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "AveragedModel")
+Skip = str | type[nn.Module]
 
 
 class ConversionError(ValueError):
@@ -38,8 +45,8 @@ class ConversionError(ValueError):
 
 
 BY_HAND = (
-    "place fastbcd.MaskedReLU(shape) by hand where the ReLU stands, "
-    "or name it in skip= to leave it alone"
+    "place fastbcd.MaskedReLU(shape) by hand in place of the ReLU, "
+    "or name it in skip= to leave it as it is"
 )
 
 
@@ -48,18 +55,18 @@ def convert(
     example_input: Tensor,
     replacement: str = "identity",
     *,
-    skip: Iterable[str | type[nn.Module]] = (),
+    skip: Skip | Iterable[Skip] = (),
 ) -> fx.GraphModule:
     """A new network in which every ReLU has one bit per neuron, all of them set.
 
     Args:
-        model: left as it is. Wrappers (DataParallel, torch.compile) are taken off.
+        model: not changed. Wrappers (DataParallel, torch.compile, AveragedModel) are removed.
         example_input: a batch like those that the network will see, [B, ...].
         replacement: what a cleared bit gives: "identity", or "poly" for a learned quadratic.
-        skip: sites to leave alone, by name ("layer4.*") or by type (nn.ReLU6).
+        skip: ReLUs to leave as they are, by name ("layer4.*") or by type (nn.ReLU6).
 
-    The network's inference graph is taken: train() and eval() switch batch norm and dropout
-    as before, but branches that the model takes in training only are gone.
+    The result has the network's inference graph: train() and eval() switch batch norm and dropout
+    as before, but branches that the model takes in training only are not in it.
 
     >>> net = convert(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.zeros(1, 4))
     >>> fastbcd.masks(net)
@@ -69,7 +76,7 @@ def convert(
     activation = activation_type(replacement)
     if not isinstance(example_input, Tensor) or example_input.ndim < 2:
         raise ValueError("example_input must be a batch, a tensor of at least two dimensions")
-    skipped = tuple(skip)
+    skipped = _Skipped(skip)
     twin = copy.deepcopy(_unwrap(model))
     modes = {name: module.training for name, module in twin.named_modules()}
     twin.eval()
@@ -77,23 +84,40 @@ def convert(
     graph = net.graph
     for node in list(graph.nodes):
         _dropout_as_module(graph, node, twin)
-    expected = _propagate_shapes(net, example_input)
-    calls = [n for n in graph.nodes if _is_relu(n, twin) and not _is_skipped(n, twin, skipped)]
-    _refuse_relu6(graph, twin, skipped)
-    if not calls:
+    expected, shapes = _run(net, example_input)
+    found = [(node, _kind(node, twin)) for node in graph.nodes]
+    wanted = [(n, k) for n, k in found if k and not skipped.matches(_call_name(n), k)]
+    relu6 = [_call_name(node) for node, kind in wanted if issubclass(kind, nn.ReLU6)]
+    if relu6:
         raise ConversionError(
-            f"{type(model).__name__} has no ReLU to mask"
-            + (f" besides those skipped ({', '.join(map(_skip_name, skipped))})" if skipped else "")
+            f"{len(relu6)} ReLU6 calls cannot be masked, the first is {relu6[0]!r}: ReLU6 is "
+            f"bounded on both sides; train with ReLU, or leave them as they are: skip=[nn.ReLU6]"
         )
-    places = [_place(n, twin, example_input) for n in calls]
-    for order, (node, place) in enumerate(zip(calls, places, strict=True)):
-        masked = activation(place.shape, device=example_input.device)
+    calls = [(node, _call_name(node), _is_inplace(node, twin)) for node, _ in wanted]
+    if not calls:
+        besides = f" besides those skipped ({skipped})" if skipped.entries else ""
+        raise ConversionError(f"{type(model).__name__} has no ReLU to mask{besides}")
+    for order, (node, name, inplace) in enumerate(calls):
+        shape = _neuron_shape(name, shapes[node], len(example_input))
+        masked = activation(shape, device=example_input.device)
         masked.order = order
-        _mask_call(graph, node, twin, place, masked)
+        owner, _, leaf = name.rpartition(".")
+        # The first call of an nn.ReLU takes over that module's name, any other call a free one.
+        if node.op != "call_module" or type(twin.get_submodule(name)) is not nn.ReLU:
+            name = _free_name(twin, owner, leaf)
+        _replace_call(graph, node, twin, name=name, module=masked, inplace=inplace)
     graph.lint()
     net.recompile()
     output, uncaptured = run_watched(net, example_input, _call_name)
-    _refuse_uncaptured(net, uncaptured, skipped)
+    modules = dict(net.named_modules())
+    for place, op in uncaptured:
+        kind = type(modules.get(place))
+        if place not in skipped.names and not skipped.matches(place, kind):
+            raise ConversionError(
+                f"a ReLU was not captured: {place!r} ({kind.__name__}) computes {op} inside; "
+                f"{BY_HAND}"
+            )
+    skipped.refuse_unknown([name for _, name, _ in calls])
     if not same_outputs(output, expected):
         raise ConversionError(
             f"{type(twin).__name__} gives other outputs after conversion: an in-place ReLU changes "
@@ -104,14 +128,53 @@ def convert(
     return net
 
 
+class _Skipped:
+    """The entries of skip=, those that matched a call, and the names of these calls."""
+
+    def __init__(self, skip: Skip | Iterable[Skip]) -> None:
+        self.entries = (skip,) if isinstance(skip, str | type) else tuple(skip)
+        for entry in self.entries:
+            if not isinstance(entry, str) and not (
+                isinstance(entry, type) and issubclass(entry, nn.Module)
+            ):
+                raise TypeError(
+                    f"skip has {entry!r}; give names such as 'layer4.*', or module types"
+                )
+        self.found: set[Skip] = set()  # entries
+        self.names: set[str] = set()  # of calls
+
+    def __str__(self) -> str:
+        return ", ".join(e if isinstance(e, str) else e.__name__ for e in self.entries)
+
+    def matches(self, name: str, kind: type) -> bool:
+        """Is the call of this name, of this kind of module, to be skipped?"""
+        found = {
+            e
+            for e in self.entries
+            if (fnmatchcase(name, e) if isinstance(e, str) else issubclass(kind, e))
+        }
+        self.found |= found
+        self.names |= {name} if found else set()
+        return bool(found)
+
+    def refuse_unknown(self, names: list[str]) -> None:
+        """Refuse names in skip= that no ReLU has."""
+        for entry in self.entries:
+            if isinstance(entry, str) and entry not in self.found:
+                raise ConversionError(
+                    f"skip={entry!r} is the name of no ReLU; the ReLUs that are masked are "
+                    f"{', '.join(names[:20])}{', …' if len(names) > 20 else ''}"
+                )
+
+
 # ---------------------------------------------------------------------------------- tracing
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """The network inside DataParallel, DistributedDataParallel and torch.compile."""
+    """The network inside the wrappers of torch."""
     while True:
         inner = getattr(model, "_orig_mod", None)
-        if inner is None and type(model).__name__ in ("DataParallel", "DistributedDataParallel"):
+        if inner is None and type(model).__name__ in _WRAPPERS:
             inner = model.module
         if not isinstance(inner, nn.Module):
             return model
@@ -120,69 +183,65 @@ def _unwrap(model: nn.Module) -> nn.Module:
 
 def _trace(twin: nn.Module) -> fx.Graph:
     try:
-        graph = Tracer().trace(twin)
-    except Exception as error:  # whatever the model's own forward raises on fx proxies
-        place = _innermost_frame(error)
+        return Tracer().trace(twin)
+    except Exception as error:  # the model's own forward may raise anything on fx proxies
         raise ConversionError(
-            f"{type(twin).__name__} cannot be traced by torch.fx ({place}: {error}); {BY_HAND}"
+            f"{type(twin).__name__} cannot be traced by torch.fx ({_innermost_frame(error)}: "
+            f"{error}); {BY_HAND}"
         ) from error
-    return graph
 
 
 def _innermost_frame(error: BaseException) -> str:
-    """file:line in the user's own code, where tracing broke."""
+    """file:line in the user's own code where tracing failed."""
     traceback, place = error.__traceback__, "unknown place"
+    ours = Path(__file__).parent.parent, Path(torch.__file__).parent
     while traceback is not None:
-        file = traceback.tb_frame.f_code.co_filename
-        if file != __file__ and not Path(file).is_relative_to(Path(torch.__file__).parent):
-            place = f"{Path(file).name}:{traceback.tb_lineno}"
+        file = Path(traceback.tb_frame.f_code.co_filename)
+        if not any(file.is_relative_to(folder) for folder in ours):
+            place = f"{file.name}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return place
 
 
 def _dropout_as_module(graph: fx.Graph, node: fx.Node, twin: nn.Module) -> None:
     """F.dropout(x, training=self.training) was traced as a constant: make it follow train()."""
-    kinds: dict[Callable, type[nn.Module]] = {
-        F.dropout: nn.Dropout, F.dropout2d: nn.Dropout2d, F.alpha_dropout: nn.AlphaDropout,
-    }  # fmt: skip
-    if node.op != "call_function" or node.target not in kinds:
+    if node.op != "call_function" or node.target not in _DROPOUTS:
         return
     p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
     name = _free_name(twin, _owner(node), "dropout")
-    module = kinds[node.target](p).eval()
-    twin.get_submodule(_owner(node)).add_module(name.rpartition(".")[2], module)
-    with graph.inserting_after(node):
-        new = graph.call_module(name, (node.args[0] if node.args else node.kwargs["input"],))
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+    _replace_call(graph, node, twin, name=name, module=_DROPOUTS[node.target](p).eval())
 
 
-def _propagate_shapes(net: fx.GraphModule, example_input: Tensor) -> Any:
-    """Note the shape of every node; return the network's output."""
+def _run(net: fx.GraphModule, example_input: Tensor) -> tuple[Any, dict[fx.Node, tuple[int, ...]]]:
+    """The network's output, and the shape of every tensor in its graph."""
+    shapes: dict[fx.Node, tuple[int, ...]] = {}
+
+    class Run(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            if isinstance(result, Tensor):
+                shapes[n] = tuple(result.shape)
+            return result
+
     try:
         with torch.no_grad():
-            return ShapeProp(net).propagate(example_input.clone())
+            return Run(net).run(example_input.clone()), shapes
     except Exception as error:
-        cause = error.__cause__ or error
         raise ConversionError(
             f"{type(net).__name__} does not run on an input of shape "
-            f"{tuple(example_input.shape)}: {str(cause).splitlines()[0]}"
+            f"{tuple(example_input.shape)}: {str(error).splitlines()[0]}"
         ) from error
 
 
-# ------------------------------------------------------------------------- finding ReLU calls
+# ------------------------------------------------------------------------------- ReLU calls
 
 
-def _module(node: fx.Node, twin: nn.Module) -> nn.Module | None:
-    return twin.get_submodule(str(node.target)) if node.op == "call_module" else None
-
-
-def _is_relu(node: fx.Node, twin: nn.Module) -> bool:
-    return (
-        type(_module(node, twin)) is nn.ReLU
-        or (node.op == "call_function" and node.target in _RELU_FUNCTIONS)
-        or (node.op == "call_method" and node.target in _RELU_METHODS)
-    )
+def _kind(node: fx.Node, twin: nn.Module) -> type[nn.Module] | None:
+    """nn.ReLU or nn.ReLU6 if the node calls one, as a module, a function or a method."""
+    if node.op == "call_module":
+        kind = type(twin.get_submodule(str(node.target)))
+        return kind if kind is nn.ReLU or issubclass(kind, nn.ReLU6) else None
+    return _KINDS.get(node.target) if node.op in ("call_function", "call_method") else None
 
 
 def _owner(node: fx.Node) -> str:
@@ -198,69 +257,20 @@ def _call_name(node: fx.Node) -> str:
     return ".".join(filter(None, [_owner(node), target.rstrip("_")]))
 
 
-def _is_skipped(node: fx.Node, twin: nn.Module, skipped: tuple) -> bool:
-    return _skips(_call_name(node), _module(node, twin), skipped)
+def _is_inplace(node: fx.Node, twin: nn.Module) -> bool:
+    if node.op == "call_module":
+        return bool(getattr(twin.get_submodule(str(node.target)), "inplace", False))
+    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("inplace", False)
+    return node.target in _INPLACE or bool(given)
 
 
-def _skips(name: str, module: nn.Module | None, skipped: tuple) -> bool:
-    return any(
-        fnmatchcase(name, s) if isinstance(s, str) else isinstance(module, s) for s in skipped
-    )
-
-
-def _skip_name(entry: str | type) -> str:
-    return entry if isinstance(entry, str) else entry.__name__
-
-
-def _refuse_relu6(graph: fx.Graph, twin: nn.Module, skipped: tuple) -> None:
-    found = [
-        _call_name(n)
-        for n in graph.nodes
-        if (isinstance(_module(n, twin), nn.ReLU6) or n.target in _RELU6_FUNCTIONS)
-        and not _is_skipped(n, twin, skipped)
-    ]
-    if found:
+def _neuron_shape(name: str, shape: tuple[int, ...], batch: int) -> tuple[int, ...]:
+    if len(shape) < 2 or shape[0] != batch:
         raise ConversionError(
-            f"{len(found)} ReLU6 calls cannot be masked, the first is {found[0]!r}: ReLU6 is "
-            f"bounded on both sides; train with ReLU instead, or leave them: skip=[nn.ReLU6]"
+            f"the ReLU {name!r} sees a tensor of shape {shape} for a batch of {batch}: its first "
+            f"dimension is not the batch, so it cannot have one bit per neuron; {BY_HAND}"
         )
-
-
-def _refuse_uncaptured(net: nn.Module, found: list[tuple[str, str]], skipped: tuple) -> None:
-    modules = dict(net.named_modules())
-    for place, op in found:
-        if not _skips(place, modules.get(place), skipped):
-            raise ConversionError(
-                f"a ReLU was not captured: {place!r} ({type(modules.get(place)).__name__}) "
-                f"computes {op} inside; {BY_HAND}"
-            )
-
-
-class _Place(NamedTuple):
-    """What is known of a ReLU call before it is replaced."""
-
-    name: str
-    shape: tuple[int, ...]
-    inplace: bool
-
-
-def _place(node: fx.Node, twin: nn.Module, example_input: Tensor) -> _Place:
-    shape = tuple(node.meta["tensor_meta"].shape)
-    name = _call_name(node)
-    if len(shape) < 2 or shape[0] != example_input.shape[0]:
-        raise ConversionError(
-            f"the ReLU {name!r} sees a tensor of shape {shape} for a batch of "
-            f"{example_input.shape[0]}: its first dimension is not the batch, so it has not one "
-            f"bit a neuron; {BY_HAND}"
-        )
-    module = _module(node, twin)
-    if isinstance(module, nn.ReLU):
-        inplace = module.inplace
-    elif node.target is F.relu:
-        inplace = bool(node.args[1] if len(node.args) > 1 else node.kwargs.get("inplace", False))
-    else:
-        inplace = node.target in (F.relu_, torch.relu_, "relu_")
-    return _Place(name, shape[1:], inplace)
+    return shape[1:]
 
 
 def _free_name(twin: nn.Module, owner: str, wanted: str) -> str:
@@ -273,34 +283,29 @@ def _free_name(twin: nn.Module, owner: str, wanted: str) -> str:
     return ".".join(filter(None, [owner, leaf]))
 
 
-def _mask_call(
-    graph: fx.Graph, node: fx.Node, twin: nn.Module, place: _Place, activation: MaskedActivation
+def _replace_call(
+    graph: fx.Graph,
+    node: fx.Node,
+    twin: nn.Module,
+    *,
+    name: str,
+    module: nn.Module,
+    inplace: bool = False,
 ) -> None:
-    """Replace one ReLU call by a call of its own activation.
-
-    The first call of an nn.ReLU takes over that module's name; a further call of the same
-    module, or a functional call, gets a free name beside it.
-    """
-    name = place.name
+    """Call `module`, registered as `name`, on the node's input instead of the node."""
     owner, _, leaf = name.rpartition(".")
-    if type(_module(node, twin)) is not nn.ReLU:
-        name = _free_name(twin, owner, leaf)
-    twin.get_submodule(name.rpartition(".")[0]).register_module(name.rpartition(".")[2], activation)
+    twin.get_submodule(owner).register_module(leaf, module)
     source = node.args[0] if node.args else node.kwargs["input"]
     assert isinstance(source, fx.Node)
     with graph.inserting_after(node):
         new = graph.call_module(name, (source,))
     new.meta = dict(node.meta)
-    if place.inplace:
-        # The masked activation leaves its input alone, so what read the changed input later
-        # now reads the output.
+    if inplace:
+        # The new module does not change its input: later readers of the input read its output.
         later = {user for user in source.users if user > node}
         source.replace_all_uses_with(new, delete_user_cb=lambda user: user in later - {new})
     node.replace_all_uses_with(new)
     graph.erase_node(node)
-
-
-# ------------------------------------------------------------------------------- the result
 
 
 def _graph_module(twin: nn.Module, graph: fx.Graph) -> fx.GraphModule:

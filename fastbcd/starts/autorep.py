@@ -86,8 +86,8 @@ def autorep(
     Of the units whose bit is on at the end, the `budget` with the largest aux are kept; if there
     are fewer, those whose bit is off follow, again by aux.
 
-    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
-    >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
+    >>> data = torch.randn(50, 1, 4, 4), torch.arange(50) % 3
     >>> start = autorep(net, data, 2, epochs=40, lr=0.1)
     >>> start.masks.count(), start.model[2]
     (2, MaskedPoly((6,), 2 kept))

@@ -66,8 +66,8 @@ def snl(
         run_dir, resume: every epoch is saved there; the same call resumes from it.
         progress: show progress bars and one line per epoch.
 
-    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
-    >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
+    >>> data = torch.randn(50, 1, 4, 4), torch.arange(50) % 3
     >>> start = snl(net, data, 2, lr=0.05, lambda0=0.1, finetune=Finetune(epochs=1))
     >>> start.masks.count(), sorted(start.accuracy)
     (2, ['final', 'thresholded', 'trained'])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import fastbcd
 from fastbcd import (
@@ -19,10 +21,10 @@ from fastbcd import (
 )
 from helpers.nets import randomize
 
-TORCHVISION = [
-    ("resnet18", 64), ("resnet50", 64), ("wide_resnet50_2", 64), ("vgg11_bn", 64),
-    ("densenet121", 64), ("googlenet", 64), ("regnet_y_400mf", 64),
-]  # fmt: skip
+LARGE = ("resnet50", "wide_resnet50_2", "vgg11_bn", "shufflenet_v2_x0_5", "mnasnet0_5")
+TORCHVISION = ["resnet18", "densenet121", "googlenet", "regnet_y_400mf"] + [
+    pytest.param(name, marks=pytest.mark.long) for name in LARGE
+]
 
 
 RELUS = (F.relu, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_)
@@ -60,12 +62,12 @@ def identity_twin(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x)
 
 
-@pytest.mark.parametrize(("name", "size"), TORCHVISION)
-def test_torchvision(name, size, torchvision, device) -> None:
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_torchvision(name, torchvision, device) -> None:
     kwargs = {"init_weights": False} if name == "googlenet" else {}
     model = randomize(getattr(torchvision.models, name)(weights=None, num_classes=10, **kwargs))
     model = model.eval().to(device)
-    x = torch.randn(2, 3, size, size, device=device)
+    x = torch.randn(2, 3, 64, 64, device=device)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     with torch.no_grad():
         logits = model(x.clone())
@@ -111,7 +113,9 @@ def test_relu6_is_refused_unless_skipped(torchvision) -> None:
     functional = Functional(lambda x: F.relu6(torch.relu(x)))
     with pytest.raises(ConversionError, match="'relu6'"):
         convert(functional, torch.randn(1, 3))
-    convert(functional, torch.randn(1, 3), skip=["relu6"])
+    for skip in ("relu6", ["relu6"], nn.ReLU6, [nn.ReLU6], nn.Hardtanh):
+        net = convert(functional, torch.randn(1, 3), skip=skip)
+        assert [s.name for s in fastbcd.masks(net).sites] == ["relu"]
 
 
 class Functional(nn.Module):
@@ -254,7 +258,8 @@ def test_wrappers_are_taken_off() -> None:
     model = randomize(Mixed()).eval()
     x = torch.randn(2, 3, 6, 6)
     plain = convert(model, x)
-    for wrapped in (nn.DataParallel(model, device_ids=[]), torch.compile(model)):
+    wrappers = nn.DataParallel(model, device_ids=[]), torch.compile(model), AveragedModel(model)
+    for wrapped in wrappers:
         net = convert(wrapped, x)
         assert list(net.state_dict()) == list(plain.state_dict())
         assert fastbcd.masks(net).sites == fastbcd.masks(plain).sites
@@ -284,9 +289,22 @@ def test_converting_a_converted_net_finds_what_is_left() -> None:
 def test_skip_by_name() -> None:
     model = randomize(Mixed()).eval()
     x = torch.randn(2, 3, 6, 6)
-    net = convert(model, x, skip=["act"])
-    assert len(fastbcd.masks(net).sites) == 5
-    assert torch.equal(net(x), model(x))
+    for skip in ("act", ["act"], ("a*",)):
+        net = convert(model, x, skip=skip)
+        assert len(fastbcd.masks(net).sites) == 5
+        assert torch.equal(net(x), model(x))
+
+
+@pytest.mark.parametrize("name", ["akt", "layer4.*", "conv", "Mixed", ""])
+def test_skip_refuses_names_that_no_relu_has(name) -> None:
+    with pytest.raises(ConversionError, match=rf"skip={re.escape(repr(name))} .*no ReLU; .* act,"):
+        convert(Mixed(), torch.randn(2, 3, 6, 6), skip=["relu", name])
+
+
+@pytest.mark.parametrize("entry", [3, None, torch.relu, int])
+def test_skip_refuses_what_is_neither_a_name_nor_a_module_type(entry) -> None:
+    with pytest.raises(TypeError, match=r"skip has .*give names"):
+        convert(Mixed(), torch.randn(2, 3, 6, 6), skip=[entry])
 
 
 def test_deepcopy_and_compile_of_a_converted_net() -> None:
@@ -299,6 +317,14 @@ def test_deepcopy_and_compile_of_a_converted_net() -> None:
     assert torch.equal(twin(x), net(x))
     fastbcd.set_masks(twin, fastbcd.masks(twin).without([1]))
     assert fastbcd.masks(twin).count() == fastbcd.masks(net).count() - 1
+    traced = torch.compile(net, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(traced(x), net(x))
+
+
+@pytest.mark.long
+def test_a_converted_net_compiles() -> None:
+    net, x = convert(randomize(Mixed()).eval(), torch.randn(2, 3, 6, 6)), torch.randn(2, 3, 6, 6)
+    fastbcd.set_masks(net, fastbcd.masks(net).without(range(0, 500, 3)))
     torch.testing.assert_close(torch.compile(net, fullgraph=True)(x), net(x))
 
 
@@ -342,10 +368,11 @@ class Folds(nn.Module):
         "size",
     ],
 )
-def test_refusals_name_the_place(model, x, words) -> None:
+def test_refusals_name_the_place(model, x, words, capfd) -> None:
     before = {k: v.clone() for k, v in model.state_dict().items()}
     with pytest.raises(ConversionError, match=words):
         convert(model, x)
+    assert capfd.readouterr().err == ""
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert model.training
 
