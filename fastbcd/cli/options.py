@@ -24,7 +24,7 @@ from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.starts.checkpoints import files as checkpoints_files
 from fastbcd.training.dense import MOMENTUM
-from fastbcd.training.finetune import Finetune
+from fastbcd.training.settings import Finetune
 
 # Options of a group by name: default (its type is the option's) and help.
 Values = Mapping[str, tuple[Any, str]]

@@ -107,7 +107,7 @@ def bcd(
         raise ValueError(f"finetune_when={finetune_when!r}; choose from {', '.join(WHEN)}")
     search = Search(budget, drc, rt, adt, proposal, samples, seed, as_engine(engine))
     descent = Descent(net, images, search, test, run_dir, resume, progress)
-    train = trainer(finetune, net, images, teacher, seed, progress)
+    train = trainer(finetune, net, images, teacher=teacher, seed=seed, progress=progress)
     descent.training = describe(finetune, finetune_when, teacher)
     with closing(descent.steps()) as steps_:
         for step in steps_:

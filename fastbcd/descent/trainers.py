@@ -1,4 +1,4 @@
-"""Trainers: what `bcd` does with a net between two steps."""
+"""What `bcd` does with the net between two steps."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from fastbcd.data.images import ImageData
 from fastbcd.descent.settings import name_of
 from fastbcd.descent.step import Step
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.scoring.accuracy import check_classes
 from fastbcd.training.finetune import Finetuner
 from fastbcd.training.settings import Finetune
+from fastbcd.training.trainer import check_same_classes, seeded
 
 Train = Callable[[Step], Any]  # may return {"loss": ...}
 
@@ -25,11 +24,12 @@ def trainer(
     finetune: Any,
     net: nn.Module,
     data: ImageData,
+    *,
     teacher: nn.Module | None,
     seed: int,
     progress: bool,
 ) -> Train | None:
-    """How a step trains; None if it does not."""
+    """The function that trains the net after a step's removal; None without training."""
     if isinstance(finetune, Finetune):
         tuner = Finetuner(net, data, finetune, teacher, seed=seed)
         return lambda step: tuner.run(step.number, progress=progress)
@@ -39,28 +39,21 @@ def trainer(
             f"f(net, step), or None"
         )
     if teacher is not None:
-        mine, other = (
-            check_classes(net, data, "the net"),
-            check_classes(teacher, data, "the teacher"),
-        )
-        if mine != other:
-            raise ValueError(f"the teacher has {other} classes and the net {mine}")
+        check_same_classes(net, data, teacher)
         warnings.warn("the teacher is not used: only Finetune distills", stacklevel=3)
     if finetune is None:
         return None
-    devices = [data.device] if data.device.type == "cuda" else []
 
     def train(step: Step) -> Any:
         # Seeded, so that a step that is run again after a kill trains in the same way.
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(seed * 1_000_003 + step.number)
+        with seeded(data.device, seed * 1_000_003 + step.number):
             return finetune(net, step)
 
     return train
 
 
 def describe(finetune: Any, when: str, teacher: nn.Module | None) -> dict[str, Any]:
-    """The training, for config.json; only what can change the outcome."""
+    """The settings of the training that can change the outcome, for config.json."""
     if not isinstance(finetune, Finetune):
         return {"finetune": finetune and name_of(finetune), "finetune_when": when}
     settings = dataclasses.asdict(finetune)

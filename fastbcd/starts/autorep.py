@@ -35,7 +35,7 @@ from fastbcd.starts.gated import (
     to_poly,
     twin,
 )
-from fastbcd.starts.mask_training import MaskTraining, StartingPoint, check_module
+from fastbcd.starts.mask_training import MaskTraining, StartingPoint
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer, cosine
 
@@ -92,7 +92,6 @@ def autorep(
     >>> start.masks.count(), start.model[2]
     (2, MaskedPoly((6,), 2 kept))
     """
-    check_module(net)
     check_budget(net, budget)
     if any(isinstance(act, MaskedReLU) for act in mask_modules(net).values()):
         net = to_poly(net)

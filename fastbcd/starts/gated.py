@@ -1,7 +1,7 @@
 """Sites whose masks are trained: SNL's soft ReLU and AutoReP's polynomial with an indicator.
 
-`twin` makes the network that trains them: the net's own weights, other activations. When the
-numbers of the units are decided on, they are written into the net as bits.
+`twin` returns the network that trains them: the net's own weights with other activations. At the
+end of the training the numbers of the units are cut to bits and written into the net.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ IDENTITY = (0.0, 1.0, 0.0)  # c0, c1, c2
 
 
 class SoftReLU(MaskedActivation):
-    """a*relu(x) + (1 - a)*x with `alpha` [*shape] learned: 1 at first, 0 for ReLUs long removed.
+    """a*relu(x) + (1 - a)*x with `alpha` [*shape] learned: 1 at the start, 0 for removed ReLUs.
 
-    `mask` says which units take part; what the others have cannot come back.
+    `mask` is True for the units that take part; removed ReLUs stay removed.
 
     >>> act = SoftReLU(torch.tensor([True, False]))
     >>> act(torch.tensor([[-1.0, -1.0]])).tolist()
@@ -48,8 +48,8 @@ class SoftReLU(MaskedActivation):
 class IndicatorPoly(MaskedPoly):
     """`MaskedPoly` whose bits follow `aux` [*shape]: on above the threshold, off below minus it.
 
-    Bits change in `follow` alone, so that a forward pass stays a function of what it is given.
-    While `measuring`, the channels' mean and variance of x are tracked like a batch norm does.
+    Bits change in `follow` only, not in a forward pass. While `measuring`, the mean and variance
+    of x per channel are tracked as in a batch norm.
     """
 
     mean: Tensor
@@ -81,7 +81,7 @@ class IndicatorPoly(MaskedPoly):
 
     @torch.no_grad()
     def follow(self, threshold: float) -> None:
-        """m ← m·[aux > -threshold] + (1 - m)·[aux > threshold]; a unit long removed stays so."""
+        """m ← m·[aux > -threshold] + (1 - m)·[aux > threshold]; removed units stay removed."""
         on = torch.where(self.mask, self.aux > -threshold, self.aux > threshold)
         self.mask.copy_(on & self.allowed)
 
@@ -94,7 +94,7 @@ class IndicatorPoly(MaskedPoly):
 
 
 class _StraightThrough(torch.autograd.Function):
-    """How many bits are on; their gradient goes to aux, times softplus(aux)."""
+    """The number of bits that are on; their gradient goes to aux, times softplus(aux)."""
 
     @staticmethod
     def forward(ctx: Any, aux: Tensor, mask: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def count_on(act: IndicatorPoly) -> Tensor:
-    """The number of ReLUs a site keeps, with a gradient for aux.
+    """The number of ReLUs that a site keeps, with a gradient for aux.
 
     >>> act = IndicatorPoly(MaskedPoly(3), torch.zeros(3))
     >>> count_on(act).item()
@@ -125,7 +125,7 @@ def twin(net: nn.Module, make: Callable[[Any], MaskedActivation]) -> nn.Module:
 def to_poly(net: nn.Module) -> nn.Module:
     """A copy of a net with `MaskedPoly` in place of `MaskedReLU`: the same weights and masks.
 
-    It computes what the net computes: the polynomials start as the identity.
+    It computes the same as the net: the polynomials start as the identity.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3))
     >>> to_poly(net)[1]
@@ -170,7 +170,7 @@ def check_kind(net: nn.Module, kind: type[MaskedActivation], way_out: str) -> No
 
 
 def gather(parts: Sequence[Tensor]) -> Tensor:
-    """One tensor a site, [*shape] -> all units by their flat ids, on the CPU."""
+    """One tensor per site, [*shape] -> all units by their flat ids, on the CPU."""
     return torch.cat([p.detach().flatten().cpu() for p in parts])
 
 
@@ -188,8 +188,10 @@ def largest(current: MaskSet, values: Tensor, budget: int) -> MaskSet:
     return MaskSet(current.sites, bits)
 
 
-def check_budget(net: nn.Module, budget: Any) -> int:
-    """How many ReLUs the net keeps; refuses a budget that is no number of them."""
+def check_budget(net: nn.Module, budget: Any) -> None:
+    """Refuse what is no module, and a budget that is not a number of ReLUs that it keeps."""
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"net is a {type(net).__name__}; expected a torch.nn.Module")
     if not isinstance(budget, int) or isinstance(budget, bool):
         raise TypeError(f"budget={budget!r}; it must be a whole number of ReLUs")
     count = masks(net).count()
@@ -197,7 +199,6 @@ def check_budget(net: nn.Module, budget: Any) -> int:
         raise ValueError(
             f"budget={budget:,}; the net keeps {count:,} ReLUs, so it must lie in 0 .. {count:,}"
         )
-    return count
 
 
 def _channels_last(t: Tensor) -> Tensor:

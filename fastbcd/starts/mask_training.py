@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -284,9 +283,3 @@ def describe(record: dict[str, Any]) -> str:
     if "seconds" in record:
         parts.append(f"{record['seconds']['epoch']:.1f} s")
     return ", ".join(parts)
-
-
-def check_module(net: Any) -> None:
-    """Refuse an argument that is not a module."""
-    if not isinstance(net, torch.nn.Module):
-        raise TypeError(f"net is a {type(net).__name__}; expected a torch.nn.Module")

@@ -1,7 +1,7 @@
-"""How much the masks of a mask training have in common: the paper's IoU, of all its epochs.
+"""How much the masks of a mask training have in common: the paper's IoU over its epochs.
 
-Masks of up to 64 epochs are kept, evenly spread: when there are more, every second one goes and
-from then on only every second one is added.
+Masks of up to 64 epochs are stored, evenly spread: when there are more, every second one is
+dropped, and from then on only every second one is added.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PREFIX = "bits."
 
 
 class Overlaps:
-    """Masks by epoch, packed to a bit a unit.
+    """Masks by epoch, packed to one bit per unit.
 
     >>> seen = Overlaps(fastbcd.MaskSet.full({"act": (4,)}).sites)
     >>> seen.add(0, torch.tensor([True, True, True, False]))
@@ -35,7 +35,7 @@ class Overlaps:
         self.last: Tensor | None = None
 
     def add(self, epoch: int, bits: Tensor) -> float | None:
-        """Note an epoch's mask; its IoU with the one before, None for the first or an empty one."""
+        """Add an epoch's mask; returns its IoU with the one before, None if either is empty."""
         found = None if self.last is None else self._iou(self.last, bits)
         self.last = bits
         if epoch % self.stride == 0:
@@ -46,39 +46,31 @@ class Overlaps:
         return found
 
     def pairs(self, seed: int) -> list[list[float]]:
-        """[count, count, IoU] for up to 200 pairs of kept masks, drawn at random."""
-        epochs = sorted(self.packed)
-        every = [(a, b) for i, a in enumerate(epochs) for b in epochs[i + 1 :]]
+        """[count, count, IoU] for up to 200 random pairs of the stored masks."""
+        stored = [self._unpacked(self.packed[epoch]) for epoch in sorted(self.packed)]
+        every = [(a, b) for i, a in enumerate(stored) for b in stored[i + 1 :]]
         generator = np.random.Generator(np.random.Philox(seed))
-        drawn = generator.permutation(len(every))[:PAIRS]
         found = []
-        for a, b in (every[i] for i in sorted(drawn)):
-            first, second = self._bits(a), self._bits(b)
-            iou = self._iou(first, second)
-            if iou is not None:
+        for i in sorted(generator.permutation(len(every))[:PAIRS]):
+            first, second = every[i]
+            if (iou := self._iou(first, second)) is not None:
                 found.append([int(first.sum()), int(second.sum()), iou])
         return found
 
     def state(self) -> dict[str, Tensor]:
-        """The kept masks as tensors by name, and the last one."""
-        kept = {f"{PREFIX}{e}": torch.from_numpy(p) for e, p in self.packed.items()}
+        """The stored masks as tensors by name, and the last one."""
+        tensors = {f"{PREFIX}{e}": torch.from_numpy(p) for e, p in self.packed.items()}
         if self.last is not None:
-            kept[f"{PREFIX}last"] = torch.from_numpy(np.packbits(self.last.numpy()))
-        return kept
+            tensors[f"{PREFIX}last"] = torch.from_numpy(np.packbits(self.last.numpy()))
+        return tensors
 
     def load(self, tensors: dict[str, Tensor], epochs: int) -> None:
-        """Take up what `state` put down after so many epochs."""
-        self.packed = {
-            int(n.removeprefix(PREFIX)): t.numpy()
-            for n, t in tensors.items()
-            if n.startswith(PREFIX) and n != f"{PREFIX}last"
-        }
-        self.last = self._unpacked(tensors[f"{PREFIX}last"].numpy())
+        """Restore what `state` returned after so many epochs."""
+        found = {n.removeprefix(PREFIX): t for n, t in tensors.items() if n.startswith(PREFIX)}
+        self.last = self._unpacked(found.pop("last").numpy())
+        self.packed = {int(epoch): t.numpy() for epoch, t in found.items()}
         while -(-epochs // self.stride) > MOST:
             self.stride *= 2
-
-    def _bits(self, epoch: int) -> Tensor:
-        return self._unpacked(self.packed[epoch])
 
     def _unpacked(self, packed: np.ndarray) -> Tensor:
         total = sum(s.numel for s in self.sites)

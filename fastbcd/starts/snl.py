@@ -22,7 +22,7 @@ from fastbcd.masking.activations import MaskedReLU
 from fastbcd.masking.masks import MaskSet, mask_modules, masks
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.starts.gated import SoftReLU, check_budget, check_kind, gather, largest, twin
-from fastbcd.starts.mask_training import MaskTraining, StartingPoint, check_module
+from fastbcd.starts.mask_training import MaskTraining, StartingPoint
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer
 
@@ -72,9 +72,8 @@ def snl(
     >>> start.masks.count(), sorted(start.accuracy)
     (2, ['final', 'thresholded', 'trained'])
     """
-    check_module(net)
-    check_kind(net, MaskedReLU, "SNL makes units linear; for polynomial sites use fastbcd.autorep")
     check_budget(net, budget)
+    check_kind(net, MaskedReLU, "SNL makes units linear; for polynomial sites use fastbcd.autorep")
     settings: dict[str, Any] = {
         "budget": budget, "lr": lr, "lambda0": lambda0, "kappa": kappa, "threshold": threshold,
         "max_epochs": max_epochs, "exact": exact,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -80,17 +81,22 @@ class Trainer:
                 for p in turned:
                     p.data = p.data.contiguous(memory_format=self.memory_format)
                 self.optimizer = self._make_optimizer()
-                self.parallel = self.model
-                if ranks.world() > 1:
-                    self.parallel = DistributedDataParallel(
-                        self.model, broadcast_buffers=False,
-                        find_unused_parameters=self.model is self.net,
-                    )  # fmt: skip
+                self.parallel = self._parallel()
                 yield
             finally:
                 for p in turned:
                     p.data = p.data.contiguous()
                 self.net.zero_grad(set_to_none=True)
+
+    def _parallel(self) -> nn.Module:
+        """The model; with several ranks, one that averages their gradients."""
+        if ranks.world() == 1:
+            return self.model
+        with warnings.catch_warnings():  # its new name does something else
+            warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
+            return DistributedDataParallel(
+                self.model, broadcast_buffers=False, find_unused_parameters=self.model is self.net
+            )
 
     @property
     def batches(self) -> int:
@@ -230,16 +236,20 @@ def loss_of(
 
 
 @contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed torch's generators; on exit, restore their states."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed & (2**63 - 1))
+        yield
+
+
+@contextmanager
 def repeatable(device: torch.device, seed: int, number: int) -> Iterator[None]:
     """Seed torch by (seed, number, rank) and use deterministic convolutions; restored on exit."""
-    devices = [device] if device.type == "cuda" else []
-    with (
-        torch.random.fork_rng(devices),
-        torch.backends.cudnn.flags(
-            enabled=True, benchmark=False, deterministic=True, allow_tf32=True
-        ),
-    ):
-        torch.manual_seed((seed * 1_000_003 + number) * 65_537 + ranks.rank() & (2**63 - 1))
+    deterministic = torch.backends.cudnn.flags(
+        enabled=True, benchmark=False, deterministic=True, allow_tf32=True
+    )
+    with deterministic, seeded(device, (seed * 1_000_003 + number) * 65_537 + ranks.rank()):
         yield
 
 
@@ -253,7 +263,7 @@ def check_trainable(
         raise ValueError("there are no images to train on")
     if len(data) < ranks.world():
         raise ValueError(f"{len(data)} images are too few for {ranks.world()} ranks")
-    classes = check_classes(net, data, "the net")
+    check_classes(net, data, "the net")
     if not any(p.requires_grad for p in net.parameters()):
         raise ValueError("the net has no parameter to train; net.requires_grad_()")
     if teacher is None:
@@ -267,9 +277,14 @@ def check_trainable(
         raise ValueError(
             f"the teacher is on {device} and the data on {data.device}; teacher.to(device)"
         )
-    found = check_classes(teacher, data, "the teacher")
-    if found != classes:
-        raise ValueError(f"the teacher has {found} classes and the net {classes}")
+    check_same_classes(net, data, teacher)
+
+
+def check_same_classes(net: nn.Module, data: ImageData, teacher: nn.Module) -> None:
+    """Refuse a teacher with more or fewer classes than the net."""
+    own, other = check_classes(net, data, "the net"), check_classes(teacher, data, "the teacher")
+    if own != other:
+        raise ValueError(f"the teacher has {other} classes and the net {own}")
 
 
 class _FiniteWatch:

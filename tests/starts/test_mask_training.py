@@ -1,14 +1,8 @@
-"""The stages of a start: a run that is killed goes on, ranks train as one, the fine-tune."""
+"""What snl and autorep share: resuming in any phase, the final fine-tune."""
 
 from __future__ import annotations
 
 import copy
-import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,43 +16,6 @@ from helpers.nets import make, thinned
 from helpers.start_cases import QUICK, data, same, state, stopped_at
 
 # --------------------------------------------------------------------------------- resuming
-
-KILLED = """
-import os, sys, signal
-sys.path.insert(0, {tests!r})
-from helpers.nets import make
-from helpers.start_cases import QUICK, data
-from fastbcd import snl
-from fastbcd.runs.directory import RunDirectory
-whole = RunDirectory._save
-def save(self, step, tensors, record):
-    answer = whole(self, step, tensors, record)
-    if step == {step}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return answer
-RunDirectory._save = save
-snl(make("resnet"), data(), 250, run_dir={folder!r}, **QUICK)
-"""
-
-
-def test_a_killed_run_goes_on_to_the_same_result(tmp_path) -> None:
-    straight = snl(make("resnet"), data(), 250, **QUICK)
-    assert len(straight.history) > 4
-    code = KILLED.format(tests=str(Path(__file__).parents[1]), step=3, folder=str(tmp_path / "run"))
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()[-2000:]
-    resumed = snl(make("resnet"), data(), 250, run_dir=tmp_path / "run", **QUICK)
-    assert same(state(resumed.model), state(straight.model))
-    keys = ("count", "lambda", "loss", "iou", "decrease")
-    assert [[r[k] for k in keys] for r in resumed.history] == [
-        [r[k] for k in keys] for r in straight.history
-    ]
-    assert resumed.accuracy == straight.accuracy
-    assert resumed.overlaps == straight.overlaps
-    # Done: the same again, from any weights of this net, without training.
-    again = snl(thinned(make("resnet"), 0.99), data(), 250, run_dir=tmp_path / "run", **QUICK)
-    assert same(state(again.model), state(straight.model))
-    assert again.accuracy == straight.accuracy
 
 
 def test_the_default_teacher_outlives_an_interruption(tmp_path, monkeypatch) -> None:
@@ -84,49 +41,6 @@ def test_another_run_in_the_directory_is_refused(tmp_path) -> None:
     snl(make("mlp"), data(), 40, run_dir=tmp_path, **QUICK)
     with pytest.raises(ValueError, match=r"another run: settings\.budget is 40 there and 30 now"):
         snl(make("mlp"), data(), 30, run_dir=tmp_path, **QUICK)
-
-
-# ------------------------------------------------------------------------------------ ranks
-
-RANKS = """
-import json, sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-import torch
-torch.set_num_threads(1)
-sys.path.insert(0, {tests!r} + "/starts")
-from helpers import rank_cases
-import test_mask_training
-folder = Path({folder!r})
-work = test_mask_training.on_a_rank
-print(json.dumps([rank_cases.on_ranks(work, folder, world) for world in (2, 1)]))
-"""
-
-
-def on_a_rank(folder: Path) -> dict:
-    """What one rank of a run finds; the net has no batch norm, so that its shares do not matter."""
-    world = fastbcd.runtime.ranks.world()
-    start = snl(make("mlp"), data(61), 30, run_dir=folder / f"snl{world}", **QUICK)
-    weights = state(start.model)
-    return {
-        "digest": fastbcd.runtime.ranks.digest(weights).hex(),
-        "counts": [r["count"] for r in start.history],
-        "kept": start.masks.count(),
-        "weights": weights["5.weight"].flatten().tolist(),
-        "accuracy": start.accuracy,
-    }
-
-
-def test_two_ranks_train_as_one(tmp_path) -> None:
-    code = RANKS.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (first, second), (alone,) = json.loads(done.stdout.splitlines()[-1])
-    assert "failed" not in first, first
-    assert first == second
-    assert first["counts"] == alone["counts"]
-    assert first["kept"] == alone["kept"] == 30
-    assert first["weights"] == pytest.approx(alone["weights"], rel=1e-3, abs=1e-4)
 
 
 # ---------------------------------------------------------------------------- the fine-tune

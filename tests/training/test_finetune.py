@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import json
 import math
-import socket
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from torch import nn
 
 import fastbcd
 from fastbcd import Finetune, Finetuner
-from fastbcd.scoring.accuracy import accuracy
 from helpers.nets import TRACEABLE, images, make, thinned
 from helpers.train_cases import SMALL, assert_same, pair, weights
 
@@ -272,47 +270,3 @@ def test_bad_input() -> None:
         Finetuner(net, data, SMALL).run(step=0, epochs=-1)
     with pytest.raises(ValueError, match="step=-1"):
         Finetuner(net, data, SMALL).run(step=-1)
-
-
-# ------------------------------------------------------------------------------- many ranks
-
-
-def run_rank(rank: int, world: int, port: int, folder: str) -> None:
-    """One process of a job: fine-tune twice, write down what came out."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
-    )
-    results = {}
-    for name in ("mlp", "resnet"):
-        net, teacher = thinned(make(name)), make(name)
-        # 41 samples: shares of 8 and 8, and in the last batch of 4 and 5.
-        tuner = Finetuner(net, pair(41), SMALL, teacher, seed=1)
-        loss = [tuner.run(step=s)["loss"] for s in range(2)]
-        results[name] = {**weights(net), "loss": torch.tensor(loss, dtype=torch.float64)}
-        results[name]["accuracy"] = torch.tensor(accuracy(net, pair(41)))
-        computed = torch.tensor(tuner.teacher.computed)
-        torch.distributed.all_reduce(computed)
-        results[name]["computed"] = computed
-    torch.save(results, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
-
-
-def test_two_ranks_train_as_one(tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(run_rank, (2, port, str(tmp_path)), nprocs=2)
-    one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
-    for name in ("mlp", "resnet"):
-        assert_same(one[name], two[name])
-        net, teacher = thinned(make(name)), make(name)
-        tuner = Finetuner(net, pair(41), SMALL, teacher, seed=1)
-        loss = [tuner.run(step=s)["loss"] for s in range(2)]
-        assert int(one[name]["computed"]) == tuner.teacher.computed, "no view twice"
-        if name == "mlp":  # without batch norm, which sees other batches there
-            assert one[name]["loss"].tolist() == pytest.approx(loss, rel=1e-4)
-            for key, value in weights(net).items():
-                torch.testing.assert_close(one[name][key], value, rtol=1e-3, atol=1e-5)
-            assert float(one[name]["accuracy"]) == pytest.approx(accuracy(net, pair(41)), abs=2.5)

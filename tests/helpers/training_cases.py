@@ -1,0 +1,114 @@
+"""Training on two gloo ranks, and runs that are killed; each case runs in a forked process.
+
+`python tests/helpers/training_cases.py FOLDER` runs all cases and prints their results as JSON.
+See tests/training/test_processes.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fastbcd
+from fastbcd import Finetuner
+from fastbcd.runs.directory import RunDirectory
+from fastbcd.runtime import ranks
+from fastbcd.scoring.accuracy import accuracy
+from helpers.nets import make, thinned
+from helpers.rank_cases import on_ranks
+from helpers.run_cases import ends_well, fork
+from helpers.start_cases import QUICK, SHORT, data, state
+from helpers.train_cases import SMALL, pair
+
+KILLED_AT = 3
+
+
+def result(net: torch.nn.Module, **more: Any) -> dict[str, Any]:
+    tensors = state(net)
+    last = next(t for name, t in reversed(tensors.items()) if name.endswith("weight"))
+    return {"digest": ranks.digest(tensors).hex(), "weights": last.flatten().tolist(), **more}
+
+
+# ------------------------------------------------------------------------------- on two ranks
+
+
+def finetuned(folder: Path, name: str = "mlp") -> Any:
+    net, teacher = thinned(make(name)), make(name)
+    # 41 samples: shares of 8 and 8, and in the last batch of 4 and 5.
+    tuner = Finetuner(net, pair(41), SMALL, teacher, seed=1)
+    losses = [tuner.run(step=s)["loss"] for s in range(2)]
+    computed = int(ranks.all_sum(torch.tensor(tuner.teacher.computed)))
+    return result(net, loss=losses, computed=computed, accuracy=accuracy(net, pair(41)))
+
+
+def finetuned_resnet(folder: Path) -> Any:
+    return finetuned(folder, "resnet")
+
+
+def dense(folder: Path) -> Any:
+    net = make("mlp")
+    trained = fastbcd.train(net, pair(41), epochs=2, batch_size=16, padding=1, lr=0.05)
+    return result(net, loss=[r["loss"] for r in trained.history])
+
+
+def snl(folder: Path) -> Any:
+    where = folder / f"snl{ranks.world()}"
+    start = fastbcd.snl(make("mlp"), data(61), 30, run_dir=where, **QUICK)
+    return result(start.model, counts=[r["count"] for r in start.history], kept=start.masks.count())
+
+
+def autorep(folder: Path) -> Any:
+    start = fastbcd.autorep(
+        make("mlp"), data(61), 30, epochs=3, lr=0.05, penalty=20.0, batch_size=32, finetune=SHORT
+    )
+    return result(start.model, counts=[r["count"] for r in start.history], kept=start.masks.count())
+
+
+# ----------------------------------------------------------------------------- a killed run
+
+
+def long_run(folder: Path | None) -> dict[str, Any]:
+    start = fastbcd.snl(make("resnet"), data(), 250, run_dir=folder, **QUICK)
+    keys = ("count", "lambda", "loss", "iou", "decrease")
+    records = [[record[key] for key in keys] for record in start.history]
+    return result(start.model, records=records, accuracy=start.accuracy, overlaps=start.overlaps)
+
+
+def killed(folder: Path) -> None:
+    """The same run, killed right after the third epoch is saved."""
+    whole = RunDirectory._save
+
+    def save(self: RunDirectory, step: int, *rest: Any) -> Any:
+        answer = whole(self, step, *rest)
+        if step == KILLED_AT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answer
+
+    RunDirectory._save = save  # type: ignore[method-assign]
+    long_run(folder)
+
+
+def all_cases(folder: Path) -> dict[str, Any]:
+    cases = (finetuned, finetuned_resnet, dense, snl, autorep)
+    # One rank alone first: the forked processes then find every module imported.
+    alone = [case(folder) for case in cases]
+    ranked = [on_ranks(case, folder, 2) for case in cases]
+    found: dict[str, Any] = {
+        case.__name__: [*two, one] for case, two, one in zip(cases, ranked, alone, strict=True)
+    }
+    found["killed"] = not ends_well(fork(lambda: killed(folder / "long")))
+    found["saved"] = len((folder / "long" / "history.jsonl").read_text().splitlines())
+    found["straight"], found["resumed"] = long_run(None), long_run(folder / "long")
+    found["again"] = long_run(folder / "long")
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(all_cases(Path(sys.argv[1]))))
