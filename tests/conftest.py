@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
 from helpers.saved_runs import cut_short, finished, stages  # noqa: F401  # fixtures
 
-# Processes that tests start find `helpers` too.
+# Processes that tests start find `helpers`, too.
 HERE = Path(__file__).parent
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
 
@@ -40,6 +41,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(str(item.path), len(order)))
 
 
+# A loaded machine breaks nothing; `make test` draws the same examples every time.
+hypothesis.settings.register_profile(
+    "fastbcd",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    derandomize="FASTBCD_HOSTILE_SECONDS" not in os.environ,
+)
+hypothesis.settings.load_profile("fastbcd")
+
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
@@ -50,7 +60,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def nan_empty():
-    """torch.empty returns NaN, so that an output left unwritten shows."""
+    """torch.empty returns NaN, so that an unwritten output is noticed."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
@@ -58,7 +68,7 @@ def nan_empty():
 
 
 def import_torchvision():
-    """torchvision beside a CPU build of torch needs two operator schemas before it imports."""
+    """Import torchvision; beside a CPU build of torch it needs two operator schemas first."""
     try:
         import torchvision
     except ImportError:
