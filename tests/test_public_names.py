@@ -112,6 +112,7 @@ PROMISED = {
     "Finetune": "epochs=20, lr=1e-3",
     "snl": "net, data, budget",
     "autorep": "net, data, budget",
+    "load_run": "path",
     "load_snl": "path",
     "load_autorep": "path",
     "models.resnet18": "num_classes, image_size",
