@@ -23,7 +23,7 @@ from torch import nn
 
 import fastbcd
 from fastbcd.scoring.accuracy import accuracy
-from fastbcd.scoring.score import prepared
+from fastbcd.scoring.score import prepared, read
 from fastbcd.training.finetune import Finetuner
 from fastbcd.training.settings import Finetune
 from table import machine
@@ -34,7 +34,8 @@ RELUS = (188_416, 60_000, 20_000, 5_000)
 
 def all_logits(net: nn.Module, removals: list[torch.Tensor], data, engine: str) -> torch.Tensor:
     """Logits [K, N, classes] of the hypotheses."""
-    with prepared(net, removals, data, fastbcd.Engine(engine)) as (plan, images):
+    images, masks = read(net, data)
+    with prepared(net, masks, removals, images, fastbcd.Engine(engine)) as plan:
         work = plan.engine.prepare(dict(enumerate(removals)), plan.lanes)
         parts = []
         with torch.inference_mode():

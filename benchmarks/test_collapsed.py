@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 import fastbcd
-from fastbcd.masking.masks import MaskSet, mask_modules
+from fastbcd.masking.masks import MaskSet
 from fastbcd.scoring.collapsed.affine_net import AffineNet
-from fastbcd.scoring.collapsed.build import Builder
+from fastbcd.scoring.collapsed.build import FormBuilder
+from fastbcd.scoring.collapsed.cost import CollapsedCost
 from fastbcd.scoring.collapsed.engine import Collapsed
-from fastbcd.scoring.collapsed.form import Affine
-from fastbcd.scoring.costs import Bill, stacked_multiply_adds
-from fastbcd.scoring.plan import Request
+from fastbcd.scoring.collapsed.form import AffineCache
+from fastbcd.scoring.engine import Request
 from fastbcd.scoring.program import make_program
-from fastbcd.scoring.stacked import Stacked
+from fastbcd.scoring.stacked import Stacked, stacked_multiply_adds
 from nets import build
 from test_scoring import Loop
 
@@ -74,26 +74,26 @@ def prepared(name: str, relus: int) -> SimpleNamespace:
     masks = paper_masks(net, name, relus)
     fastbcd.set_masks(net, masks)
     removals = [masks.sample(D, seed=1, step=0, trial=t) for t in range(CALL[0])]
-    stacked = Stacked(net, masks, nhwc[:2])
-    builder = Builder(AffineNet(make_program(net, mask_modules(net), nhwc[:1])), masks, nhwc[:2])
+    program = make_program(net, nhwc[:1])
+    stacked = Stacked(program, masks)
+    builder = FormBuilder(AffineNet(program), masks, nhwc[:2])
     start = time.perf_counter()
     form = builder.build(with_image=False)
     seconds = time.perf_counter() - start
     request = Request(net, masks, removals, *CALL, nhwc[:2], None, 2**40)
     case = SimpleNamespace(
         net=net, masks=masks, removals=removals, x=x, nhwc=nhwc, stacked=stacked,
-        collapsed=Collapsed(form, builder), build=seconds, auto=auto_choice(request, stacked),
+        collapsed=Collapsed(form, builder), build=seconds, auto=auto_choice(request, builder),
     )  # fmt: skip
     _last[name, relus] = case
     return case
 
 
-def auto_choice(request: Request, stacked: Stacked) -> str:
+def auto_choice(request: Request, builder: FormBuilder) -> str:
     """What score(engine="auto") would take for the whole call."""
-    less = Bill(request, stacked.program).weighted() < stacked_multiply_adds(
-        request, stacked.program
-    )
-    return "collapsed" if less else "stacked"
+    collapsed = CollapsedCost(request, builder, None).weighted()
+    of_stacked = stacked_multiply_adds(request, builder.net.program)
+    return "collapsed" if collapsed < of_stacked else "stacked"
 
 
 def runner(case: SimpleNamespace, implementation: str):
@@ -109,8 +109,8 @@ def runner(case: SimpleNamespace, implementation: str):
     def run() -> Tensor:
         if implementation != "stacked":
             first = implementation == "first pass"
-            engine.form.known = Affine() if first else engine.form.known
-            engine.form.known.limit = 0 if first else 2**40
+            engine.form.affine = AffineCache() if first else engine.form.affine
+            engine.form.affine.limit = 0 if first else 2**40
         parts = []
         for x in case.nhwc.split(piece):
             found = {}

@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 
 import fastbcd
 from fastbcd.masking.masks import mask_modules
+from fastbcd.scoring.program import make_program
 from fastbcd.scoring.sequential import Sequential
 from fastbcd.scoring.stacked import Stacked
 from nets import build
@@ -98,8 +99,9 @@ def vmapped(net: fx.GraphModule, removals: list[Tensor]) -> Callable[[Tensor], T
 
 
 def engine(net: fx.GraphModule, removals: list[Tensor], images: Tensor, name: str):
-    masks = fastbcd.masks(net).without([])  # a copy, since sequential writes into the net
-    made = Stacked(net, masks, images[:2]) if name == "fastbcd" else Sequential(net, masks)
+    masks = fastbcd.masks(net).copy()  # sequential writes into the net
+    fast = name == "fastbcd"
+    made = Stacked(make_program(net, images[:1]), masks) if fast else Sequential(net, masks)
     lanes = 2 if images.shape[0] == 128 else 1
     work = made.prepare(dict(enumerate(removals)), lanes)
     batch = 32 if name == "fastbcd" else images.shape[0]

@@ -11,9 +11,9 @@ import torch
 from matplotlib import pyplot
 
 import fastbcd
-from fastbcd.masking.masks import MaskSet, mask_modules
+from fastbcd.masking.masks import MaskSet
 from fastbcd.scoring.collapsed.affine_net import AffineNet
-from fastbcd.scoring.collapsed.build import Builder
+from fastbcd.scoring.collapsed.build import FormBuilder
 from fastbcd.scoring.collapsed.form import Form
 from fastbcd.scoring.program import make_program
 
@@ -28,8 +28,8 @@ def small_form() -> tuple[Form, list[str]]:
         bits[site.start + torch.randperm(site.numel)[:40]] = True
     x = torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     with torch.inference_mode():
-        program = make_program(net, mask_modules(net), x[:1])
-        form = Builder(AffineNet(program), MaskSet(masks.sites, bits), x).build(False)
+        program = make_program(net, x[:1])
+        form = FormBuilder(AffineNet(program), MaskSet(masks.sites, bits), x).build(False)
     return form, [site.name for site in masks.sites]
 
 

@@ -26,21 +26,22 @@ def accuracy(net: nn.Module, data: Any, batch_size: int = 500) -> float:
     images = as_data(data)
     if not len(images):
         raise ValueError("there are no images to measure the accuracy on")
-    check_classes(net, images, "the net")
     mine = images.shard(ranks.rank(), ranks.world())
     correct = torch.zeros((), dtype=torch.int64, device=images.device)
-    model, memory_format = fused(net, train=False)
-    with eval_mode(net), torch.inference_mode():
-        for x, labels in mine.batches(batch_size, memory_format=memory_format):
-            correct += (model.eval()(x).argmax(1) == labels).sum()
+    with torch.autocast(images.device.type, enabled=False):
+        check_classes(net, images, "the net")
+        model, memory_format = fused(net, train=False)
+        with eval_mode(net), torch.inference_mode():
+            for x, labels in mine.batches(
+                batch_size, dtype=dtype_of(net), memory_format=memory_format
+            ):
+                correct += (model.eval()(x).argmax(1) == labels).sum()
     return 100.0 * int(ranks.all_sum(correct)) / len(images)
 
 
 def check_classes(net: nn.Module, data: ImageData, who: str) -> int:
     """How many classes `who` tells apart, found with one image; all labels must be among them."""
-    device = device_of(net)
-    if device is not None and device != data.device:
-        raise ValueError(f"the data is on {data.device} and {who} on {device}; data.to(device)")
+    check_device(net, data, who)
     with eval_mode(net), torch.inference_mode():
         logits = net(next(data.batches(1, dtype=dtype_of(net)))[0])
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != 1:
@@ -54,6 +55,13 @@ def check_classes(net: nn.Module, data: ImageData, who: str) -> int:
             f"label {int(data.labels[i])} of image {i} is out of range: {who} has {classes} classes"
         )
     return classes
+
+
+def check_device(net: nn.Module, data: ImageData, who: str) -> None:
+    """Refuse data and a net that are on different devices."""
+    device = device_of(net)
+    if device is not None and device != data.device:
+        raise ValueError(f"the data is on {data.device} and {who} on {device}; data.to(device)")
 
 
 def device_of(net: nn.Module) -> torch.device | None:

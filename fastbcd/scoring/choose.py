@@ -5,13 +5,13 @@ percentage points; if none does, the one that drops least, ties by smaller loss,
 Losses count as equal within 1e-5, the rounding that engines and batch sizes may differ by, so
 that hypotheses which change no answer at all are ranked by their numbers and not by rounding.
 
-What is certain is not computed. With `seen` images behind and r ahead, of which the base net
-gets w wrong, a hypothesis with d fewer correct answers than the base so far will end with a
-difference between d - w and d + (r - w). So
+What is certain is not computed. If r images are left, of which the base net gets w wrong, a
+hypothesis with d fewer correct answers than the base so far ends with a difference between d - w
+and d + (r - w). So
 
     it is certain to pass   if d + (r - w) is below the tolerance: later numbers do not matter;
-    it is certain to fail   if d - w is not below the tolerance: it waits, and goes on only if no
-                            hypothesis passes, and no other is sure to have more correct answers.
+    it is certain to fail   if d - w is not below the tolerance: it is set aside, and continued
+                            only if no hypothesis passes and it can still be the best.
 
 Both are facts about counts, not estimates: the choice is that of the one-by-one loop.
 """
@@ -26,13 +26,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
-from fastbcd.masking.masks import masks
+from fastbcd.masking.masks import MaskSet
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.plan import Plan
 from fastbcd.scoring.score import (
     Tally,
     check_removals,
     prepared,
+    read,
     run_pass,
 )
 
@@ -79,7 +80,7 @@ def choose(
         hypotheses: removals, LongTensor[D] each. They are drawn in waves of 1, 2, 4, ...
             `Engine.wave`, and none after one is accepted: if that is the first, it is the only
             one scored.
-        early: stop scoring a hypothesis when its fate is certain. Never changes the choice.
+        early: stop scoring a hypothesis when its outcome is certain. Never changes the choice.
         engine: as in `score`. It never changes the choice.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
@@ -88,11 +89,12 @@ def choose(
     0
     """
     engine = as_engine(engine)
-    source = _numbered(net, hypotheses)
+    images, current = read(net, data)
+    source = _numbered(current, hypotheses)
     removals = dict(islice(source, 1))
     if not removals:
         raise ValueError("there is no hypothesis to choose from")
-    with prepared(net, list(removals.values()), data, engine, engine.wave) as (plan, images):
+    with prepared(net, current, [*removals.values()], images, engine, engine.wave) as plan:
         search = _Search(plan, images, adt, early)
         size = 1
         while removals:
@@ -104,9 +106,7 @@ def choose(
         return search.choice(search.best(), False)
 
 
-def _numbered(net: nn.Module, hypotheses: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    # A copy: while a wave is scored the net's own masks may be those of a hypothesis.
-    current = masks(net).copy()
+def _numbered(current: MaskSet, hypotheses: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
     for number, ids in enumerate(hypotheses):
         yield number, check_removals(current, [ids], first=number)[0]
 
@@ -130,7 +130,7 @@ class _Search:
         self.samples = len(data)
         self.removals: dict[int, Tensor] = {}
         self.done: dict[int, tuple[int, float]] = {}  # scored on all images: correct, loss
-        self.waiting: dict[int, Tally] = {}  # certain to fail; where their passes were left
+        self.waiting: dict[int, Tally] = {}  # certain to fail: their counts so far
         self.images = 0
         # After how many images the base has how many right.
         self.base_after = {0: 0}
@@ -166,7 +166,7 @@ class _Search:
             sure = [k for k in alive if self.passes(behind[k] + ahead - wrong)]
             lost = {k for k in alive if not self.passes(behind[k] - wrong)}
             if sure and lost >= {k for k in alive if k < min(sure)}:
-                # Nothing is left to decide; its own numbers are still wanted.
+                # It is decided; only its own numbers are still needed.
                 accepted = min(sure)
                 alive = {accepted}
                 return alive if ahead else set()
@@ -181,16 +181,16 @@ class _Search:
         return accepted
 
     def finish(self) -> None:
-        """Score those that wait to the end, but for those that cannot be the best."""
+        """Score those that were set aside to the end, except those that cannot be the best."""
         while self.waiting:
-            # Somebody is sure to end with at least this many correct answers.
+            # One hypothesis is certain to end with at least this many correct answers.
             floor = max([t.correct[k] for k, t in self.waiting.items()]
                         + [c for c, _ in self.done.values()])  # fmt: skip
             k, begun = min(self.waiting.items(), key=lambda item: item[1].seen)
             if begun.correct[k] + self.samples - begun.seen < floor:
                 del self.waiting[k]
                 continue
-            # Those that were left at the same place go on together.
+            # Those that stopped after the same image are continued together.
             group = [j for j, t in self.waiting.items() if t.seen == begun.seen]
             tally = Tally.together({j: self.waiting.pop(j) for j in group})
             self.images += len(group) * (self.samples - tally.seen)

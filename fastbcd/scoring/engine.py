@@ -1,9 +1,18 @@
-"""Engine: how hypotheses are scored. It changes the speed, never the numbers."""
+"""Engine: how hypotheses are scored, and the protocol that every engine implements.
+
+The engine changes the speed, never the numbers: each is held to the logits of the net itself.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple, Protocol
 
+import torch
+from torch import Tensor, nn
+
+from fastbcd.masking.masks import MaskSet, set_masks
 from fastbcd.runtime.validate import check_whole
 
 ENGINES = ("auto", "sequential", "stacked", "collapsed")
@@ -57,3 +66,71 @@ def as_engine(engine: str | Engine) -> Engine:
             f"engine={engine!r}; pass a name ({', '.join(ENGINES)}) or a fastbcd.Engine"
         )
     return Engine(engine) if isinstance(engine, str) else engine
+
+
+class Request(NamedTuple):
+    """What is to be scored: example holds two images as the net sees them."""
+
+    net: nn.Module
+    masks: MaskSet
+    removals: list[Tensor]  # all of them, or some that stand for all
+    hypotheses: int
+    images: int
+    example: Tensor
+    batch_size: int | None
+    memory: int  # bytes that this call may take
+
+
+class ScoringEngine(Protocol):
+    """Computes the logits of hypotheses."""
+
+    name: str
+    memory_format: torch.memory_format  # of the images
+
+    def prepare(self, removals: dict[int, Tensor], lanes: int) -> Any:
+        """What `logits` needs for these hypotheses (ids by number), at most `lanes` at a time."""
+
+    def logits(self, x: Tensor, work: Any, base: bool) -> Iterator[tuple[list[int], Tensor]]:
+        """(numbers, logits [n, B, classes]) of the hypotheses, and of the base as number -1.
+
+        A hypothesis that removes nothing may be left out: its logits are those of the base.
+        """
+
+
+def difference_from_net(engine: ScoringEngine, request: Request, lanes: int) -> float:
+    """The largest difference between an engine's logits and the net's, relative to the latter.
+
+    Compared are an image and a large random one, for the base, a hypothesis that removes half of
+    the kept ReLUs at random, and one that removes half of the later ones. Logits that are not
+    finite in the net are not compared.
+    """
+    net, masks = request.net, request.masks
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(request.example[:1].shape, generator=generator, dtype=torch.float64)
+    noise *= 10 * request.example.double().std().clamp(min=0.1).cpu()
+    images = torch.cat([request.example[:1], noise.to(request.example)])
+    kept = masks.bits.nonzero().flatten()
+    halves = torch.rand(2, len(kept), generator=generator) < 0.5
+    halves[1, : len(kept) // 2] = False
+    removals = {k: kept[half] for k, half in enumerate(halves)}
+    work = engine.prepare(removals, lanes)
+    given = images.contiguous(memory_format=engine.memory_format)
+    found: dict[int, Tensor] = {}
+    for numbers, logits in engine.logits(given, work, True):
+        found.update(zip(numbers, logits.clone(), strict=True))
+    worst = 0.0
+    try:
+        for number, logits in found.items():
+            set_masks(net, masks if number < 0 else masks.without(removals[number]))
+            truth = net(images.clone())
+            if logits.shape != truth.shape:
+                return float("inf")
+            error = (logits - truth).abs()[truth.isfinite()]
+            scale = truth[truth.isfinite()].abs()
+            if error.numel():
+                # NaN compares as larger than any difference.
+                relative = error.max() / scale.max().clamp(min=1e-6)
+                worst = max(worst, float(relative.nan_to_num(nan=float("inf"))))
+    finally:
+        set_masks(net, masks)
+    return worst

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor, nn
+import torch
 
-from fastbcd.masking.masks import MaskSet
 from fastbcd.runtime.ranks import world
-from fastbcd.scoring.collapsed.engine import Collapsed, keep_form
+from fastbcd.scoring.collapsed.affine_net import AffineNet
+from fastbcd.scoring.collapsed.build import FormBuilder
+from fastbcd.scoring.collapsed.cache import (
+    Signature,
+    cached_form,
+    drop_form,
+    is_checked,
+    keep_form,
+    mark_checked,
+)
+from fastbcd.scoring.collapsed.check import check_linear
+from fastbcd.scoring.collapsed.cost import CollapsedCost
+from fastbcd.scoring.collapsed.engine import Collapsed
 from fastbcd.scoring.collapsed.linear_rules import NotAffine
-from fastbcd.scoring.costs import Bill, stacked_multiply_adds
-from fastbcd.scoring.portions import peak_bytes, portions
-from fastbcd.scoring.program import NotTraceable
+from fastbcd.scoring.engine import Request, ScoringEngine
+from fastbcd.scoring.program import NotTraceable, Program, make_program
 from fastbcd.scoring.sequential import Sequential
-from fastbcd.scoring.stacked import Stacked
+from fastbcd.scoring.stacked import Stacked, peak_bytes, portions, stacked_multiply_adds
 
-WORTH = 2e10  # multiply-adds below which no form is built: the call is over in a moment anyway
+WORTH = 2e10  # multiply-adds below which no form is built: the call takes a moment anyway
 ROWS = {"cpu": 1024, "cuda": 8192}  # hypotheses × images in a GEMM of collapsed
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 class Plan(NamedTuple):
     """What `explain=True` prints."""
 
-    engine: Any
+    engine: ScoringEngine
     why: str
     images: int
     hypotheses: int
@@ -33,6 +43,7 @@ class Plan(NamedTuple):
     lanes: int  # hypotheses at a time
     multiply_adds: int  # of the whole call; 0 if unknown
     bytes: int  # largest amount of memory that values take at a time
+    dtype: torch.dtype = torch.float32  # of the images
     details: str = ""
 
     def __str__(self) -> str:
@@ -46,118 +57,115 @@ class Plan(NamedTuple):
         )
 
 
-class Request(NamedTuple):
-    """What is to be scored: example holds two images as the net sees them."""
-
-    net: nn.Module
-    masks: MaskSet
-    removals: list[Tensor]  # all of them, or some that stand for all
-    hypotheses: int
-    images: int
-    example: Tensor
-    batch_size: int | None
-    memory: int  # bytes that this call may take
-
-
 def make_plan(request: Request, engine: str) -> Plan:
-    """Choose the engine and the portions."""
+    """Choose the engine and the portions. The net is traced once, whichever engine is chosen."""
     if engine == "sequential":
         return sequential_plan(request, "asked for")
+    name = type(request.net).__name__
     try:
-        stacked = Stacked(request.net, request.masks, request.example)
+        program = make_program(request.net, request.example[:1])
+        if engine == "stacked":
+            return stacked_plan(request, program, "asked for")
+        try:
+            plan = collapsed_plan(request, program, required=engine == "collapsed")
+        except NotAffine as reason:
+            if engine == "collapsed":
+                raise ValueError(
+                    f"engine='collapsed' cannot score {name}: {reason}; use engine='stacked'"
+                ) from None
+            plan = f"collapsed cannot: {reason}"
+        return stacked_plan(request, program, plan) if isinstance(plan, str) else plan
     except NotTraceable as reason:
-        name = type(request.net).__name__
         if engine != "auto":
             raise ValueError(
                 f"engine={engine!r} cannot score {name}: {reason}; use engine='sequential'"
             ) from None
-        _say_once(f"fastbcd scores {name} one hypothesis at a time: {reason}")
+        _warn_once(f"fastbcd scores {name} one hypothesis at a time: {reason}")
         return sequential_plan(request, f"stacked cannot: {reason}")
-    if engine == "stacked":
-        return stacked_plan(request, stacked, "asked for")
-    try:
-        bill = Bill(request, stacked.program)
-        if engine == "collapsed":
-            return collapsed_plan(request, bill, "asked for")
-        cost = stacked_multiply_adds(request, stacked.program)
-        if cost < WORTH or not bill.could_be_below(cost):
-            return stacked_plan(request, stacked, "the least multiply-adds")
-        ours = bill.weighted()
-        if ours >= cost or bill.bytes > request.memory:
-            why = f"collapsed would cost {ours / 1e9:,.0f} G multiply-adds and {_mib(bill.bytes)}"
-            return stacked_plan(request, stacked, why)
-        why = f"stacked would cost {cost / 1e9:,.0f} G multiply-adds"
-        return collapsed_plan(request, bill, why)
-    except NotAffine as reason:
-        if engine == "collapsed":
-            raise ValueError(
-                f"engine='collapsed' cannot score {type(request.net).__name__}: {reason}; "
-                f"use engine='stacked'"
-            ) from None
-        return stacked_plan(request, stacked, f"collapsed cannot: {reason}")
 
 
 def sequential_plan(request: Request, why: str) -> Plan:
     chosen = Sequential(request.net, request.masks)
     batch = request.batch_size or 128
-    return Plan(chosen, why, request.images, request.hypotheses, batch, 1, 0, 0)
+    dtype = request.example.dtype
+    return Plan(chosen, why, request.images, request.hypotheses, batch, 1, 0, 0, dtype)
 
 
-def stacked_plan(request: Request, engine: Stacked, why: str) -> Plan:
-    program, hypotheses = engine.program, request.hypotheses
+def stacked_plan(request: Request, program: Program, why: str) -> Plan:
+    engine, hypotheses = Stacked(program, request.masks), request.hypotheses
+    engine.check(request)
     spent = stacked_multiply_adds(request, program)
     full = sum(program.multiply_adds.values()) * (1 + hypotheses) * request.images
     per_image = peak_bytes(program)
-    batch, lanes = portions(per_image, max(program.bytes_per_image.values()), hypotheses,
-                            request.example.device, request.batch_size, request.memory)  # fmt: skip
-    batch = min(batch, max(request.images, 1))
+    batch, lanes = portions(request, per_image, max(program.bytes_per_image.values()))
     saved = 1 - spent / full if full else 0.0
     details = f"prefix      {saved:.1%} of the multiply-adds saved by shared prefixes\n"
     return Plan(
         engine, why, request.images, hypotheses, batch, lanes, spent,
-        per_image * batch * (1 + lanes), details,
+        per_image * batch * (1 + lanes), request.example.dtype, details,
     )  # fmt: skip
 
 
-def collapsed_plan(request: Request, bill: Bill, why: str) -> Plan:
-    """Take the form at hand or build it, if it fits into memory."""
-    if bill.bytes > request.memory:
+def collapsed_plan(request: Request, program: Program, required: bool) -> Plan | str:
+    """A plan with the cached form or a new one; or, unless required, why stacked is better."""
+    if request.example.dtype not in (torch.float32, torch.float64):
+        raise NotAffine(f"it computes in {request.example.dtype}; float32 or float64 is needed")
+    builder = FormBuilder(AffineNet(program), request.masks, request.example)
+    signature = Signature(program)
+    form = cached_form(request.net, signature, request.masks)
+    cost = CollapsedCost(request, builder, form)
+    of_stacked = stacked_multiply_adds(request, program)
+    if not required and (of_stacked < WORTH or not cost.could_be_below(of_stacked)):
+        return "the least multiply-adds"
+    if not is_checked(request.net, signature):
+        check_linear(program, request.example)
+        mark_checked(request.net, signature)
+    fits = cost.peak_bytes <= request.memory
+    if not required and (cost.weighted() >= of_stacked or not fits):
+        ours = f"{cost.weighted() / 1e9:,.0f} G multiply-adds and {_mib(cost.peak_bytes)}"
+        return f"collapsed would cost {ours}"
+    if not fits:
         raise ValueError(
-            f"the collapsed form of {bill.kinks:,} ReLUs takes {_mib(bill.bytes)}, and "
-            f"{_mib(request.memory)} may be used; pass memory=... or use engine='stacked'"
+            f"the collapsed form of {cost.kinks:,} ReLUs takes {_mib(cost.form_bytes)}, "
+            f"{_mib(cost.peak_bytes)} while it is built, and {_mib(request.memory)} may be used; "
+            f"allow more with Engine(memory=...) or use engine='stacked'"
         )
-    form = bill.form
+    why = "asked for" if required else f"stacked would cost {of_stacked / 1e9:,.0f} G multiply-adds"
     if form is None:
-        form = bill.builder.build(bill.with_image)
-        keep_form(request.net, form)
-    left = request.memory - bill.bytes
-    form.known.begin(request.example, left // 2)
-    engine = Collapsed(form, bill.builder)
-    engine.check(request.net, request.example)
+        form = builder.build(cost.with_image)
+        keep_form(request.net, signature, form)
+    engine = Collapsed(form, builder)
+    try:
+        engine.check(request)
+    except NotAffine:
+        drop_form(request.net)
+        raise
+    left = request.memory - cost.form_bytes
+    form.affine.begin(request.example, left // 2)
     share = -(-request.images // world())
     rows = ROWS.get(request.example.device.type, 1024)
     batch = request.batch_size or max(1, min(share, 128))
-    # A row holds c, and its GEMM's output is a part of it.
-    affordable = max(1, left // 4 // (max(bill.kinks, 1) * request.example.element_size()))
+    # A row holds c, and the output of its GEMM is a part of it.
+    affordable = max(1, left // 4 // (max(cost.kinks, 1) * cost.itemsize))
     lanes = max(1, min(request.hypotheses, rows // batch, affordable // batch))
-    total = bill.build + bill.affine + bill.trials
     details = (
-        f"form        {bill.kinks:,} kinks, {_mib(bill.bytes)}, "
-        f"{'at hand' if bill.form is not None else 'built'}\n"
-        f"spent on    form {bill.build / 1e9:,.1f} G, affine part {bill.affine / 1e9:,.1f} G, "
-        f"hypotheses {bill.trials / 1e9:,.1f} G\n"
+        f"form        {cost.kinks:,} kinks, {_mib(cost.form_bytes)}, "
+        f"{'cached' if cost.form is not None else 'built'}\n"
+        f"spent on    form {cost.build / 1e9:,.1f} G, affine part {cost.affine / 1e9:,.1f} G, "
+        f"hypotheses {cost.trials / 1e9:,.1f} G\n"
     )
-    values = (lanes + 2) * batch * bill.kinks * request.example.element_size()
     return Plan(
-        engine, why, request.images, request.hypotheses, batch, lanes, total, values, details
-    )
+        engine, why, request.images, request.hypotheses, batch, lanes,
+        cost.build + cost.affine + cost.trials,
+        (lanes + 2) * batch * cost.kinks * cost.itemsize, request.example.dtype, details,
+    )  # fmt: skip
 
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB"
 
 
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
         warnings.warn(text, RuntimeWarning, stacklevel=4)

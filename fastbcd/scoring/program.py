@@ -1,9 +1,9 @@
 """A network as a list of steps: its graph, with batch norm and residual fused into activations.
 
     act(bn(x) + r)  ->  masked_relu(x, mask, scale, shift, residual=r)
-    bn(conv(x))     ->  conv'(x), where no activation follows directly
+    bn(conv(x))     ->  conv'(x), if no activation follows directly
 
-The weights are read when the program is made, so a program is good for one call of `score`.
+The weights are read when the program is made, so a program is valid for one call of `score`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastbcd import ops
 from fastbcd.graph.trace import trace, without_inplace
 from fastbcd.masking.activations import MaskedActivation, MaskedPoly
-from fastbcd.scoring.folding import folded, scale_and_shift
+from fastbcd.masking.masks import mask_modules
 
 _ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _SIZES = {"size", "shape", "numel", "dim", "ndim"}
@@ -29,6 +31,54 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 class NotTraceable(Exception):
     """The network cannot be run as a program; the message is the reason."""
+
+
+# ----------------------------------------------------------------------------- convolutions
+
+
+class Convolution(NamedTuple):
+    """x -> conv2d(x) with constant weights, for x in channels_last order."""
+
+    weight: Tensor  # [C_out, C_in / groups, kh, kw]
+    bias: Tensor | None  # [C_out]
+    stride: tuple[int, int]
+    padding: tuple[int, int] | str
+    dilation: tuple[int, int]
+    groups: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.conv2d(
+            x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups
+        )
+
+
+def scale_and_shift(norm: Any) -> tuple[Tensor, Tensor]:
+    """bn(x) = x*scale + shift, scale = weight / sqrt(var + eps), shift = bias - mean*scale."""
+    scale = (norm.running_var.double() + norm.eps).rsqrt()
+    if norm.weight is not None:
+        scale = scale * norm.weight.detach().double()
+    shift = -norm.running_mean.double() * scale
+    if norm.bias is not None:
+        shift = shift + norm.bias.detach().double()
+    dtype = norm.running_mean.dtype
+    return scale.to(dtype), shift.to(dtype)
+
+
+def folded(conv: nn.Conv2d, norm: Any) -> Convolution:
+    """conv(x), or norm(conv(x)), as one convolution."""
+    weight = conv.weight.detach()
+    bias = None if conv.bias is None else conv.bias.detach()
+    if norm is not None:
+        # bn(w*x + b) = (scale*w)*x + (scale*b + shift)
+        scale, shift = scale_and_shift(norm)
+        weight = weight * scale.reshape(-1, 1, 1, 1)
+        bias = shift if bias is None else bias * scale + shift
+    weight = weight.contiguous(memory_format=torch.channels_last)
+    tail: Any = (conv.stride, conv.padding, conv.dilation, conv.groups)
+    return Convolution(weight, bias, *tail)
+
+
+# ------------------------------------------------------------------------------- the program
 
 
 class Activation(NamedTuple):
@@ -69,29 +119,41 @@ class Call(NamedTuple):
         fx.node.map_arg((self.args, self.kwargs), lambda n: found.setdefault(n))
         return list(found)
 
+    def __call__(self, values: dict[fx.Node, Any]) -> Any:
+        """Run the step on the values of its inputs."""
+        args, kwargs = fx.node.map_arg((self.args, self.kwargs), values.__getitem__)
+        return self.run(*args, **kwargs)
+
 
 class Program(NamedTuple):
-    """The steps in order of execution, and what is known of their values for one image."""
+    """The steps in order of execution, and facts about their values for one image."""
 
     steps: list[Activation | Call]
     placeholder: fx.Node
     output: fx.Node
-    constants: dict[fx.Node, Any]  # parameters that the graph reads itself
+    constants: dict[fx.Node, Any]  # parameters and buffers that the graph itself reads
     uses: dict[fx.Node, int]  # how many steps read a value
     fresh: set[fx.Node]  # values in memory of their own, which an activation may overwrite
-    uniform: bool  # sizes travel through the graph, so that all values need equal batches
-    shapes: dict[fx.Node, tuple[int, ...]]  # of the tensors, for a batch of one
+    uniform: bool  # a size of one tensor is used for another: all values need equal batches
+    shapes: dict[fx.Node, tuple[int, ...]]  # of values that are tensors, for a batch of one
+    tuples: set[fx.Node]  # values that are tuples or lists of tensors
     bytes_per_image: dict[fx.Node, int]
     multiply_adds: dict[fx.Node, int]
 
+    @property
+    def activations(self) -> list[Activation]:
+        return [step for step in self.steps if isinstance(step, Activation)]
 
-def make_program(net: nn.Module, modules: dict[str, MaskedActivation], image: Tensor) -> Program:
+
+def make_program(net: nn.Module, image: Tensor) -> Program:
     """Trace the net (in eval mode) and fuse what belongs to an activation.
 
-    modules: the masked activations in the order of the sites. image: a batch of one.
+    image: a batch of one. `NotTraceable` says why a net has no program.
     """
+    modules = mask_modules(net)
     try:
-        graph = without_inplace(net, trace(net))
+        original = trace(net)
+        graph = without_inplace(net, original)
     except Exception as error:  # whatever the net's own forward raises on fx proxies
         raise NotTraceable(f"torch.fx cannot trace it ({error})") from error
     named = dict(net.named_modules())
@@ -101,45 +163,54 @@ def make_program(net: nn.Module, modules: dict[str, MaskedActivation], image: Te
     if len(inputs) != 1:
         raise NotTraceable(f"it takes {len(inputs)} inputs instead of one batch of images")
     if not isinstance(output, fx.Node):
-        raise NotTraceable("it returns something else than one tensor of logits")
+        raise NotTraceable("it does not return one tensor of logits")
+    for node in nodes:
+        _check_writes(node)
     survey = _Survey(net, graph, {m: name for name, m in modules.items()})
     survey.run(image)
-    builder = _Builder(named, survey.shapes, list(modules.values()))
-    steps = builder.steps(nodes)
+    _check_overwritten(net, list(original.nodes), nodes, survey.storages)
+    fusion = _Fusion(named, survey.shapes, list(modules.values()))
+    steps = fusion.steps(nodes)
     if sorted(s.site for s in steps if isinstance(s, Activation)) != list(range(len(modules))):
         raise NotTraceable("a masked activation is called more than once, or not at all")
     uses: dict[fx.Node, int] = {output: 1}
     for step in steps:
         for node in step.inputs:
             uses[node] = uses.get(node, 0) + 1
-    for conv, norm in builder.absorbed_by.items():
+    for conv, norm in fusion.absorbed_by.items():
         survey.multiply_adds[norm] += survey.multiply_adds.pop(conv)
     constants = {n: _attribute(net, str(n.target)) for n in nodes if n.op == "get_attr"}
-    fresh = {s.node for s in steps if uses.get(s.node) == 1 and builder.is_fresh(s.node)}
+    fresh = {s.node for s in steps if uses.get(s.node) == 1 and fusion.is_fresh(s.node)}
     return Program(
         steps, inputs[0], output, constants, uses, fresh, _sizes_travel(nodes),
-        survey.shapes, survey.bytes, survey.multiply_adds,
+        survey.shapes, survey.tuples, survey.bytes, survey.multiply_adds,
     )  # fmt: skip
 
 
 class _Survey(fx.Interpreter):
-    """Run one image through the graph; note shapes, bytes and multiply-adds of each node."""
+    """Run one image through the graph; record shapes, bytes and multiply-adds of each node."""
 
     def __init__(self, net: nn.Module, graph: fx.Graph, names: dict[MaskedActivation, str]) -> None:
-        super().__init__(fx.GraphModule(net, graph))
+        super().__init__(net, garbage_collect_values=False, graph=graph)
         self.names = names
         self.shapes: dict[fx.Node, tuple[int, ...]] = {}
+        self.tuples: set[fx.Node] = set()
         self.bytes: dict[fx.Node, int] = {}
         self.multiply_adds: dict[fx.Node, int] = {}
+        self.storages: dict[fx.Node, set[int]] = {}  # the memory that a value lies in
         self.extra_traceback = False
 
     def run_node(self, n: fx.Node) -> Any:
         with FlopCounterMode(display=False) as counter:
             value = super().run_node(n)
         self.multiply_adds[n] = counter.get_total_flops() // 2
+        tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+        self.storages[n] = {t.untyped_storage().data_ptr() for t in tensors}
         if isinstance(value, Tensor):
             self.shapes[n] = tuple(value.shape)
             self.bytes[n] = value.numel() * value.element_size()
+        elif tensors:
+            self.tuples.add(n)
         return value
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -147,12 +218,12 @@ class _Survey(fx.Interpreter):
         if module in self.names and tuple(args[0].shape[1:]) != tuple(module.mask.shape):
             raise ValueError(
                 f"the images do not fit the masks: site {self.names[module]!r} has a mask of "
-                f"shape {tuple(module.mask.shape)} and meets {tuple(args[0].shape[1:])}"
+                f"shape {tuple(module.mask.shape)} and its input has {tuple(args[0].shape[1:])}"
             )
-        return super().call_module(target, args, kwargs)
+        return _pure_module(module)(*args, **kwargs)
 
 
-class _Builder:
+class _Fusion:
     """Turns nodes into steps, folding batch norms and additions into what follows them."""
 
     def __init__(
@@ -210,16 +281,16 @@ class _Builder:
         )
 
     def is_norm(self, node: Any) -> bool:
-        """A batch norm with running statistics."""
+        """A batch norm with running statistics, of one tensor given by position."""
         norm = self.module(node)
-        return isinstance(norm, _NORMS) and norm.running_mean is not None
+        return isinstance(norm, _NORMS) and norm.running_mean is not None and bool(node.args)
 
     def is_fresh(self, node: fx.Node) -> bool:
-        """Does this step write new memory, rather than a view of what it read?"""
+        """Does this step write new memory, rather than return a view of its input?"""
         return isinstance(self.module(node), (nn.Linear, nn.modules.conv._ConvNd, *_NORMS))
 
     def is_conv(self, node: Any) -> bool:
-        """A plain nn.Conv2d of one tensor."""
+        """A plain nn.Conv2d of one tensor given by position."""
         conv = self.module(node)
         return type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and bool(node.args)
 
@@ -255,8 +326,53 @@ def _attribute(net: nn.Module, path: str) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
+# -------------------------------------------------------------------- what a program cannot do
+
+
+def _check_writes(node: fx.Node) -> None:
+    """Refuse operations that still write into their input in the graph without in-place ones."""
+    name = getattr(node.target, "__name__", str(node.target)) if node.op == "call_function" else ""
+    method = str(node.target) if node.op == "call_method" else ""
+    writes = (name.endswith("_") and not name.endswith("__")) or name in ("setitem", "ipow", "ior")
+    if writes or "out" in node.kwargs or (method and not hasattr(Tensor, method)):
+        raise NotTraceable(f"node {node.name!r} ({name or method}) writes into its input")
+
+
+def _check_overwritten(
+    net: nn.Module, original: list[fx.Node], nodes: list[fx.Node], storages: dict[fx.Node, set[int]]
+) -> None:
+    """Refuse an in-place operation whose memory is read later under another name.
+
+    y = x[:, :4]; y += 1 changes x too, and a program without in-place operations would not.
+    """
+    order = {node: i for i, node in enumerate(nodes)}
+    for old, node in zip(original, nodes, strict=True):
+        if not _is_inplace(net, old):
+            continue
+        changed = node.args[0] if node.args else next(iter(node.kwargs.values()))
+        if not isinstance(changed, fx.Node):
+            continue
+        for other in nodes[: order[node]]:
+            later = any(order[user] > order[node] for user in other.users)
+            if other is not changed and later and storages[other] & storages[changed]:
+                raise NotTraceable(
+                    f"node {node.name!r} writes into memory that is read later as {other.name!r}"
+                )
+        if changed.op == "get_attr":
+            raise NotTraceable(f"node {node.name!r} writes into {changed.target!r}")
+
+
+def _is_inplace(net: nn.Module, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return bool(getattr(net.get_submodule(str(node.target)), "inplace", False))
+    if node.op == "call_method":
+        return str(node.target).endswith("_")
+    inplace = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
+    return node.target in inplace or bool(node.kwargs.get("inplace"))
+
+
 def _sizes_travel(nodes: list[fx.Node]) -> bool:
-    """Does a size reach another tensor than the one it was taken from?
+    """Is a size used for another tensor than the one it was taken from?
 
     x.view(x.size(0), -1) is harmless; b = x.size(0) ... y.view(b, -1) is not, since y may
     hold more hypotheses than x.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from fastbcd.masking.masks import (
     set_masks,
 )
 from fastbcd.runtime.limits import default_memory
+from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.ranks import (
     all_sum,
@@ -36,10 +37,10 @@ from fastbcd.runtime.ranks import (
     rank,
     world,
 )
-from fastbcd.runtime.tf32 import products
-from fastbcd.scoring.accuracy import check_classes
-from fastbcd.scoring.engine import Engine, as_engine
-from fastbcd.scoring.plan import Plan, Request, make_plan
+from fastbcd.runtime.tf32 import own_precision
+from fastbcd.scoring.accuracy import check_classes, check_device, dtype_of
+from fastbcd.scoring.engine import Engine, Request, as_engine
+from fastbcd.scoring.plan import Plan, make_plan
 
 __all__ = ["Scores", "score"]
 
@@ -89,8 +90,9 @@ def score(
     >>> scores.correct.shape, scores.samples
     (torch.Size([2]), 50)
     """
-    hypotheses = check_removals(masks(net), removals)
-    with prepared(net, hypotheses, data, as_engine(engine)) as (plan, images):
+    images, current = read(net, data)
+    hypotheses = check_removals(current, removals)
+    with prepared(net, current, hypotheses, images, as_engine(engine)) as plan:
         if explain:
             print(plan)
         tally = run_pass(plan, images, dict(enumerate(hypotheses)))
@@ -110,7 +112,7 @@ def score(
 
 
 class Tally:
-    """Counts while the images go by; number -1 is the base."""
+    """Counts over the images so far; number -1 is the base."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.correct = dict.fromkeys([-1, *numbers], 0)
@@ -122,7 +124,7 @@ class Tally:
         return self.loss[number] / self.seen
 
     def alone(self, number: int) -> Tally:
-        """What stands here for one hypothesis."""
+        """The counts of one hypothesis."""
         one = Tally([number])
         one.correct[number], one.loss[number] = self.correct[number], self.loss[number]
         one.seen, one.rounds = self.seen, self.rounds
@@ -130,7 +132,7 @@ class Tally:
 
     @staticmethod
     def together(parts: dict[int, Tally]) -> Tally:
-        """The tallies of hypotheses that were left at the same place, as one."""
+        """The tallies of hypotheses that stopped after the same image, as one."""
         tally = Tally(list(parts))
         for number, part in parts.items():
             tally.correct[number], tally.loss[number] = part.correct[number], part.loss[number]
@@ -149,9 +151,9 @@ def run_pass(
     base: bool = True,
     begun: Tally | None = None,
 ) -> Tally:
-    """Score the hypotheses batch by batch, and the base too unless its numbers are known.
+    """Score the hypotheses batch by batch, and the base too unless its counts are known.
 
-    begun: the tally of a pass over these hypotheses that was broken off, to go on from.
+    begun: the tally of an earlier pass over these hypotheses, to continue.
     After each batch `decide` names those that still matter; the pass ends when none does. Each
     rank runs its shard of the images; the tally is that of all ranks, so they decide alike.
     """
@@ -188,10 +190,10 @@ def run_pass(
 
 
 def _rounds(data: ImageData, plan: Plan, first: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's batches from `first` on, and an empty one for each that another has more."""
+    """This rank's batches from `first` on, and empty ones up to the number of other ranks."""
     shard = data.shard(rank(), world())
     todo = shard.rest(first * plan.batch)
-    yield from todo.batches(plan.batch, memory_format=plan.engine.memory_format)
+    yield from todo.batches(plan.batch, dtype=plan.dtype, memory_format=plan.engine.memory_format)
     most = math.ceil(math.ceil(len(data) / world()) / plan.batch)
     for _ in range(most - max(first, math.ceil(len(shard) / plan.batch))):
         yield shard.images[:0], shard.labels[:0]
@@ -219,46 +221,52 @@ def _check_finite(number: int, loss: float, seen: int, batch: int) -> None:
 # ---------------------------------------------------------------------------- preparation
 
 
+def read(net: nn.Module, data: Any) -> tuple[ImageData, MaskSet]:
+    """The images and a copy of the net's masks, which are on the same device."""
+    images = as_data(data)
+    check_device(net, images, "the net")
+    return images, masks(net).copy()
+
+
 @contextmanager
 def prepared(
     net: nn.Module,
+    current: MaskSet,
     removals: list[Tensor],
-    data: Any,
+    images: ImageData,
     engine: Engine,
     expected: int | None = None,
-) -> Iterator[tuple[Plan, ImageData]]:
-    """The plan and the checked data, with the net in eval mode; afterwards it is as it was.
+) -> Iterator[Plan]:
+    """The plan, with the net in eval mode; afterwards the net is as it was.
 
-    removals: those to come, or some that stand for the `expected` number of them.
+    current: a copy of the net's masks. removals: all, or some that stand for the `expected`
+    number of them. Precision is stated here: a caller's autocast has no effect.
     """
-    images = check_scorable(net, data)
-    before = masks(net).copy()
-    with eval_mode(net), products(engine.tf32):
-        try:
-            with torch.inference_mode():
-                example = next(images.batches(2))[0]
-                example = example if len(example) == 2 else example.repeat(2, 1, 1, 1)
-                limit = default_memory(example.device) if engine.memory is None else engine.memory
-                # Ranks plan alike, whatever memory each of them sees.
-                limit = int(from_first(torch.tensor(min(limit, 2**62))))
-                number = len(removals) if expected is None else expected
-                request = Request(
-                    net, before, removals, number, len(images), example, engine.batch_size, limit
-                )
-                plan = make_plan(request, engine.name)
-            yield plan, images
-        finally:
-            set_masks(net, before)
+    with own_precision(images.device, engine.tf32), eval_mode(net), ExitStack() as stack:
+        check_scorable(net, images)
+        stack.callback(set_masks, net, current)
+        with torch.inference_mode():
+            example = next(images.batches(2, dtype=dtype_of(net)))[0]
+            example = example if len(example) == 2 else example.repeat(2, 1, 1, 1)
+            limit = default_memory(example.device) if engine.memory is None else engine.memory
+            # Ranks plan alike, whatever memory each of them has.
+            limit = int(from_first(torch.tensor(min(limit, 2**62))))
+            number = len(removals) if expected is None else expected
+            request = Request(
+                net, current, removals, number, len(images), example, engine.batch_size, limit
+            )
+            plan = make_plan(request, engine.name)
+        if plan.engine.name == "stacked":
+            stack.enter_context(kept_memory())
+        yield plan
 
 
-def check_scorable(net: nn.Module, data: Any) -> ImageData:
-    """The data in memory; an error if this net cannot be scored on it."""
-    images = as_data(data)
+def check_scorable(net: nn.Module, images: ImageData) -> None:
+    """An error if this net cannot be scored on these images."""
     if not len(images):
         raise ValueError("there are no images to score on")
-    mask_modules(net)  # a net without masks is told so first
+    mask_modules(net)  # the first error of a net without masks
     check_classes(net, images, "the net")
-    return images
 
 
 def check_removals(

@@ -1,6 +1,6 @@
 """sequential: the paper's loop, one hypothesis after the other through the net itself.
 
-The yardstick for the other engines, and the engine for nets that cannot be traced.
+The reference for the other engines, and the engine for nets that cannot be traced.
 """
 
 from __future__ import annotations
@@ -33,4 +33,4 @@ class Sequential:
         nothing = {-1: torch.empty(0, dtype=torch.int64)} if base else {}
         for number, ids in {**nothing, **removals}.items():
             set_masks(self.net, self.masks.without(ids))
-            yield [number], self.net(x).unsqueeze(0)
+            yield [number], self.net(x.clone()).unsqueeze(0)  # the net may write into its input

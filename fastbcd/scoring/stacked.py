@@ -19,27 +19,25 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from fastbcd.masking.masks import MaskSet, mask_modules
-from fastbcd.scoring.program import (
-    Activation,
-    Call,
-    NotTraceable,
-    Program,
-    make_program,
-)
+from fastbcd.masking.masks import MaskSet
+from fastbcd.runtime.limits import cache_bytes
+from fastbcd.scoring.engine import Request, difference_from_net
+from fastbcd.scoring.program import Activation, Call, NotTraceable, Program
+
+BATCH = 32  # images at a time, unless memory or the user says otherwise
 
 
-class Lanes:
+class LaneGroup:
     """Hypotheses that run together, in the order of the first site that each changes.
 
     first[k]: the site where hypothesis k leaves the base, or the number of sites if never.
     """
 
     def __init__(self, program: Program, first: list[int], numbers: list[int]) -> None:
-        sites = sum(isinstance(s, Activation) for s in program.steps)
+        sites = len(program.activations)
         # A hypothesis that removes nothing has no lane: its logits are the base's.
         moving = sorted((f, k) for f, k in zip(first, numbers, strict=True) if f < sites)
         self.numbers = [k for _, k in moving]
@@ -59,19 +57,20 @@ class Lanes:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def masks(self, masks: MaskSet, removals: list[Tensor], program: Program) -> dict[int, Tensor]:
+    def masks(
+        self, masks: MaskSet, removals: dict[int, Tensor], program: Program
+    ) -> dict[int, Tensor]:
         """[lanes, *shape] uint8 by site: the base's bits less what each lane removes."""
         found = {}
-        for step in program.steps:
-            if isinstance(step, Activation):
-                site = masks.sites[step.site]
-                bits = masks.bits[site.start : site.start + site.numel].to(torch.uint8)
-                lanes = bits.repeat(self.count[step.node], 1)
-                for lane, k in zip(lanes, self.numbers, strict=False):
-                    ids = removals[k] - site.start
-                    lane[ids[(ids >= 0) & (ids < site.numel)]] = 0
-                device = step.module.mask.device
-                found[step.site] = channels_last(lanes.view(-1, *site.shape).to(device))
+        for step in program.activations:
+            site = masks.sites[step.site]
+            bits = masks.bits[site.start : site.start + site.numel].to(torch.uint8)
+            lanes = bits.repeat(self.count[step.node], 1)
+            for lane, k in zip(lanes, self.numbers, strict=False):
+                ids = removals[k] - site.start
+                lane[ids[(ids >= 0) & (ids < site.numel)]] = 0
+            device = step.module.mask.device
+            found[step.site] = channels_last(lanes.view(-1, *site.shape).to(device))
         return found
 
 
@@ -89,32 +88,28 @@ class Stacked:
     name = "stacked"
     memory_format = torch.channels_last
 
-    def __init__(self, net: nn.Module, masks: MaskSet, images: Tensor) -> None:
-        """images: two of those to come, [2, ...], to check the program against the net."""
-        modules = mask_modules(net)
-        self.masks = masks
-        self.program = make_program(net, modules, images[:1])
+    def __init__(self, program: Program, masks: MaskSet) -> None:
+        self.program, self.masks = program, masks
+        bits = dict(enumerate(masks.split()))
         self.base_masks = [
-            channels_last(m.mask.unsqueeze(0)).to(torch.uint8) for m in modules.values()
+            channels_last(bits[s.site].unsqueeze(0).to(s.module.mask.device, torch.uint8))
+            for s in sorted(program.activations, key=lambda s: s.site)
         ]
         self.buffers: dict[fx.Node, Tensor] = {}
-        _let_malloc_keep_memory()
-        self.check(net, images)
 
-    def prepare(self, removals: dict[int, Tensor], lanes: int) -> list[tuple[Lanes, dict]]:
+    def prepare(self, removals: dict[int, Tensor], lanes: int) -> list[tuple[LaneGroup, dict]]:
         """Hypotheses by number, cut into groups of at most `lanes` that begin near each other."""
         order = sorted(removals, key=lambda k: first_change(self.masks, removals[k]))
         groups = []
         for i in range(0, len(order), lanes):
             numbers = order[i : i + lanes]
             first = [first_change(self.masks, removals[k]) for k in numbers]
-            group = Lanes(self.program, first, numbers)
-            masks = group.masks(self.masks, removals, self.program)  # type: ignore[arg-type]
-            groups.append((group, masks))
+            group = LaneGroup(self.program, first, numbers)
+            groups.append((group, group.masks(self.masks, removals, self.program)))
         return groups
 
     def logits(
-        self, x: Tensor, groups: list[tuple[Lanes, dict]], base: bool
+        self, x: Tensor, groups: list[tuple[LaneGroup, dict]], base: bool
     ) -> Iterator[tuple[list[int], Tensor]]:
         """(numbers, logits [n, B, classes]) of every hypothesis, and of the base as number -1."""
         reads: set[fx.Node] = set().union(*(lanes.reads for lanes, _ in groups))
@@ -138,7 +133,7 @@ class Stacked:
                 break
             missing.discard(step.node)
             if isinstance(step, Call):
-                values[step.node] = step.run(*fill(step.args, values), **fill(step.kwargs, values))
+                values[step.node] = step(values)
             else:
                 source = values[step.x].unsqueeze(0)
                 residual = None if step.residual is None else values[step.residual].unsqueeze(0)
@@ -151,7 +146,9 @@ class Stacked:
                     del values[node]  # its memory serves the next step
         return values
 
-    def run_lanes(self, base: dict[fx.Node, Any], lanes: Lanes, masks: dict[int, Tensor]) -> Tensor:
+    def run_lanes(
+        self, base: dict[fx.Node, Any], lanes: LaneGroup, masks: dict[int, Tensor]
+    ) -> Tensor:
         """The logits of the lanes, [lanes, B, classes], given the base's values."""
         program, count = self.program, lanes.count
         values: dict[fx.Node, Any] = {}
@@ -169,7 +166,7 @@ class Stacked:
                     else extend(values.get(i), base.get(i), count[i], n)
                     for i in step.inputs
                 }  # fmt: skip
-                values[step.node] = step.run(*fill(step.args, full), **fill(step.kwargs, full))
+                values[step.node] = step(full)
             for node in step.inputs:
                 left[node] -= 1
                 if not left[node]:
@@ -183,7 +180,7 @@ class Stacked:
         step: Activation,
         base: dict[fx.Node, Any],
         values: dict[fx.Node, Any],
-        lanes: Lanes,
+        lanes: LaneGroup,
         masks: Tensor,
     ) -> Tensor:
         """One site for all lanes: those that run already, then those that begin here."""
@@ -214,43 +211,18 @@ class Stacked:
             self.buffers[node] = held
         return held[:items]
 
-    def check(self, net: nn.Module, images: Tensor) -> None:
-        """Two images through the net, through the program, and through lanes that change nothing.
-
-        A net that mixes the images of a batch, or writes into views, would show here.
-        """
-        truth = net(images)
-        sites = len(self.masks.sites)
-        lanes = Lanes(self.program, [0, sites // 2], [0, 1])
-        masks = lanes.masks(self.masks, [torch.empty(0, dtype=torch.int64)] * 2, self.program)
-        found = [v for _, v in self.logits(images, [(lanes, masks)], base=True)]
-        single = torch.cat([net(image) for image in images.split(1)])
-        scale = truth.abs().max().clamp(min=1e-6)
-        for logits in (single, *found[0], *found[1]):
-            if logits.shape != truth.shape:
-                raise NotTraceable(f"as a program it gives {tuple(logits.shape)} logits")
-            if ((logits - truth).abs() > 1e-3 * scale).any():
-                raise NotTraceable("its logits for an image depend on the rest of the batch")
-
-
-def _let_malloc_keep_memory() -> None:
-    """Values of a pass are freed and asked for again, thousands of times.
-
-    glibc gives freed memory back to the system beyond twice the largest block that it has seen
-    mapped and freed, at most 32 MiB; the page faults then cost a third of a ResNet-20's pass.
-    A block that large, never touched, raises the bound for good.
-    """
-    torch.empty(2**25 - 2**16, dtype=torch.uint8)
+    def check(self, request: Request) -> None:
+        """Refuse a net whose hypotheses affect each other when they share a batch."""
+        if not difference_from_net(self, request, lanes=2) <= 1e-3:
+            raise NotTraceable(
+                "as a program it gives other logits than as a module; they may depend on the rest "
+                "of the batch"
+            )
 
 
 def channels_last(t: Tensor) -> Tensor:
     """[N, C, H, W] with C innermost; other shapes as they are."""
     return t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
-
-
-def fill(arguments: Any, values: dict[fx.Node, Any]) -> Any:
-    """The arguments of a step, with values in place of nodes."""
-    return fx.node.map_arg(arguments, lambda n: values[n])
 
 
 def extend(value: Any, base: Any, have: int, want: int) -> Any:
@@ -265,3 +237,52 @@ def extend(value: Any, base: Any, have: int, want: int) -> Any:
 
     missing = tree_map(repeat, base)
     return missing if have == 0 else tree_map(lambda v, b: torch.cat([v, b]), value, missing)
+
+
+# ------------------------------------------------------------------------- costs and portions
+
+
+def stacked_multiply_adds(request: Request, program: Program) -> int:
+    """Of the base and all hypotheses, each from its first changed site on, over all images."""
+    begins = [first_change(request.masks, ids) for ids in request.removals]
+    lanes = LaneGroup(program, begins, list(range(len(begins))))
+    of_lanes = sum(program.multiply_adds[node] * n for node, n in lanes.count.items())
+    of_all = of_lanes * request.hypotheses // max(len(begins), 1)
+    return (sum(program.multiply_adds.values()) + of_all) * request.images
+
+
+def peak_bytes(program: Program) -> int:
+    """Bytes for one image at the worst step, and of the buffers that are held for all steps."""
+    left = dict(program.uses)
+    sizes, sites = program.bytes_per_image, program.activations
+    held = sum(sizes[s.node] for s in sites if s.x not in program.fresh)
+    # Where lanes begin, an activation cannot be in place: the largest such, to be safe.
+    held += max((sizes[s.node] for s in sites if s.x in program.fresh), default=0)
+    alive = sizes.get(program.placeholder, 0)
+    worst = alive
+    for step in program.steps:
+        reused = step.x if isinstance(step, Activation) and step.x in program.fresh else None
+        alive += 0 if reused else sizes.get(step.node, 0)
+        worst = max(worst, alive)
+        for node in step.inputs:
+            left[node] -= 1
+            if not left[node] and node not in program.constants:
+                alive -= 0 if node is reused else sizes.get(node, 0)
+    return worst + held
+
+
+def portions(request: Request, per_image: int, largest: int) -> tuple[int, int]:
+    """(images, hypotheses) at a time.
+
+    per_image: bytes of all values alive at once, largest: bytes of the largest single value.
+    """
+    together = request.memory // max(per_image, 1)
+    if request.example.device.type == "cpu":
+        # A value written by one step should still be in the cache when the next one reads it,
+        # and fresh memory beyond it costs more in page faults than the convolution; but a
+        # convolution of fewer images than a batch is not efficient.
+        together = min(together, max(BATCH, cache_bytes() // (8 * largest)))
+    together = max(together, 1)
+    batch = request.batch_size or min(BATCH, together)
+    lanes = max(1, min(max(request.hypotheses, 1), together // batch))
+    return min(batch, max(request.images, 1)), lanes

@@ -11,9 +11,8 @@ from fastbcd import (
     masks,
     set_masks,
 )
-from fastbcd.masking.masks import mask_modules
 from fastbcd.scoring.collapsed.affine_net import AffineNet
-from fastbcd.scoring.collapsed.build import Builder
+from fastbcd.scoring.collapsed.build import FormBuilder
 from fastbcd.scoring.collapsed.engine import Collapsed
 from fastbcd.scoring.program import make_program
 from helpers.nets import randomize
@@ -67,7 +66,7 @@ def engine_of(net, x, with_image=False) -> Collapsed:
     now = masks(net).copy()
     with torch.inference_mode():
         x = x.contiguous(memory_format=torch.channels_last)
-        builder = Builder(AffineNet(make_program(net, mask_modules(net), x[:1])), now, x[:2])
+        builder = FormBuilder(AffineNet(make_program(net, x[:1])), now, x[:2])
         return Collapsed(builder.build(with_image), builder)
 
 

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import fastbcd
 from fastbcd import Engine, ImageData, score
 from fastbcd.scoring import plan
-from fastbcd.scoring.portions import peak_bytes, portions
-from fastbcd.scoring.stacked import Stacked, first_change
+from fastbcd.scoring.engine import Request
+from fastbcd.scoring.program import make_program
+from fastbcd.scoring.stacked import Stacked, first_change, peak_bytes, portions
 from helpers.nets import TRACEABLE, Block, images, make, randomize, thinned
 
 
@@ -96,7 +97,7 @@ def test_prefix_is_shared_until_the_first_change() -> None:
     masks = fastbcd.masks(net)
     calls: list[int] = []
     with torch.inference_mode():
-        engine = Stacked(net, masks, x[:2])
+        engine = Stacked(make_program(net, x[:1]), masks.copy())
     late = {k: torch.tensor([masks.sites[-1].start + k]) for k in range(3)}
     early = {k: torch.tensor([k]) for k in range(3)}
     conv = F.conv2d
@@ -113,7 +114,7 @@ def test_prefix_is_shared_until_the_first_change() -> None:
 def test_batch_norm_and_residual_are_fused() -> None:
     net = make("resnet")
     with torch.inference_mode():
-        engine = Stacked(net, fastbcd.masks(net), images(2)[0])
+        engine = Stacked(make_program(net, images(1)[0]), fastbcd.masks(net).copy())
     names = [str(s.node.target) for s in engine.program.steps]
     assert not any("bn" in n for n in names if not n.endswith("bn2")), names
     fused = [s for s in engine.program.steps if hasattr(s, "site")]
@@ -167,7 +168,7 @@ def test_kinds_of_data_give_the_same_scores() -> None:
 
 
 def test_untraceable_nets_score_sequentially_and_say_so_once(monkeypatch) -> None:
-    monkeypatch.setattr(plan, "_said", set())
+    monkeypatch.setattr(plan, "_warned", set())
     net, (x, labels) = make("untraceable"), images(7)
     removals = hypotheses(net, 3, 4)
     rows = naive(net, removals, x, labels)
@@ -213,19 +214,25 @@ def test_explain_prints_the_plan(capsys) -> None:
 
 
 def test_portions_follow_cache_and_memory() -> None:
-    cpu = torch.device("cpu")
-    batch, lanes = portions(2**20, 2**18, 50, cpu, None, None)
+    net = make("mlp")
+
+    def cut(per_image, largest, hypotheses, batch_size, memory):
+        masks, x = fastbcd.masks(net), images(2)[0]
+        request = Request(net, masks, [], hypotheses, 1000, x, batch_size, memory)
+        return portions(request, per_image, largest)
+
+    batch, lanes = cut(2**20, 2**18, 50, None, 2**40)
     assert batch * lanes >= 1
-    small = portions(2**20, 2**18, 50, cpu, None, 2**22)
+    small = cut(2**20, 2**18, 50, None, 2**22)
     assert small[0] * small[1] <= 4
-    assert portions(2**20, 2**18, 50, cpu, 16, 2**22) == (16, 1)
-    assert portions(10, 10, 3, cpu, 4, None) == (4, 3)
+    assert cut(2**20, 2**18, 50, 16, 2**22) == (16, 1)
+    assert cut(10, 10, 3, 4, 2**40) == (4, 3)
 
 
 def test_peak_bytes_counts_what_is_alive() -> None:
     net = make("mlp")
     with torch.inference_mode():
-        engine = Stacked(net, fastbcd.masks(net), images(2)[0])
+        engine = Stacked(make_program(net, images(1)[0]), fastbcd.masks(net).copy())
     # The image (192 floats, flattened as a view), the widest layer (30) and its buffer.
     assert 4 * (192 + 30) <= peak_bytes(engine.program) <= 4 * (2 * 192 + 30 + 30)
 

@@ -1,7 +1,7 @@
-"""The affine net: what is left of a net when every masked ReLU becomes the identity.
+"""The affine net: the net with every masked ReLU replaced by the identity.
 
-It runs on images, with its constants, and on impulses, from a site onward and without them. Both
-give what stands at its taps: at every site, before the activation, and at the logits.
+It runs on images, with its constants, and on impulses, from a site onward and without constants.
+Both give the values at every site, before the activation, and the logits.
 """
 
 from __future__ import annotations
@@ -13,38 +13,40 @@ import torch
 from torch import Tensor, fx
 
 from fastbcd.scoring.collapsed.linear_rules import Context, Run, linear_part
-from fastbcd.scoring.collapsed.patches import Patch, Value
-from fastbcd.scoring.folding import Convolution
-from fastbcd.scoring.program import Activation, Call, Program
+from fastbcd.scoring.collapsed.patches import Value, stored
+from fastbcd.scoring.program import Activation, Call, Convolution, Program
 
 IMAGE = -1  # the source of impulses in the image itself; sites count from 0
 
 
 class AffineNet:
-    """A program as an affine map with taps; `NotAffine` if it is none."""
+    """A program as an affine map; `NotAffine` says why there is none."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.varies = {program.placeholder}  # tensors that depend on the image
+        context = Context(program, {program.placeholder})
         self.linear: dict[fx.Node, Run] = {}
         self.cost: dict[fx.Node, int] = {}  # multiply-adds for one number of the result
-        context = Context(program, self.varies)
         for step in program.steps:
-            if step.node in program.shapes and self.varies & set(step.inputs):
-                self.varies.add(step.node)
+            if context.depends_on_image(step):
                 self.linear[step.node] = linear_part(step, context)
+                context.varies.add(step.node)
                 if isinstance(step, Call) and isinstance(step.run, Convolution):
                     self.cost[step.node] = step.run.weight[0].numel()
         self.starts = {IMAGE: program.placeholder}
-        self.starts |= {s.site: s.node for s in program.steps if isinstance(s, Activation)}
+        self.starts |= {s.site: s.node for s in program.activations}
         self.off = {  # no bit is set: the activation is the identity
             s.node: torch.zeros_like(s.module.mask, dtype=torch.uint8).unsqueeze(0)
-            for s in program.steps
-            if isinstance(s, Activation)
+            for s in program.activations
         }
 
-    def taps(self, x: Tensor) -> Iterator[tuple[fx.Node, Tensor]]:
-        """Images [B, ...] through the affine net: (node, value [B, ...]) at each tap."""
+    def run(
+        self, x: Tensor, added: dict[fx.Node, tuple[Any, Tensor]] | None = None
+    ) -> Iterator[tuple[fx.Node, Tensor]]:
+        """Images [B, ...] through the affine net: (node, value [B, ...]) at sites and logits.
+
+        added: (indices, numbers) that are added to the results of activations.
+        """
         program = self.program
         values: dict[fx.Node, Any] = {**program.constants, program.placeholder: x}
         left = dict(program.uses)
@@ -53,11 +55,13 @@ class AffineNet:
                 y = values[step.x].unsqueeze(0)
                 residual = None if step.residual is None else values[step.residual].unsqueeze(0)
                 out = y if step.x in program.fresh else None
-                values[step.node] = step.run(y, self.off[step.node], residual, out).squeeze(0)
-                yield step.node, values[step.node]
+                value = step.run(y, self.off[step.node], residual, out).squeeze(0)
+                yield step.node, value
+                if added is not None and step.node in added:
+                    value = value.index_put(*added[step.node], accumulate=True)
+                values[step.node] = value
             else:
-                args, kwargs = fx.node.map_arg((step.args, step.kwargs), values.__getitem__)
-                values[step.node] = step.run(*args, **kwargs)
+                values[step.node] = step(values)
             for node in step.inputs:
                 left[node] -= 1
                 if not left[node] and node not in program.constants:
@@ -69,42 +73,24 @@ class AffineNet:
         seen = {self.starts[source]}
         found = []
         for step in self.program.steps:
-            if step.node in self.varies and seen & set(step.inputs):
+            if step.node in self.linear and seen & set(step.inputs):
                 seen.add(step.node)
                 found.append(step)
         return found
 
-    def push(self, source: int, impulses: Value, steps: list[Activation | Call]) -> Pushed:
-        """Impulses [n, ...] added to what a source gives, through the steps that they reach."""
-        return Pushed(self, source, impulses, steps)
-
-
-class Pushed:
-    """Iterate: (node, value) at each tap; then `multiply_adds` tells what it took."""
-
-    def __init__(
-        self, net: AffineNet, source: int, impulses: Value, steps: list[Activation | Call]
-    ) -> None:
-        self.net, self.source, self.impulses, self.steps = net, source, impulses, steps
-        self.multiply_adds = 0
-
-    def __iter__(self) -> Iterator[tuple[fx.Node, Value]]:
-        net, output = self.net, self.net.program.output
-        start = net.starts[self.source]
-        some = self.impulses.value if isinstance(self.impulses, Patch) else self.impulses
-        n = some.shape[0]
-        values: dict[fx.Node, Any] = {start: self.impulses}
-        last = {node: step.node for step in self.steps for node in step.inputs}
+    def push(
+        self, source: int, impulses: Value, steps: list[Activation | Call]
+    ) -> Iterator[tuple[fx.Node, Value]]:
+        """Impulses [n, ...] added to what a source gives: (node, value) after each step."""
+        start, output = self.starts[source], self.program.output
+        values: dict[fx.Node, Any] = {start: impulses}
+        n = len(stored(impulses))
+        last = {node: step.node for step in steps for node in step.inputs}
         if start is output:
-            yield start, self.impulses
-        for step in self.steps:
-            value = net.linear[step.node](values, n)
-            values[step.node] = value
-            if step.node in net.cost:
-                result = value.value if isinstance(value, Patch) else value
-                self.multiply_adds += net.cost[step.node] * result.numel()
-            if isinstance(step, Activation) or step.node is output:
-                yield step.node, value
+            yield start, impulses
+        for step in steps:
+            values[step.node] = self.linear[step.node](values, n)
+            yield step.node, values[step.node]
             for node in step.inputs:
                 if last[node] is step.node:
                     values.pop(node, None)

@@ -1,7 +1,7 @@
 """Building a collapsed form: unit impulses through the affine net.
 
-The impulses of a site start at that site and run in batches of neighbours; what they have not
-reached yet is neither stored nor convolved (patches.py). Ranks share out the batches.
+The impulses of a site start at that site and run in batches of neighbours; positions that they
+have not reached yet are neither stored nor convolved (patches.py). Ranks share out the batches.
 """
 
 from __future__ import annotations
@@ -17,135 +17,149 @@ from fastbcd.masking.masks import MaskSet
 from fastbcd.runtime.ranks import all_sum, rank, world
 from fastbcd.scoring.collapsed.affine_net import IMAGE, AffineNet
 from fastbcd.scoring.collapsed.form import Block, Form
-from fastbcd.scoring.collapsed.patches import whole
-from fastbcd.scoring.collapsed.tiles import Group, Units
-from fastbcd.scoring.program import Activation
+from fastbcd.scoring.collapsed.patches import stored, whole
+from fastbcd.scoring.collapsed.tiles import LARGE, ImpulseBatch, Positions
+from fastbcd.scoring.stacked import peak_bytes
+
+PIECE = 32  # images at a time through the affine net
 
 
-class Builder:
-    """What is known before any impulse runs: the units, and which sites see which."""
+class FormBuilder:
+    """What is known before any impulse runs: the kept positions, and which sites affect which."""
 
     def __init__(self, net: AffineNet, masks: MaskSet, like: Tensor) -> None:
         """like: a tensor of the dtype and on the device of the values."""
         self.net, self.like = net, like
         program = net.program
-        self.units = [Units(s.shape, b.flatten().nonzero().flatten())
-                      for s, b in zip(masks.sites, masks.split(), strict=True)]  # fmt: skip
+        kept = [bits.flatten().nonzero().flatten() for bits in masks.split()]
+        self.positions = {
+            s: Positions(site.shape, where)
+            for s, (site, where) in enumerate(zip(masks.sites, kept, strict=True))
+        }
         shape = program.shapes[program.placeholder][1:]
-        self.image = Units(shape, torch.arange(like[0].numel()))
+        self.positions[IMAGE] = Positions(shape, torch.arange(like[0].numel()))
         self.classes = program.shapes[program.output][-1]
-        self.site_of = {s.node: s.site for s in program.steps if isinstance(s, Activation)}
-        kept = zip(masks.sites, masks.split(), self.units, strict=True)
+        self.site_of = {s.node: s.site for s in program.activations}
         self.ids = torch.cat(
-            [s.start + b.flatten().nonzero().flatten()[u.order] for s, b, u in kept]
-        )
-        counts = [u.count for u in self.units]
-        self.bounds = [sum(counts[:s]) for s in range(len(counts) + 1)]
-        self.steps = {r: net.reached(r) for r in [IMAGE, *range(len(counts))]}
+            [site.start + where[self.positions[s].order]
+             for s, (site, where) in enumerate(zip(masks.sites, kept, strict=True))]
+        )  # fmt: skip
+        self.counts = [len(where) for where in kept]
+        self.bounds = [sum(self.counts[:s]) for s in range(len(kept) + 1)]
+        self.steps = {source: net.reached(source) for source in self.positions}
         # sources[s]: the sites whose kinks act on site s
-        seen = {r: {step.node for step in steps} for r, steps in self.steps.items()}
-        nodes = {site: node for node, site in self.site_of.items()}
+        reached = {r: {step.node for step in steps} for r, steps in self.steps.items()}
         self.sources = [
-            [r for r in range(len(counts)) if counts[r] and nodes[s] in seen[r]]
-            if counts[s] else [] for s in range(len(counts))
+            [r for r, n in enumerate(self.counts) if n and net.starts[s] in reached[r]]
+            if self.counts[s] else [] for s in range(len(kept))
         ]  # fmt: skip
+
+    # ------------------------------------------------------------------------------- sizes
 
     def pairs(self) -> int:
         """How many numbers H and G have."""
-        between = sum(
-            self.units[s].count * sum(self.units[r].count for r in sources)
-            for s, sources in enumerate(self.sources)
-        )
-        return between + len(self.ids) * self.classes
+        return sum(map(self._site_numbers, range(len(self.counts)))) + len(self.ids) * self.classes
+
+    def _site_numbers(self, s: int) -> int:
+        return self.counts[s] * sum(self.counts[r] for r in self.sources[s])
 
     def image_numbers(self) -> int:
         """How many numbers U and W have."""
-        return self.image.count * (len(self.ids) + self.classes)
+        return self.positions[IMAGE].count * (len(self.ids) + self.classes)
+
+    def build_bytes(self) -> int:
+        """What `build` takes beside the form: a batch of impulses, and one site's rows twice."""
+        largest = max(map(self._site_numbers, range(len(self.counts))), default=0)
+        return LARGE * peak_bytes(self.net.program) + largest * self.like.element_size()
 
     def impulse_cost(self, source: int) -> int:
-        """Multiply-adds of one impulse at a source: those of a unit in the middle, on paper."""
-        units = self.image if source == IMAGE else self.units[source]
-        if not units.count:
+        """Predicted multiply-adds of one impulse at a source, from one in the middle."""
+        positions = self.positions[source]
+        if not positions.count:
             return 0
-        groups = list(units.groups())
-        middle = groups[len(groups) // 2]
-        one = Group(middle.start, middle.start + 1, middle.box)
+        batches = list(positions.batches())
+        middle = batches[len(batches) // 2]
+        one = ImpulseBatch(middle.start, middle.start + 1, middle.box)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            pushed = self.net.push(source, units.impulses(one, self.like), self.steps[source])
-            for _ in pushed:
-                pass
-        return pushed.multiply_adds
+            impulse = positions.impulses(one, self.like)
+            return sum(
+                self.net.cost[node] * stored(value).numel()
+                for node, value in self.net.push(source, impulse, self.steps[source])
+                if node in self.net.cost
+            )
 
-    def cost(self) -> int:
-        """Predicted multiply-adds of H and G."""
-        return sum(u.count * self.impulse_cost(r) for r, u in enumerate(self.units))
+    # ------------------------------------------------------------------------------- build
 
     def build(self, with_image: bool) -> Form:
         """Push all impulses; U and W too if `with_image`."""
-        counts = [u.count for u in self.units]
+        counts, new = self.counts, self.like.new_zeros
         rows = [{r: sum(counts[q] for q in sources if q < r) for r in sources}
                 for sources in self.sources]  # fmt: skip
-        heights = [sum(counts[r] for r in sources) for sources in self.sources]
-        between = [self.like.new_zeros(h, n) for h, n in zip(heights, counts, strict=True)]
-        out = self.like.new_zeros(len(self.ids), self.classes)
-        image = self.like.new_zeros(self.image.count, len(self.ids)) if with_image else None
-        image_out = self.like.new_zeros(self.image.count, self.classes) if with_image else None
-        for source, group in self.batches(with_image):
-            units = self.image if source == IMAGE else self.units[source]
-            span = slice(group.start, group.stop)
-            impulses = units.impulses(group, self.like)
+        between = [new(sum(counts[r] for r in sources), n)
+                   for sources, n in zip(self.sources, counts, strict=True)]  # fmt: skip
+        out = new(len(self.ids), self.classes)
+        pixels = self.positions[IMAGE].place
+        image = new(len(pixels), len(self.ids)) if with_image else None
+        image_out = new(len(pixels), self.classes) if with_image else None
+        for source, batch in self.batches(with_image):
+            impulses = self.positions[source].impulses(batch, self.like)
+            span = torch.arange(batch.start, batch.stop)
+            if source == IMAGE:  # in the order of the images' memory, channels last
+                span = pixels[span]
             for node, value in self.net.push(source, impulses, self.steps[source]):
                 if node is self.net.program.output:
-                    shift = 0 if source == IMAGE else self.bounds[source]
-                    target = image_out if source == IMAGE else out
+                    target = image_out if source == IMAGE else out[self.bounds[source] :]
                     assert target is not None
-                    target[shift + span.start : shift + span.stop] = whole(value)
-                if node not in self.site_of or not counts[self.site_of[node]]:
+                    target[span.to(target.device)] = whole(value)
+                s = self.site_of.get(node)
+                if s is None or not counts[s]:
                     continue
-                s = self.site_of[node]
-                which, found = self.units[s].gather(value)
                 if source == IMAGE:
                     assert image is not None
-                    target = image[span, self.bounds[s] : self.bounds[s + 1]]
+                    target = image[:, self.bounds[s] : self.bounds[s + 1]]
                 else:
-                    shift = rows[s][source]
-                    target = between[s][shift + span.start : shift + span.stop]
+                    target = between[s][rows[s][source] :]
+                which, found = self.positions[s].gather(value)
+                place = span.to(target.device)
                 if which is None:
-                    target.copy_(found)
+                    target[place] = found
                 else:
-                    target.index_copy_(1, which.to(target.device), found)
-        between = [all_sum(b) for b in between]
-        blocks = [self.nonzero(b, s) for s, b in enumerate(between)]
-        constant, constant_out = self.at_taps(torch.zeros_like(self.like[:1]))
-        if image is not None:
-            # From tile order to that of the images' memory, channels last.
-            back = torch.argsort(self.image.place).to(image.device)
-            image, image_out = all_sum(image)[back], all_sum(image_out)[back]  # type: ignore[arg-type]
+                    target[place[:, None], which.to(target.device)] = found
+        blocks = []
+        for s in range(len(counts)):  # one at a time: the rows may be copied
+            blocks.append(self.nonzero(all_sum(between[s]), s))
+            between[s] = out
+        constant, constant_out = self.affine_part(torch.zeros_like(self.like[:1]))
+        if image is not None and image_out is not None:
+            image, image_out = all_sum(image), all_sum(image_out)
         return Form(
             self.ids, self.bounds, blocks, all_sum(out), constant[0], constant_out[0], image,
             image_out,
         )  # fmt: skip
 
-    def batches(self, with_image: bool) -> Iterator[tuple[int, Group]]:
-        """(source, group) of this rank, with a bar once it takes more than a moment."""
-        sources = {IMAGE: self.image} if with_image else {}
-        sources |= dict(enumerate(self.units))
-        every = [(r, group) for r, units in sources.items() for group in units.groups()]
+    def batches(self, with_image: bool) -> Iterator[tuple[int, ImpulseBatch]]:
+        """(source, batch) of this rank; a progress bar is shown if it takes some seconds."""
+        every = [
+            (source, batch)
+            for source, positions in self.positions.items()
+            if with_image or source != IMAGE
+            for batch in positions.batches()
+        ]
         mine = every[rank() :: world()]
-        total = sum(g.stop - g.start for _, g in mine)
+        total = sum(b.stop - b.start for _, b in mine)
         hidden = True if rank() else None  # None: shown on a terminal
         with tqdm(total=total, desc="collapsing", unit=" impulses", delay=2.0, leave=False,
                   disable=hidden) as bar:  # fmt: skip
-            for source, group in mine:
-                yield source, group
-                bar.update(group.stop - group.start)
+            for source, batch in mine:
+                yield source, batch
+                bar.update(batch.stop - batch.start)
 
     def nonzero(self, matrix: Tensor, s: int) -> list[Block]:
         """H's rows for site s as blocks of consecutive kinks, without sites that add nothing."""
         found: list[Block] = []
         row = 0
         for r in self.sources[s]:
-            stop = row + self.units[r].count
+            stop = row + self.counts[r]
             if matrix[row:stop].count_nonzero():
                 start = self.bounds[r]
                 if found and found[-1].stop == start:
@@ -156,14 +170,14 @@ class Builder:
         whole_matrix = sum(b.stop - b.start for b in found) == len(matrix)
         return found if whole_matrix else [b._replace(matrix=b.matrix.clone()) for b in found]
 
-    def at_taps(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def affine_part(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Images [B, ...] through the affine net: z at the kept ReLUs [B, R], logits."""
         z = x.new_empty(len(x), len(self.ids))
         logits = x
-        for node, value in self.net.taps(x):
-            if node in self.site_of and self.units[self.site_of[node]].count:
-                s = self.site_of[node]
-                z[:, self.bounds[s] : self.bounds[s + 1]] = self.units[s].gather(value)[1]
+        for node, value in self.net.run(x):
+            s = self.site_of.get(node)
+            if s is not None and self.counts[s]:
+                z[:, self.bounds[s] : self.bounds[s + 1]] = self.positions[s].gather(value)[1]
             if node is self.net.program.output:
                 logits = value
         return z, logits

@@ -7,8 +7,8 @@ relu(z) = z + relu(-z), so a kept ReLU adds its kink c = relu(-z) to the identit
     c_s    = m_s · relu(-z_s)
 
 U, u, W, w belong to the affine net, in which every activation is the identity; H and G are the
-responses of the affine net to unit impulses at the kept ReLUs. None of them depends on which
-ReLUs a hypothesis removes: that only zeroes entries of c.
+responses of the affine net to unit impulses at the kept ReLUs. They do not depend on which ReLUs
+a hypothesis removes: a removal only sets entries of c to zero.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Form:
     constant_out: Tensor  # w [classes]
     image: Tensor | None  # U [P, R], P numbers in an image; None: run the affine net instead
     image_out: Tensor | None  # W [P, classes]
-    known: Affine = field(default_factory=lambda: Affine())
+    affine: AffineCache = field(default_factory=lambda: AffineCache())
 
     @property
     def kinks(self) -> int:
@@ -55,38 +55,35 @@ class Form:
 
     def holds(self, masks: MaskSet) -> bool:
         """Are all kept ReLUs among the kinks?"""
-        kept = int(masks.bits[self.ids].sum())
-        return kept == masks.count()
+        return int(masks.bits[self.ids].sum()) == masks.count()
 
-    def restricted(self, masks: MaskSet) -> Form:
-        """The form of the same net with fewer ReLUs: some rows and columns are gone."""
+    def restrict(self, masks: MaskSet) -> None:
+        """Become the form of the same net with fewer ReLUs, site by site to save memory."""
         keep = masks.bits[self.ids].nonzero().flatten()
         if len(keep) == self.kinks:
-            return self
+            return
         place = keep.to(self.out.device)
-        # How many kept kinks stand before each old one.
+        # How many kept kinks come before each old one.
         before = torch.zeros(self.kinks + 1, dtype=torch.int64)
         before[1:] = masks.bits[self.ids].cumsum(0)
         bounds = before[self.bounds].tolist()
-        blocks: list[list[Block]] = []
         for s, site in enumerate(self.blocks):
             columns = place[bounds[s] : bounds[s + 1]] - self.bounds[s]
-            blocks.append([])
+            self.blocks[s] = []
             for block in site:
                 start, stop = int(before[block.start]), int(before[block.stop])
                 if start < stop and len(columns):
                     rows = place[start:stop] - block.start
                     matrix = block.matrix.index_select(0, rows).index_select(1, columns)
-                    blocks[-1].append(Block(start, stop, matrix))
-        return Form(
-            self.ids[keep], bounds, blocks, self.out[place], self.constant[place],
-            self.constant_out, None if self.image is None else self.image[:, place],
-            self.image_out, self.known.restricted(place),
-        )  # fmt: skip
+                    self.blocks[s].append(Block(start, stop, matrix))
+        self.ids, self.bounds = self.ids[keep], bounds
+        self.out, self.constant = self.out[place], self.constant[place]
+        self.image = None if self.image is None else self.image[:, place]
+        self.affine.restrict(place)
 
 
 def find(ids: Tensor, wanted: Tensor) -> Tensor:
-    """Where each of `wanted` stands in `ids`, which has no repeats.
+    """The place of each of `wanted` in `ids`, which has no repeats.
 
     >>> find(torch.tensor([7, 3, 5]), torch.tensor([5, 7]))
     tensor([2, 0])
@@ -95,27 +92,33 @@ def find(ids: Tensor, wanted: Tensor) -> Tensor:
     return order[torch.searchsorted(ids[order], wanted)]
 
 
-class Affine:
+class AffineCache:
     """U x + u and W x + w of batches that were seen before, while memory allows.
 
-    What counts is that a batch's images are equal to those seen.
+    A batch is found if its images are equal to those seen.
     """
 
     def __init__(self) -> None:
         self.limit = 0  # bytes
         self.example: Tensor | None = None  # the first images of the data
         self.entries: list[tuple[Tensor, Tensor, Tensor]] = []  # images, [R, B], [B, classes]
-        self.next = 0  # passes go over the images in the same order
+        self.next = 0  # passes read the images in the same order
 
     def begin(self, example: Tensor, limit: int) -> None:
-        """Keep at most `limit` bytes, and nothing of other data than that which begins so."""
+        """Store at most `limit` bytes, and only of the data that begins with this example."""
         if self.example is None or not torch.equal(self.example, example):
             self.entries = []
         self.example, self.limit = example.clone(), limit
+        while self.entries and self.bytes > limit:
+            self.entries.pop()
 
     @property
     def images(self) -> int:
         return sum(len(x) for x, _, _ in self.entries)
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for entry in self.entries for t in entry)
 
     def find(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         for i in (self.next, *range(len(self.entries))):
@@ -124,14 +127,13 @@ class Affine:
                 return self.entries[i][1:]
         return None
 
-    def keep(self, x: Tensor, at_sites: Tensor, logits: Tensor) -> None:
-        entries = [*self.entries, (x.clone(), at_sites, logits)]
-        if sum(t.numel() * t.element_size() for entry in entries for t in entry) <= self.limit:
-            self.entries = entries
-            self.next = len(entries)
+    def add(self, x: Tensor, at_sites: Tensor, logits: Tensor) -> None:
+        size = sum(t.numel() * t.element_size() for t in (x, at_sites, logits))
+        if self.bytes + size <= self.limit:
+            self.entries.append((x.clone(), at_sites, logits))
+            self.next = len(self.entries)
 
-    def restricted(self, kinks: Tensor) -> Affine:
-        smaller = Affine()
-        smaller.limit, smaller.example = self.limit, self.example
-        smaller.entries = [(x, z.index_select(0, kinks), y) for x, z, y in self.entries]
-        return smaller
+    def restrict(self, kinks: Tensor) -> None:
+        """Drop the rows of kinks that were removed."""
+        for i, (x, z, y) in enumerate(self.entries):
+            self.entries[i] = (x, z.index_select(0, kinks), y)

@@ -1,8 +1,8 @@
 """The linear part of each step of a program: what it does to impulses.
 
-An affine step y = L x + b hands an impulse on as L x; constants fall away. A rule turns a step
-into a function `run(values, n)` of the values that n impulses have reached so far; a value that is
-not there is zero. A step without a rule is not known to be affine, and `NotAffine` names it.
+An affine step y = L x + b turns an impulse x into L x; constants have no effect. A rule turns a
+step into a function `run(values, n)` of the values that n impulses have reached so far; a value
+that is missing is zero. A step without a rule is not known to be affine, and `NotAffine` names it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from fastbcd.masking.activations import MaskedReLU
 from fastbcd.scoring.collapsed import patches
 from fastbcd.scoring.collapsed.patches import Patch, Value, whole
-from fastbcd.scoring.folding import Convolution, scale_and_shift
-from fastbcd.scoring.program import Activation, Call, Program
+from fastbcd.scoring.program import Activation, Call, Convolution, Program, scale_and_shift
 
 Values = dict[fx.Node, Any]
-Run = Callable[[Values, int], Value]
+Run = Callable[[Values, int], Any]  # a Value, or a tuple of them
+# What of a tensor does not depend on its numbers.
+_SIZES = {"size", "dim", "numel", "ndimension", "shape", "ndim", "dtype", "device"}
 
 
 class NotAffine(Exception):
@@ -33,7 +34,29 @@ class Context(NamedTuple):
     """What a rule may ask about the net around its step."""
 
     program: Program
-    varies: set[fx.Node]  # tensors that depend on the image
+    varies: set[fx.Node]  # tensors, and tuples of them, that depend on the image
+
+    def depends_on_image(self, step: Activation | Call) -> bool:
+        """Does the step give tensors that depend on the image? Sizes do not."""
+        if not self.varies & set(step.inputs):
+            return False
+        if step.node in self.program.shapes or step.node in self.program.tuples:
+            return True
+        target = step.node.args[1] if step.node.target is getattr else step.node.target
+        if isinstance(step, Call) and target not in _SIZES:
+            raise refusal(step)  # a number that is read from a tensor
+        return False
+
+    def source(self, step: Call) -> fx.Node:
+        """The one tensor that depends on the image, read once and as the first argument."""
+        read: list[fx.Node] = []
+        fx.node.map_arg((step.args, step.kwargs), lambda n: read.append(n) or n)  # type: ignore[func-returns-value]
+        varying = [n for n in read if n in self.varies]
+        if len(varying) != 1 or not step.args or step.args[0] is not varying[0]:
+            raise refusal(step)
+        if varying[0] in self.program.tuples and step.node.target is not operator.getitem:
+            raise refusal(step)
+        return varying[0]
 
     def constant(self, value: Any, step: Call) -> Any:
         """A number, or a tensor of the net that does not depend on the image."""
@@ -54,25 +77,23 @@ class Context(NamedTuple):
                 return whole(values[node])
             if node in self.program.constants:
                 return self.program.constants[node]
-            if node in self.program.shapes:  # only its size can matter
+            if node in self.program.shapes:  # only its size matters
                 return torch.empty(self.shape(node, n), device="meta")
             run: Any = node.target
             run = getattr(torch.Tensor, run) if node.op == "call_method" else run
-            return run(*fx.node.map_arg(node.args, value))
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+            return run(*args, **kwargs)
 
         return fx.node.map_arg(arguments, value)
 
 
 def linear_part(step: Activation | Call, context: Context) -> Run:
-    """The function that hands impulses on through this step."""
+    """The function that takes impulses through this step."""
     if isinstance(step, Activation):
         return _activation(step)
     if isinstance(step.run, Convolution):
-        return _convolution(step, step.run)
-    if isinstance(step.run, nn.Module):
-        key: Any = type(step.run)
-    else:
-        key = step.node.target
+        return _convolution(step, context, step.run)
+    key: Any = type(step.run) if isinstance(step.run, nn.Module) else step.node.target
     if key not in RULES:
         raise refusal(step)
     return RULES[key](step, context)
@@ -106,9 +127,9 @@ def argument(step: Call, position: int, name: str, default: Any = None) -> Any:
     return step.kwargs.get(name, default)
 
 
-def on_source(step: Call, function: Callable[[Any], Value]) -> Run:
-    """A function of the one value that the step reads first."""
-    source: Any = step.args[0] if step.args else next(iter(step.kwargs.values()))
+def on_source(step: Call, context: Context, function: Callable[[Any], Any]) -> Run:
+    """A function of the one value that the step reads."""
+    source = context.source(step)
     return lambda values, n: function(values[source])
 
 
@@ -143,8 +164,8 @@ def _activation(step: Activation) -> Run:
     return run
 
 
-def _convolution(step: Call, conv: Convolution) -> Run:
-    return on_source(step, lambda x: patches.convolve(x, conv))
+def _convolution(step: Call, context: Context, conv: Convolution) -> Run:
+    return on_source(step, context, lambda x: patches.convolve(x, conv))
 
 
 @rule(F.conv2d, torch.conv2d)
@@ -155,29 +176,33 @@ def _functional_convolution(step: Call, context: Context) -> Run:
     options = (pair(argument(step, 3, "stride", 1)), pair(argument(step, 4, "padding", 0)),
                pair(argument(step, 5, "dilation", 1)), argument(step, 6, "groups", 1))  # fmt: skip
     weight = context.constant(argument(step, 1, "weight"), step)
-    return _convolution(step, Convolution(weight, None, *options))
+    return _convolution(step, context, Convolution(weight, None, *options))
 
 
 @rule(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
 def _other_convolution(step: Call, context: Context) -> Run:
     module: Any = step.run
+    if len(step.args) != 1 or step.kwargs:
+        raise refusal(step)
     if module.bias is None:
-        return on_source(step, lambda v: module(whole(v)))
+        return on_source(step, context, lambda v: module(whole(v)))
     zero = torch.zeros_like(module.bias).detach()
     at_zero = {"bias": zero}
-    return on_source(step, lambda v: torch.func.functional_call(module, at_zero, (whole(v),)))
+    return on_source(
+        step, context, lambda v: torch.func.functional_call(module, at_zero, (whole(v),))
+    )
 
 
 @rule(nn.Linear)
 def _linear(step: Call, context: Context) -> Run:
     module: Any = step.run
-    return on_source(step, lambda v: F.linear(whole(v), module.weight.detach()))
+    return on_source(step, context, lambda v: F.linear(whole(v), module.weight.detach()))
 
 
 @rule(F.linear)
 def _functional_linear(step: Call, context: Context) -> Run:
     weight = context.constant(argument(step, 1, "weight"), step)
-    return on_source(step, lambda v: F.linear(whole(v), weight))
+    return on_source(step, context, lambda v: F.linear(whole(v), weight))
 
 
 @rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -187,15 +212,15 @@ def _batch_norm(step: Call, context: Context) -> Run:
         raise NotAffine(f"{step.node.target!r} normalises by the statistics of the batch")
     scale = scale_and_shift(module)[0]
     scale = scale.view(-1, *(1,) * (len(context.program.shapes[step.node]) - 2))
-    return on_source(step, lambda v: scaled(v, scale))
+    return on_source(step, context, lambda v: scaled(v, scale))
 
 
 @rule(operator.add, torch.add, "add")
 def _add(step: Call, context: Context, sign: float = 1.0) -> Run:
-    if step.kwargs:
+    shapes = context.program.shapes
+    if step.kwargs or len(step.args) != 2 or step.node not in shapes:
         raise refusal(step)
     signs = list(zip(step.args, (1.0, sign), strict=True))
-    shapes = context.program.shapes
 
     def run(values: Values, n: int) -> Value:
         parts: list[Value] = []
@@ -217,24 +242,33 @@ def _subtract(step: Call, context: Context) -> Run:
 
 @rule(operator.neg, torch.neg, "neg")
 def _negate(step: Call, context: Context) -> Run:
-    return on_source(step, lambda v: scaled(v, -1.0))
+    return on_source(step, context, lambda v: scaled(v, -1.0))
 
 
-@rule(operator.mul, torch.mul, "mul", operator.truediv, torch.div, "div", "truediv",
-      operator.matmul, torch.matmul, "matmul")  # fmt: skip
+_DIVISIONS = (operator.truediv, torch.div, "div", "truediv")
+_PRODUCTS = (operator.mul, torch.mul, "mul", operator.matmul, torch.matmul, "matmul", *_DIVISIONS)
+
+
+@rule(*_PRODUCTS)
 def _product(step: Call, context: Context) -> Run:
+    division = step.node.target in _DIVISIONS
     varying = [a for a in step.args if a in context.varies]
-    division = step.node.target in (operator.truediv, torch.div, "div", "truediv")
     if len(varying) != 1 or step.kwargs or (division and varying[0] is not step.args[0]):
         raise refusal(step)
-    return _whole(step, context)
+    program = context.program
+    for other in step.args:
+        known = other in program.constants or other not in program.shapes
+        if other is not varying[0] and not known:
+            raise refusal(step)  # a tensor that is computed from constants or sizes
+    return _as_it_is(step, context)
 
 
 @rule(torch.cat, torch.concat, torch.concatenate)
 def _cat(step: Call, context: Context) -> Run:
     parts: Any = step.args[0] if step.args else step.kwargs["tensors"]
     dim = argument(step, 1, "dim", 0)
-    if dim == 0:
+    known = isinstance(parts, list | tuple) and all(p in context.program.shapes for p in parts)
+    if dim == 0 or not known or not isinstance(dim, int):
         raise refusal(step)
 
     def run(values: Values, n: int) -> Value:
@@ -264,43 +298,67 @@ def _pad(step: Call, context: Context) -> Run:
     elif argument(step, 2, "mode", "constant") == "constant":
         pad = argument(step, 1, "pad")
     else:
-        return _whole(step, context)
+        return _as_it_is(step, context)
 
     def run(value: Value) -> Value:
         if isinstance(value, Patch) and not any(pad[:4]):  # channels only
             return value._replace(value=F.pad(value.value, pad))
         return F.pad(whole(value), pad)
 
-    return on_source(step, run)
+    return on_source(step, context, run)
+
+
+@rule("chunk", "split", torch.chunk, torch.split)
+def _parts(step: Call, context: Context) -> Run:
+    """A tuple of values: patches too, when channels are cut."""
+    source, along_channels = context.source(step), argument(step, 2, "dim", 0) == 1
+
+    def run(values: Values, n: int) -> tuple[Value, ...]:
+        value = values[source]
+        if isinstance(value, Patch) and along_channels:
+            args, kwargs = context.fill((step.args[1:], step.kwargs), values, n)
+            return tuple(value._replace(value=p) for p in step.run(value.value, *args, **kwargs))
+        args, kwargs = context.fill((step.args, step.kwargs), values, n)
+        return tuple(step.run(*args, **kwargs))
+
+    return run
 
 
 @rule(operator.getitem)
 def _index(step: Call, context: Context) -> Run:
-    index = step.args[1]
+    source, index = context.source(step), step.args[1]
+    if source in context.program.tuples:
+        if not isinstance(index, int):
+            raise refusal(step)
+        return lambda values, n: values[source][index]
     every = slice(None)
     if isinstance(index, tuple) and len(index) == 4 and index[:2] == (every, every):
         rows, columns = index[2:]
-        if all(isinstance(s, slice) and s.start is s.stop is None for s in (rows, columns)):
+        if all(
+            isinstance(s, slice) and s.start is s.stop is None and isinstance(s.step, int | None)
+            for s in (rows, columns)
+        ):
             steps = (rows.step or 1, columns.step or 1)
             return on_source(
                 step,
+                context,
                 lambda v: patches.subsample(v, *steps) if isinstance(v, Patch) else v[index],
             )
     first = index[0] if isinstance(index, tuple) else index
-    if step.args[0] not in context.varies or first != every:  # it would cut the batch
+    if first != every:  # it would cut the batch
         raise refusal(step)
-    return _whole(step, context)
+    return _as_it_is(step, context)
 
 
 @rule(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, "contiguous", "clone")
 def _same(step: Call, context: Context) -> Run:
-    return on_source(step, lambda v: v)
+    return on_source(step, context, lambda v: v)
 
 
 @rule(F.dropout, F.dropout2d)
 def _functional_dropout(step: Call, context: Context) -> Run:
     if argument(step, 2, "training", True):
-        raise NotAffine(f"node {step.node.name!r} drops at random, also in eval mode")
+        raise NotAffine(f"node {step.node.name!r} drops values at random, also in eval mode")
     return _same(step, context)
 
 
@@ -315,8 +373,7 @@ def _mean(step: Call, context: Context) -> Run:
         size: Any = argument(step, 1, "output_size")
         size = step.run.output_size if isinstance(step.run, nn.AdaptiveAvgPool2d) else size
         whole_image, keepdim = size in (1, (1, 1), [1, 1]), True
-    plain = _whole(step, context)
-    source: Any = step.inputs[0]
+    plain, source = _as_it_is(step, context), context.source(step)
 
     def run(values: Values, n: int) -> Value:
         value = values[source]
@@ -332,10 +389,12 @@ def _mean(step: Call, context: Context) -> Run:
     nn.Flatten, nn.Unflatten, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d,
     nn.ReflectionPad2d, nn.ReplicationPad2d, nn.PixelShuffle, nn.ChannelShuffle,
 )  # fmt: skip
-def _whole(step: Call, context: Context) -> Run:
-    """A step that is linear as it stands, on whole values."""
+def _as_it_is(step: Call, context: Context) -> Run:
+    """A step that is linear as it is, on whole values."""
+    if step.node.target not in _PRODUCTS:
+        context.source(step)
 
-    def run(values: Values, n: int) -> Tensor:
+    def run(values: Values, n: int) -> Any:
         args, kwargs = context.fill((step.args, step.kwargs), values, n)
         return step.run(*args, **kwargs)
 

@@ -4,7 +4,7 @@ A unit impulse at one neuron reaches 3×3 positions after a 3×3 convolution, 5�
 Only the box that it can have reached is stored and convolved:
 
     ┌──────────────┐
-    │ 0    ┌────┐  │      value [n, C, h, w] stands at rows top .. top+h-1 and
+    │ 0    ┌────┐  │      value [n, C, h, w] lies at rows top .. top+h-1 and
     │      │ v  │  │      columns left .. left+w-1 of images [n, C, H, W]
     │      └────┘  │
     └──────────────┘
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastbcd.scoring.folding import Convolution
+from fastbcd.scoring.program import Convolution
 
 Box = tuple[int, int, int, int]  # top, left, bottom, right, the last two exclusive
 
@@ -41,7 +41,7 @@ class Patch(NamedTuple):
         return self.box == (0, 0, *self.size)
 
     def within(self, box: Box) -> Tensor:
-        """What stands in another box: cropped, or extended with zeros."""
+        """The numbers in another box: cropped, or extended with zeros."""
         if box == self.box:
             return self.value
         top, left, bottom, right = self.box
@@ -58,8 +58,13 @@ class Patch(NamedTuple):
 Value = Patch | Tensor  # a Tensor is whole, of any shape
 
 
+def stored(value: Value) -> Tensor:
+    """The numbers that are stored, [n, ...]."""
+    return value.value if isinstance(value, Patch) else value
+
+
 def whole(value: Value) -> Tensor:
-    """The value as one tensor, zeros and all.
+    """The value as one tensor, with the zeros outside its box.
 
     >>> whole(Patch(torch.ones(1, 1, 1, 1), 0, 1, (2, 2)))[0, 0]
     tensor([[0., 1.],

@@ -17,8 +17,9 @@ from fastbcd import (
 )
 from fastbcd.scoring import plan
 from fastbcd.scoring.collapsed import build as building
-from fastbcd.scoring.collapsed.engine import form_at_hand
+from fastbcd.scoring.collapsed.cache import Signature, cached_form
 from fastbcd.scoring.collapsed.form import find
+from fastbcd.scoring.program import make_program
 from helpers.affine_nets import engine_of, some_removals, worst_difference, zoo
 from helpers.nets import images, make, randomize, thinned
 
@@ -54,13 +55,13 @@ def test_the_papers_nets(name) -> None:
 def builds(monkeypatch) -> list[int]:
     """How many forms were built, by their number of kinks."""
     made: list[int] = []
-    plain = building.Builder.build
+    plain = building.FormBuilder.build
 
     def build(self, with_image):
         made.append(len(self.ids))
         return plain(self, with_image)
 
-    monkeypatch.setattr(building.Builder, "build", build)
+    monkeypatch.setattr(building.FormBuilder, "build", build)
     return made
 
 
@@ -76,7 +77,10 @@ def test_a_removal_shrinks_the_form(builds) -> None:
         set_masks(net, masks(net).without(ids[1]))
     assert len(builds) == 1
     now = masks(net).copy()
-    small, fresh = form_at_hand(net, now), engine_of(net, data[0]).form
+    small, fresh = (
+        cached_form(net, Signature(make_program(net, data[0][:1])), now),
+        engine_of(net, data[0]).form,
+    )
     assert small is not None
     # The order of kinks follows the tiles of what was there at first; their values do not.
     place = find(small.ids, fresh.ids)
@@ -116,9 +120,9 @@ def test_the_affine_part_is_computed_once(monkeypatch) -> None:
     net, (x, labels) = thinned(make("resnet")), images(50)
     ids = list(some_removals(net).values())
     calls: list[int] = []
-    plain = building.Builder.at_taps
+    plain = building.FormBuilder.affine_part
     monkeypatch.setattr(
-        building.Builder, "at_taps", lambda self, x: calls.append(len(x)) or plain(self, x)
+        building.FormBuilder, "affine_part", lambda self, x: calls.append(len(x)) or plain(self, x)
     )
     first = score(net, ids, (x, labels), Engine("collapsed", batch_size=20))
     spent = len(calls)

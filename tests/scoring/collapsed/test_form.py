@@ -16,19 +16,17 @@ from fastbcd import (
     masks,
     models,
 )
-from fastbcd.masking.masks import mask_modules
 from fastbcd.ops.kink import kinks, kinks_reference
 from fastbcd.scoring.collapsed.affine_net import AffineNet
-from fastbcd.scoring.collapsed.build import Builder
+from fastbcd.scoring.collapsed.build import FormBuilder
 from fastbcd.scoring.collapsed.patches import (
     Patch,
     convolve,
     subsample,
     whole,
 )
-from fastbcd.scoring.collapsed.tiles import Units
-from fastbcd.scoring.folding import Convolution
-from fastbcd.scoring.program import make_program
+from fastbcd.scoring.collapsed.tiles import Positions
+from fastbcd.scoring.program import Convolution, make_program
 from helpers.affine_nets import engine_of, some_removals, worst_difference, zoo
 from helpers.nets import images, make, thinned
 
@@ -107,8 +105,8 @@ def test_impulses_stay_small() -> None:
     net = models.resnet20(num_classes=10, image_size=32).eval()
     now = masks(net)
     x = torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
-    program = make_program(net, mask_modules(net), x[:1])
-    builder = Builder(AffineNet(program), MaskSet(now.sites, now.bits), x)
+    program = make_program(net, x[:1])
+    builder = FormBuilder(AffineNet(program), MaskSet(now.sites, now.bits), x)
     forward = sum(program.multiply_adds.values())
     costs = [builder.impulse_cost(s) for s in range(len(now.sites))]
     assert costs[-1] == 0  # nothing but the mean and the classifier follows
@@ -175,10 +173,10 @@ def test_kinks_equal_the_reference(dtype, shape, fresh, device) -> None:
     assert torch.equal(found.nan_to_num(7.0), truth.nan_to_num(7.0))
 
 
-def test_units_cover_a_site_once() -> None:
+def test_batches_cover_a_site_once() -> None:
     positions = torch.randperm(6 * 10 * 7)[:111].sort().values
-    units = Units((6, 10, 7), positions)
-    groups = list(units.groups())
+    units = Positions((6, 10, 7), positions)
+    groups = list(units.batches())
     assert [g.start for g in groups[1:]] == [g.stop for g in groups[:-1]]
     assert groups[-1].stop == 111
     like = torch.zeros(1)
