@@ -37,7 +37,6 @@ KNOWN = {
     "fastbcd.ops.selfcheck -> fastbcd.descent.effects",
     "fastbcd.ops.selfcheck -> fastbcd.graph.fuse_norm",
     "fastbcd.ops.selfcheck -> fastbcd.masking.activations",
-    "fastbcd.scoring.costs -> fastbcd.scoring.plan",
 }
 
 

@@ -28,7 +28,7 @@ from fastbcd.masking.masks import mask_modules, masks
 from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.ranks import all_sum, rank, world
-from fastbcd.runtime.tf32 import products
+from fastbcd.runtime.tf32 import products, repeatable_convolutions
 from fastbcd.scoring.accuracy import check_classes, dtype_of
 
 KINDS = ("mean_abs", "abs_mean")
@@ -165,7 +165,7 @@ def _frozen(net: nn.Module) -> Iterator[None]:
 @contextmanager
 def _surroundings(net: nn.Module) -> Iterator[None]:
     """Eval mode, float32 that repeats, gradients, memory; everything as it was afterwards."""
-    cudnn = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True)
+    cudnn = repeatable_convolutions()
     with ExitStack() as stack:
         for context in (kept_memory(), cudnn, products(tf32=False), eval_mode(net), _frozen(net)):
             stack.enter_context(context)

@@ -31,6 +31,7 @@ from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runtime import ranks
 from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.module_mode import train_mode
+from fastbcd.runtime.tf32 import repeatable_convolutions
 from fastbcd.scoring.accuracy import check_classes, device_of
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
@@ -246,9 +247,7 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 @contextmanager
 def repeatable(device: torch.device, seed: int, number: int) -> Iterator[None]:
     """Seed torch by (seed, number, rank) and use deterministic convolutions; restored on exit."""
-    deterministic = torch.backends.cudnn.flags(
-        enabled=True, benchmark=False, deterministic=True, allow_tf32=True
-    )
+    deterministic = repeatable_convolutions(tf32=True)
     with deterministic, seeded(device, (seed * 1_000_003 + number) * 65_537 + ranks.rank()):
         yield
 
