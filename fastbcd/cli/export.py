@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import fastbcd
-from fastbcd import ImageData, MaskSet, private, recipes
+from fastbcd import MaskSet, models, private, recipes
 from fastbcd.cli import options as common
 from fastbcd.cli.cost import read_masks
-from fastbcd.runs.read import quadratics, read
+from fastbcd.runs.read import quadratics
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,7 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="fastbcd export",
         description="Write a net in which each site evaluates only the ReLUs it keeps. The file "
-        "takes normalised images.",
+        "takes normalised images. A run directory records its net and the size of its images; "
+        "--arch, --model and --data are for runs that did not, and for files of masks.",
     )
     add = parser.add_argument
     add("source", type=Path, metavar="RUN|MASKS",
@@ -29,49 +30,65 @@ def main(arguments: list[str] | None = None) -> int:
         help="NAME.pt2 (torch.export) or NAME.onnx")  # fmt: skip
     common.add_net_options(parser)
     parser.add_argument_group("data").add_argument(
-        "--data", default="cifar100", metavar="NAME",
+        "--data", metavar="NAME",
         help="gives the size of images and the number of classes: "
-        f"{', '.join(recipes.DATA)} or an .npz file (%(default)s)",
+        f"{', '.join(recipes.DATA)} or an .npz file (cifar100)",
     )  # fmt: skip
-    parser.set_defaults(seed=0, device="cpu")
+    parser.set_defaults(arch=None, seed=0, device="cpu")
     options = parser.parse_args(arguments)
     return common.run_command("export", lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> None:
-    like = _like(options.data)
-    net = _net(options, like)
+    net, size = _from_run(options) if options.source.is_dir() else _from_masks(options)
     torch.manual_seed(0)
-    example = torch.randn(2, *like.images.shape[1:])
-    off = private.export(net, example, options.out)
+    off = private.export(net, torch.randn(2, *size), options.out)
     check = "not compared: onnxruntime is missing" if off is None else f"logits differ by {off:.1g}"
-    masks, size = fastbcd.masks(net), "×".join(map(str, example.shape[1:]))
-    print(f"{options.out}: {masks.count():,} of {masks.total:,} ReLUs, any batch of {size} "
+    masks, shape = fastbcd.masks(net), "×".join(map(str, size))
+    print(f"{options.out}: {masks.count():,} of {masks.total:,} ReLUs, any batch of {shape} "
           f"normalised images; {check}")  # fmt: skip
 
 
-def _like(name: str) -> ImageData:
-    """Blank images of the data set's size; a file is read."""
-    if name not in recipes.DATA:
-        return fastbcd.load(name)
-    shape = recipes.DATA[name]
-    images = torch.zeros(2, shape.channels, shape.image_size, shape.image_size)
-    ones = (1.0,) * shape.channels
-    return ImageData(images, torch.zeros(2, dtype=torch.int64), ones, ones, shape.classes)
+def _from_run(options: argparse.Namespace) -> tuple[nn.Module, tuple[int, ...]]:
+    """The net of a run and the size of its images, as recorded unless options give them."""
+    if options.weights is not None:
+        raise ValueError(f"--weights {options.weights}: a run directory has its own; drop it")
+    run = fastbcd.load_run(options.source)
+    _, poly = read_masks(options.source)
+    data, arch = run.config["data"], run.config["net"]["arch"] or {}
+    size: tuple[int, ...] = (data["channels"], data["height"], data["width"])
+    classes = data["classes"]
+    if options.data is not None:
+        size, classes = _size(options.data)
+    if options.arch is None and options.model is None:
+        if not arch:
+            raise ValueError(f"{run.path} did not record its net: give --arch or --model")
+        if "name" in arch:
+            made = {"num_classes": classes, "image_size": size[-1], "in_channels": size[0]}
+            return run.fill(models.build(**{**arch, **made})), size
+        options.model, options.replacement = arch["model"], arch["replacement"]
+    options.replacement = "poly" if poly else options.replacement
+    return run.fill(common.make_net(options, torch.zeros(2, *size), classes)), size
 
 
-def _net(options: argparse.Namespace, like: ImageData) -> nn.Module:
-    if options.source.is_dir():
-        if options.weights is not None:
-            raise ValueError(f"--weights {options.weights}: a run directory has its own; drop it")
-        (masks, poly), weights = read_masks(options.source), read(options.source).last.path
-    else:
-        if options.weights is None:
-            raise ValueError(f"{options.source} holds masks only: give the net's --weights too")
-        masks, weights = MaskSet.load(options.source), options.weights
-        poly = quadratics(common.read_weights(weights), [site.name for site in masks.sites])
-    if poly:
+def _from_masks(options: argparse.Namespace) -> tuple[nn.Module, tuple[int, ...]]:
+    masks = MaskSet.load(options.source)
+    if options.weights is None:
+        raise ValueError(f"{options.source} holds masks only: give the net's --weights too")
+    if quadratics(common.read_weights(options.weights), [site.name for site in masks.sites]):
         options.replacement = "poly"
-    net = common.load_weights(common.make_net(options, like), weights)
+    options.arch = options.arch or "resnet18"
+    size, classes = _size(options.data or "cifar100")
+    net = common.make_net(options, torch.zeros(2, *size), classes)
+    common.load_weights(net, options.weights)
     fastbcd.set_masks(net, masks)
-    return net
+    return net, size
+
+
+def _size(name: str) -> tuple[tuple[int, ...], int]:
+    """The shape of an image, and the number of classes; a file is read."""
+    if name in recipes.DATA:
+        shape = recipes.DATA[name]
+        return (shape.channels, shape.image_size, shape.image_size), shape.classes
+    data = fastbcd.load(name)
+    return tuple(data.images.shape[1:]), data.classes

@@ -60,11 +60,12 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_net_options(parser: argparse.ArgumentParser, arch: str | None = "resnet18") -> None:
+def add_net_options(parser: argparse.ArgumentParser) -> None:
     """Options for the net and its weights."""
     group = parser.add_argument_group("net")
     which = group.add_mutually_exclusive_group()
-    which.add_argument("--arch", default=arch, help=f"one of {', '.join(models.NAMES)} (resnet18)")
+    names = ", ".join(models.NAMES)
+    which.add_argument("--arch", default="resnet18", help=f"one of {names} (resnet18)")
     which.add_argument("--model", metavar="MODULE:FUNCTION",
                        help="your own net: a function without arguments that returns an nn.Module; "
                        "it is converted if it has no masks")  # fmt: skip
@@ -171,15 +172,14 @@ def check_device(name: str) -> None:
         raise ValueError(f"--device {name} cannot be used: {reason}; use --device cpu") from error
 
 
-def make_net(options: argparse.Namespace, data: ImageData) -> nn.Module:
-    """The net of --arch or --model, with masks, without --weights."""
+def make_net(options: argparse.Namespace, example: Tensor, classes: int) -> nn.Module:
+    """The net of --arch or --model for images like the example, with masks, without --weights."""
     torch.manual_seed(options.seed)
-    channels, size = data.images.shape[1], data.images.shape[-1]
     if options.model is None:
         replacement = {} if options.replacement == "identity" else {"replacement": "poly"}
-        net = models.build(options.arch, data.classes, size, in_channels=channels, **replacement)
+        net = models.build(options.arch, classes, example.shape[-1], in_channels=example.shape[1],
+                           **replacement)  # fmt: skip
         return net.to(options.device)
-    example = next(data.batches(2))[0].cpu()
     net = call_model(options.model, example)
     try:
         mask_modules(net)
@@ -192,7 +192,7 @@ def make_net(options: argparse.Namespace, data: ImageData) -> nn.Module:
 
 def given_net(options: argparse.Namespace, data: ImageData, *, trained: bool = True) -> nn.Module:
     """The net with --weights; if it should be trained and they are missing, with a warning."""
-    net = make_net(options, data)
+    net = make_net(options, next(data.batches(2))[0].cpu(), data.classes)
     if options.weights is not None:
         return load_weights(net, options.weights)
     if not trained:
@@ -208,7 +208,8 @@ def given_teacher(options: argparse.Namespace, data: ImageData) -> nn.Module | N
     """The net of --teacher, in eval mode; None if it is not given."""
     if options.teacher is None:
         return None
-    return load_weights(make_net(options, data), options.teacher).eval()
+    net = make_net(options, next(data.batches(2))[0].cpu(), data.classes)
+    return load_weights(net, options.teacher).eval()
 
 
 def find_function(name: str) -> Callable[[], Any]:

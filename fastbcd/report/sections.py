@@ -11,7 +11,7 @@ from fastbcd import private
 from fastbcd.private.costs import si
 from fastbcd.report import figures, published
 from fastbcd.report.figures import Line
-from fastbcd.report.subject import Subject, images_of, title_of
+from fastbcd.report.subject import Subject, title_of
 from fastbcd.runs.read import SavedRun, Stages
 
 
@@ -161,8 +161,8 @@ def _sources(about: Subject, curves: list[published.Curve]) -> str:
     if about.arch is None or about.data is None:
         what, option = ("data set", "--data") if about.arch else ("net", "--arch")
         return (
-            f"No published curve is drawn: the {what} is not one of the paper's, or the run does "
-            f"not name it (use {option})."
+            f"No published curve is drawn: the run did not record the name of its {what} (use "
+            f"{option})."
         )
     if not curves:
         return f"The paper has no such curve for {about}."
@@ -205,11 +205,8 @@ def summary(runs: Sequence[Stages], about: Subject, given: float | None) -> Sect
 
 
 def _facts(run: Stages, about: Subject, dense: float | None) -> dict[str, str]:
-    last, start, images = run.last, run.start, images_of(run.last.config)
-    data = title_of(about.data)
-    if images:
-        size = f"{images.channels}×{images.height}×{images.width}"
-        data += f"; {images.number:,} train images {size}, {images.classes} classes"
+    last, start, data = run.last, run.start, run.last.config["data"]
+    size = f"{data['channels']}×{data['height']}×{data['width']}"
     facts = {
         "state": "finished" if last.done else "not finished",
         "ReLUs kept": f"{last.count:,} of {last.start.total:,} "
@@ -217,7 +214,8 @@ def _facts(run: Stages, about: Subject, dense: float | None) -> dict[str, str]:
         "test accuracy": _percent(last.accuracy),
         "dense accuracy": _percent(dense),
         "net": f"{title_of(about.arch)}, {len(last.start.sites)} sites",
-        "data": data,
+        "data": f"{title_of(about.data)}; {data['images']:,} train images {size}, "
+        f"{data['classes']} classes",
     }
     if start and start.done:
         facts["start"] = f"{start.title}, {start.count:,} ReLUs, {_percent(start.accuracy)}"

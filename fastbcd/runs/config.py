@@ -12,6 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from fastbcd import models
+from fastbcd.masking.masks import masks
+
 KINDS = {"fastbcd.run": "bcd", "fastbcd.dense": "dense", "fastbcd.snl": "snl",
          "fastbcd.autorep": "autorep"}  # fmt: skip
 RECIPE = "fastbcd.recipe"
@@ -25,6 +30,11 @@ _OPTIONAL = (*_NUMBER, type(None))
 _DATA: dict[str, Any] = {
     "name": (str, type(None)), "images": int, "channels": int, "height": int, "width": int,
     "classes": int, "dtype": str, "mean": list, "std": list, "digest": str,
+}  # fmt: skip
+# Version 1 did not record names: images, channels, height, width and classes of train sets.
+_OLD_NAMES: dict[tuple[int, ...], str] = {
+    (50_000, 3, 32, 32, 10): "cifar10", (50_000, 3, 32, 32, 100): "cifar100",
+    (100_000, 3, 64, 64, 200): "tiny-imagenet", (8_000, 1, 28, 28, 10): "fashion-mnist-mini",
 }  # fmt: skip
 _OLD_DATA = re.compile(r"ImageData\((\d+) × (\d+)×(\d+)×(\d+) (\w+), (\d+) classes, \S+\) (\w+)")
 _SETTINGS: dict[str, dict[str, Any]] = {
@@ -137,14 +147,35 @@ def _translate(config: dict[str, Any], where: str) -> dict[str, Any]:
         found = _OLD_DATA.fullmatch(str(config[name]))
         if found is None:
             raise ValueError(f"{where}: {name} is {_short(config[name])}; expected ImageData(…)")
-        images, channels, height, width, dtype, classes, mark = found.groups()
-        config[name] = {
-            "name": None, "images": int(images), "channels": int(channels), "height": int(height),
-            "width": int(width), "classes": int(classes), "dtype": dtype, "digest": mark,
-        }  # fmt: skip
-    if isinstance(config.get("net"), dict):
-        config["net"] = {"arch": None, **config["net"]}
+        size = [int(n) for n in found.group(1, 2, 3, 4, 6)]
+        facts = dict(zip(("images", "channels", "height", "width", "classes"), size, strict=True))
+        known = _OLD_NAMES.get(tuple(size))
+        config[name] = {"name": known, **facts, "dtype": found[5], "digest": found[7]}
+    net, data = config.get("net"), config.get("data")
+    if isinstance(net, dict):
+        config["net"] = {"arch": _old_arch(net, data) if isinstance(data, dict) else None, **net}
     return config
+
+
+def _old_arch(net: dict[str, Any], data: dict[str, Any]) -> dict[str, Any] | None:
+    """The net of fastbcd.models that has the sites of a run of version 1."""
+    sites, tensors = net.get("sites"), net.get("tensors")
+    if not isinstance(sites, dict) or not isinstance(tensors, dict):
+        return None
+    poly = any(name.endswith(".coef") for name in tensors)
+    arch = {
+        "num_classes": data["classes"], "image_size": data["height"],
+        "in_channels": data["channels"], "replacement": "poly" if poly else "identity",
+    }  # fmt: skip
+    for name in models.NAMES:
+        try:
+            with torch.device("meta"):
+                made = models.build(name, **arch)
+        except (ValueError, RuntimeError, ArithmeticError):  # no net takes such images
+            continue
+        if {site.name: list(site.shape) for site in masks(made).sites} == sites:
+            return {"name": name, **arch}
+    return None
 
 
 def check_same_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:

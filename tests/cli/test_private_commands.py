@@ -15,6 +15,7 @@ from torch import nn
 import fastbcd
 from fastbcd import MaskSet, private
 from fastbcd.cli import main as cli
+from fastbcd.cli import options as common
 from fastbcd.training.trainer import Trainer
 from helpers import start_cases
 
@@ -87,6 +88,51 @@ def test_export_command(run, capsys) -> None:
     assert fastbcd_(f"export none.safetensors {net} --weights out --out none.pt2") == 0
     fastbcd.set_masks(run, MaskSet.load("none.safetensors"))
     assert torch.equal(torch.export.load("none.pt2").module()(x), run(x))
+
+
+def check_recorded(net: nn.Module, name: str, capsys) -> None:
+    """export, cost and report of the run in `recorded` need no options."""
+    capsys.readouterr()
+    assert fastbcd_("export recorded --out net.pt2") == 0
+    assert "any batch of 1×28×28 normalised images" in capsys.readouterr().out
+    x = torch.randn(3, 1, 28, 28)
+    assert torch.equal(torch.export.load("net.pt2").module()(x), net.eval()(x))
+    assert fastbcd_("cost recorded") == 0
+    assert capsys.readouterr().out.strip() == str(private.cost(net))
+    assert fastbcd_("report recorded") == 0
+    page = Path("recorded/report/report.html").read_text(encoding="utf-8")
+    assert f"{name} on Fashion-MNIST, small" in page
+
+
+@pytest.mark.parametrize("replacement", ["identity", "poly"])
+def test_a_run_of_a_known_net_needs_no_options(replacement, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = fastbcd.load("fashion-mnist-mini").first(16)
+    net = fastbcd.models.resnet20(10, 28, in_channels=1, width=2, blocks=1, replacement=replacement)
+    fastbcd.bcd(net, data, budget=7000, drc=100, rt=1, finetune=None, run_dir="recorded")
+    check_recorded(net, "resnet20 (width 2, blocks 1)", capsys)
+
+
+@pytest.mark.parametrize("replacement", ["identity", "poly"])
+def test_a_run_of_an_own_net_needs_no_options(run, replacement, monkeypatch, capsys) -> None:
+    """The command records --model and --replacement."""
+    data = fastbcd.load("fashion-mnist-mini").first(16)
+    monkeypatch.setattr(common, "load_data", lambda options: (data, data))
+    line = "bcd --model my_nets:small --budget 100 --drc 58 --rt 2 --epochs 0 --quiet"
+    assert fastbcd_(f"{line} --replacement {replacement} --run-dir recorded") == 0
+    example = next(data.batches(2))[0]
+    net = fastbcd.convert(
+        importlib.import_module("my_nets").small(), example, replacement=replacement
+    )
+    check_recorded(fastbcd.load_run("recorded", model=net).model, "my_nets:small", capsys)
+
+
+def test_options_override_what_a_run_recorded(run, capsys) -> None:
+    """Here to a net that the run's weights do not fit."""
+    assert fastbcd_("export out --out net.pt2") == 2
+    assert "out did not record its net: give --arch or --model" in capsys.readouterr().err
+    assert fastbcd_("export out --arch resnet20 --out net.pt2") == 2
+    assert "does not fit ResNet" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

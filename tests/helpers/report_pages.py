@@ -51,13 +51,14 @@ class Page(HTMLParser):
         return next(row for row in self.rows if row and row[0] == first)
 
 
-def large_run(place: Path, arch: str, classes: int, images: int, size: int = 32) -> Path:
+def large_run(place: Path, arch: str, data: str) -> Path:
     """A run directory of three steps of a net of the paper, without weights."""
+    classes, size, channels, images = fastbcd.recipes.DATA[data]
     with torch.device("meta"):
         net = fastbcd.models.build(arch, classes, size)
     kept = fastbcd.MaskSet.full({s.name: s.shape for s in fastbcd.masks(net).sites})
     kept = kept.without(range(20_000, kept.total))
-    facts = {"name": None, "images": images, "channels": 3, "height": size, "width": size,
+    facts = {"name": data, "images": images, "channels": channels, "height": size, "width": size,
              "classes": classes, "dtype": "uint8", "mean": [0.5] * 3, "std": [0.5] * 3,
              "digest": "0123"}  # fmt: skip
     config = {
@@ -65,7 +66,7 @@ def large_run(place: Path, arch: str, classes: int, images: int, size: int = 32)
         "settings": {"drc": 100, "proposal": "uniform", "budget": 19_000, "rt": 50, "adt": 0.3,
                      "samples": None, "seed": 0, "finetune": None, "finetune_when": "every_step"},
         "data": facts, "test": {**facts, "images": 10_000},
-        "net": {"arch": None, "sites": {s.name: s.shape for s in kept.sites}, "tensors": {}},
+        "net": {"arch": net.arch, "sites": {s.name: s.shape for s in kept.sites}, "tensors": {}},
     }  # fmt: skip
     run = RunDirectory(place, config, "never")
     for number in range(4):

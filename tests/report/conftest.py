@@ -30,7 +30,7 @@ def quick(request, monkeypatch) -> None:
 
 @pytest.fixture(scope="session")
 def resnet18(tmp_path_factory) -> Path:
-    return large_run(tmp_path_factory.mktemp("runs") / "r18", "resnet18", 100, 50_000)
+    return large_run(tmp_path_factory.mktemp("runs") / "r18", "resnet18", "cifar100")
 
 
 @pytest.fixture(scope="session")
