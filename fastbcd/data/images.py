@@ -13,7 +13,7 @@ are pure functions of (seed, step, epoch, sample id): not of batches, devices or
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from fastbcd.data.arrays import (
     sampled,
 )
 from fastbcd.data.npz import npz_keys, read_npz
+from fastbcd.runtime.validate import check_whole
 
 ORDER, VIEWS = 1, 2  # streams of random numbers; 0 is the masks'
 
@@ -50,24 +51,19 @@ class ImageData:
     [(4, 3, 8, 8), (2, 3, 8, 8)]
     """
 
-    images: Tensor  # uint8 [N,C,H,W]; or float32/float64, which mean and std take as they are
+    images: Tensor  # uint8, float32 or float64 [N,C,H,W]
     labels: Tensor  # int64 [N]
-    mean: tuple[float, ...]  # per channel, in units of 0..1
+    mean: tuple[float, ...]  # per channel, of uint8/255 or of the floats themselves
     std: tuple[float, ...]
     classes: int
-    # int64 [N], each sample's number in the data it was cut from; 0 .. N-1 if not given
+    # int64 [N], each sample's number in the data it is a part of; 0 .. N-1 if not given
     ids: Tensor = None  # type: ignore[assignment]
     name: str | None = None  # what `load` was asked for; a run records it
 
     def __post_init__(self) -> None:
-        if self.ids is None:
-            ids = torch.arange(len(self.images), device=self.images.device)
-            object.__setattr__(self, "ids", ids)
-        self._check()
-
-    def _check(self) -> None:
-        """Refuse what would fail or mislead later."""
         images = self.images
+        if self.ids is None:
+            object.__setattr__(self, "ids", torch.arange(len(images), device=images.device))
         check_values("images", images)
         if images.dtype != torch.uint8 and images.dtype not in FLOATS:
             raise TypeError(f"images are {images.dtype}; they must be uint8, float32 or float64")
@@ -94,14 +90,9 @@ class ImageData:
 
     @classmethod
     def from_arrays(
-        cls,
-        images: Any,
-        labels: Any,
-        mean: Stats = None,
-        std: Stats = None,
-        classes: int | None = None,
-        layout: str | None = None,
-    ) -> ImageData:
+        cls, images: Any, labels: Any, mean: Stats = None, std: Stats = None,
+        classes: int | None = None, layout: str | None = None,
+    ) -> ImageData:  # fmt: skip
         """From numpy arrays or tensors, without copying what already fits.
 
         images: uint8 [N,C,H,W], [N,H,W,C] or [N,H,W]; or floats [N,C,H,W] or [N,H,W].
@@ -110,22 +101,17 @@ class ImageData:
         or the floats themselves; 0 and 1 if not given. classes: largest label + 1 if not given.
         """
         x, y = image_tensor(images, layout), label_tensor(labels)
-        y = y.to(x.device)
-        mean = (0.0,) * x.shape[1] if mean is None else mean
-        std = (1.0,) * x.shape[1] if std is None else std
+        mean = (0.0,) * x.shape[1] if mean is None else tuple(map(float, mean))
+        std = (1.0,) * x.shape[1] if std is None else tuple(map(float, std))
         if classes is None:
             classes = int(y.max()) + 1 if len(y) else 0
-        return cls(x, y, tuple(map(float, mean)), tuple(map(float, std)), classes)
+        return cls(x, y.to(x.device), mean, std, classes)
 
     @classmethod
     def from_npz(
-        cls,
-        path: str | Path,
-        split: str = "train",
-        mean: Stats = None,
-        std: Stats = None,
+        cls, path: str | Path, split: str = "train", mean: Stats = None, std: Stats = None,
         classes: int | None = None,
-    ) -> ImageData:
+    ) -> ImageData:  # fmt: skip
         """From an .npz file with {split}_images and {split}_labels, or images and labels.
 
         mean and std that are not given are those of the file, if it has arrays of these names;
@@ -134,12 +120,10 @@ class ImageData:
         keys = npz_keys(path)
         prefix = "" if "images" in keys and f"{split}_images" not in keys else f"{split}_"
         images, labels = read_npz(path, f"{prefix}images"), read_npz(path, f"{prefix}labels")
-        mean, std = (
-            np.atleast_1d(read_npz(path, name)).tolist()
-            if given is None and name in keys
-            else given
-            for name, given in (("mean", mean), ("std", std))
-        )
+        if mean is None and "mean" in keys:
+            mean = np.atleast_1d(read_npz(path, "mean")).tolist()
+        if std is None and "std" in keys:
+            std = np.atleast_1d(read_npz(path, "std")).tolist()
         try:
             if classes is None:
                 others = [label_tensor(read_npz(path, k), k) for k in keys if k.endswith("labels")]
@@ -184,27 +168,22 @@ class ImageData:
 
     @property
     def device(self) -> torch.device:
-        """Where images and labels lie."""
+        """The device of images and labels."""
         return self.images.device
 
     def to(self, device: torch.device | str) -> ImageData:
         """The same data on another device."""
-        return dataclasses.replace(
-            self,
-            images=self.images.to(device),
-            labels=self.labels.to(device),
-            ids=self.ids.to(device),
-        )
+        return self._changed(lambda tensor: tensor.to(device))
 
     def first(self, n: int) -> ImageData:
         """The first n samples, sharing memory."""
         if not 0 <= n <= len(self):
             raise ValueError(f"first({n}): there are {len(self)} samples")
-        return self._cut(slice(0, n))
+        return self._changed(lambda tensor: tensor[:n])
 
     def rest(self, n: int) -> ImageData:
         """All but the first n samples, sharing memory; none if there are no more."""
-        return self._cut(slice(max(n, 0), None))
+        return self._changed(lambda tensor: tensor[max(n, 0) :])
 
     def shard(self, rank: int, world: int) -> ImageData:
         """Part `rank` of `world` contiguous parts whose sizes differ by at most one.
@@ -213,8 +192,7 @@ class ImageData:
         >>> [data.shard(r, 3).ids.tolist() for r in range(3)]
         [[0, 1], [2, 3], [4, 5, 6]]
         """
-        _check_rank(rank, world)
-        return self._cut(slice(rank * len(self) // world, (rank + 1) * len(self) // world))
+        return self._changed(lambda tensor: _share(tensor, rank, world))
 
     def subset(self, indices: Any) -> ImageData:
         """The samples at these positions, copied; they keep their ids and so their views."""
@@ -224,24 +202,20 @@ class ImageData:
                 f"indices go from {int(index.min())} to {int(index.max())}; "
                 f"there are {len(self)} samples"
             )
-        return self._cut(index)
+        return self._changed(lambda tensor: tensor[index])
 
-    def _cut(self, where: Any) -> ImageData:
-        return dataclasses.replace(
-            self, images=self.images[where], labels=self.labels[where], ids=self.ids[where]
-        )
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> ImageData:
+        parts = {name: change(getattr(self, name)) for name in ("images", "labels", "ids")}
+        return dataclasses.replace(self, **parts)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ batches
 
     def normalise(
-        self,
-        images: Tensor,
-        out: Tensor | None = None,
-        *,
+        self, images: Tensor, out: Tensor | None = None, *,
         memory_format: torch.memory_format = torch.contiguous_format,
         dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
-        """(images/255 - mean)/std in one pass, new or into `out` (then its dtype and layout hold).
+    ) -> Tensor:  # fmt: skip
+        """(images/255 - mean)/std in one pass, new or into `out`, whose dtype and layout stay.
 
         images [B,C,H,W] of this data's dtype; floats are not divided by 255.
         """
@@ -253,46 +227,51 @@ class ImageData:
             raise ValueError(f"out has shape {tuple(out.shape)}, the images {tuple(images.shape)}")
         return pixels.normalise(images, self.mean, self.std, out)
 
-    def batches(
-        self,
-        batch_size: int,
-        *,
-        memory_format: torch.memory_format = torch.contiguous_format,
-        dtype: torch.dtype = torch.float32,
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(normalised images, labels) in order; the last batch may be short."""
-        _check_batch_size(batch_size)
+    def batches(self, batch_size: int, **options: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """(normalised images, labels) in order; the last batch may be short.
+
+        options: memory_format and dtype, as for `normalise`.
+        """
+        check_whole("batch_size", batch_size, 1)
         parts = zip(self.images.split(batch_size), self.labels.split(batch_size), strict=True)
-        return (
-            (self.normalise(x, memory_format=memory_format, dtype=dtype), y)
-            for x, y in parts
-            if len(y)
-        )
+        return ((self.normalise(x, **options), y) for x, y in parts if len(y))
 
     # ------------------------------------------------------------------ views
 
     def order(self, *, seed: int, step: int, epoch: int) -> Tensor:
         """A shuffle, int64 [N]. Part of the data keeps the order its samples have in the whole."""
-        keys = self._random(ORDER, seed, step, epoch)
+        keys = self._random(ORDER, seed=seed, step=step, epoch=epoch)
         return torch.from_numpy(np.argsort(keys, kind="stable")).to(self.device)
+
+    def view_count(self, padding: int) -> int:
+        """How many views an image has: (2·padding+1)² crops, each with and without flip."""
+        check_whole("padding", padding, 0)
+        height, width = self.images.shape[2:]
+        if padding > max(height, width):
+            raise ValueError(
+                f"padding={padding} for images of {height}×{width}, so that most crops are empty; "
+                f"use at most {max(height, width)}"
+            )
+        return 2 * (2 * padding + 1) ** 2
 
     def view_ids(
         self, *, seed: int, step: int, epoch: int, padding: int = 4, flip: bool = True
     ) -> Tensor:
-        """The view each sample takes in this epoch, int64 [N] in 0 .. (2·padding+1)²·2-1.
+        """The view each sample takes in this epoch, int64 [N] in 0 .. view_count(padding)-1.
 
         Without flip all of them are even.
         """
-        count = self._view_count(padding)
-        views = self._random(VIEWS, seed, step, epoch) % np.uint64(count)
+        count = np.uint64(self.view_count(padding))
+        views = self._random(VIEWS, seed=seed, step=step, epoch=epoch) % count
         ids = torch.from_numpy(views.astype(np.int64))
         return (ids if flip else ids - ids % 2).to(self.device)
 
-    def _random(self, stream: int, seed: int, step: int, epoch: int) -> np.ndarray:
+    def _random(self, stream: int, *, seed: int, step: int, epoch: int) -> np.ndarray:
         """One 64-bit number per sample: the id-th of the stream (seed, step, epoch)."""
         for name, value in (("seed", seed), ("step", step), ("epoch", epoch)):
-            if not isinstance(value, int | np.integer) or not 0 <= value < 2**63:
-                raise ValueError(f"{name} is {value}; it must be a whole number from 0 to 2^63-1")
+            check_whole(name, value, 0)
+            if value >= 2**63:
+                raise ValueError(f"{name}={value}; it must be below 2^63")
         ids = self.ids.cpu().numpy()
         # Philox counts in the lowest word; raw numbers, as only these never change with numpy.
         generator = np.random.Philox(
@@ -301,30 +280,16 @@ class ImageData:
         )
         return generator.random_raw(int(ids.max()) + 1 if len(ids) else 0)[ids]
 
-    def _view_count(self, padding: int) -> int:
-        height, width = self.images.shape[2:]
-        if padding > max(height, width):
-            raise ValueError(
-                f"padding is {padding} for images of {height}×{width}, so most crops would be "
-                f"empty; use at most {max(height, width)}"
-            )
-        return view_count(padding)
-
     def views(
-        self,
-        indices: Tensor,
-        view_ids: Tensor,
-        *,
-        padding: int = 4,
-        out: Tensor | None = None,
-        memory_format: torch.memory_format = torch.contiguous_format,
-        dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
+        self, indices: Tensor, view_ids: Tensor, *, padding: int = 4, out: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:  # fmt: skip
         """Samples `indices` under the views `view_ids` (both int64 [B]), normalised [B,C,H,W].
 
         Equivalent to RandomCrop((H, W), padding) and a flip on the raw image, then normalising.
+        out and options (memory_format, dtype): as for `normalise`.
         """
-        count = self._view_count(padding)
+        count = self.view_count(padding)
         # On a GPU the check would wait for the device; train_batches makes only valid ids.
         if view_ids.device.type == "cpu" and len(view_ids):
             low, high = int(view_ids.min()), int(view_ids.max())
@@ -333,52 +298,30 @@ class ImageData:
                     f"view_ids go from {low} to {high}; padding {padding} gives 0 to {count - 1}"
                 )
         x = pixels.crop(self.images.index_select(0, indices), view_ids, padding)
-        return self.normalise(x, out, memory_format=memory_format, dtype=dtype)
+        return self.normalise(x, out, **options)
 
     def train_batches(
-        self,
-        batch_size: int,
-        *,
-        seed: int,
-        step: int,
-        epoch: int,
-        padding: int = 4,
-        flip: bool = True,
-        rank: int = 0,
-        world: int = 1,
-        memory_format: torch.memory_format = torch.contiguous_format,
-        dtype: torch.dtype = torch.float32,
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        self, batch_size: int, *, seed: int, step: int, epoch: int, padding: int = 4,
+        flip: bool = True, rank: int = 0, world: int = 1, **options: Any,
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
         """One epoch: (images, labels, indices, view_ids), shuffled, each sample in its view.
 
-        With `world` ranks each batch of batch_size is shared out among them, so the batches are
-        the same for any number of ranks; a last batch with fewer samples than ranks is left out.
+        With `world` ranks each batch of batch_size is divided among them, so the batches are the
+        same for any number of ranks; a last batch with fewer samples than ranks is left out.
+        options: memory_format and dtype, as for `normalise`.
         """
-        _check_batch_size(batch_size)
-        _check_rank(rank, world)
+        check_whole("batch_size", batch_size, 1)
         order = self.order(seed=seed, step=step, epoch=epoch)
         views = self.view_ids(seed=seed, step=step, epoch=epoch, padding=padding, flip=flip)
-        whole = (part for part in order.split(batch_size) if len(part) >= world)
-        mine = (b[rank * len(b) // world : (rank + 1) * len(b) // world] for b in whole)
-        options: dict[str, Any] = {"memory_format": memory_format, "dtype": dtype}
+        mine = [_share(b, rank, world) for b in order.split(batch_size) if len(b) >= world]
         return (
             (self.views(i, views[i], padding=padding, **options), self.labels[i], i, views[i])
             for i in mine
         )
 
 
-def view_count(padding: int) -> int:
-    """How many views a padding allows: (2·padding+1)² crops, each with and without flip."""
-    if not isinstance(padding, int | np.integer) or padding < 0:
-        raise ValueError(f"padding is {padding}; it must be a whole number of at least 0")
-    return 2 * (2 * padding + 1) ** 2
-
-
-def _check_batch_size(batch_size: int) -> None:
-    if not isinstance(batch_size, int | np.integer) or batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; it must be a whole number of at least 1")
-
-
-def _check_rank(rank: int, world: int) -> None:
+def _share(values: Tensor, rank: int, world: int) -> Tensor:
+    """Part `rank` of `world` contiguous parts."""
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} of world {world}: rank goes from 0 to world-1")
+    return values[rank * len(values) // world : (rank + 1) * len(values) // world]

@@ -21,7 +21,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from fastbcd.data.images import ImageData, view_count
+from fastbcd.data.images import ImageData
 from fastbcd.graph.fuse import fused
 from fastbcd.runtime import ranks
 from fastbcd.runtime.limits import default_memory
@@ -55,7 +55,7 @@ class TeacherLogits:
         rank, world = ranks.rank(), ranks.world()
         self.first = rank * len(data) // world
         self.samples = (rank + 1) * len(data) // world - self.first
-        views = view_count(padding)
+        views = data.view_count(padding)
         useful = self.samples * (views if flip else views // 2)
         limit = _available_memory() if limit is None else limit
         room = (limit - 4 * self.samples * views) // (4 * self.classes)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from fastbcd.data.images import view_count
 from fastbcd.data.sources import as_data
 from helpers.image_cases import make
 
@@ -119,9 +118,9 @@ def test_batches_in_order(n, size, sizes):
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_batch_size_is_checked_at_once(size):
-    with pytest.raises(ValueError, match=f"batch_size is {size}"):
+    with pytest.raises(ValueError, match=f"batch_size={size}"):
         make().batches(size)
-    with pytest.raises(ValueError, match=f"batch_size is {size}"):
+    with pytest.raises(ValueError, match=f"batch_size={size}"):
         make().train_batches(size, **EPOCH)
 
 
@@ -135,7 +134,7 @@ def test_views(shape, padding, memory_format, device):
     images = make(*shape, device=device)
     rng = np.random.default_rng(1)
     indices = rng.integers(0, len(images), 30)
-    views = rng.integers(0, view_count(padding), 30)
+    views = rng.integers(0, images.view_count(padding), 30)
     raw = images.images.cpu().numpy()
     expected = np.stack(
         [naive_view(raw[i], v, padding) for i, v in zip(indices, views, strict=True)]
@@ -168,19 +167,20 @@ def test_no_views_at_all():
 @pytest.mark.parametrize(("view", "padding"), [(-1, 4), (162, 4), (18, 1), (2, 0)])
 def test_views_that_do_not_exist(view, padding):
     with pytest.raises(
-        ValueError, match=rf"view_ids go from .*{view}.*0 to {view_count(padding) - 1}"
+        ValueError, match=rf"view_ids go from .*{view}.*0 to {make().view_count(padding) - 1}"
     ):
         make().views(torch.tensor([0]), torch.tensor([view]), padding=padding)
-    with pytest.raises(ValueError, match="padding is -2"):
-        view_count(-2)
+    with pytest.raises(ValueError, match="padding=-2"):
+        make().view_count(-2)
 
 
 @pytest.mark.parametrize("padding", [7, 10**5, 10**30, 1.5])
 def test_a_padding_larger_than_the_image_is_refused(padding):
     images, zero = make(), torch.tensor([0])
-    with pytest.raises(ValueError, match=f"padding is {re.escape(str(padding))}.*(6×5|whole)"):
+    message = f"padding={re.escape(str(padding))}.*(6×5|whole)"
+    with pytest.raises((ValueError, TypeError), match=message):
         images.train_batches(4, **EPOCH, padding=padding)
-    with pytest.raises(ValueError, match="padding is"):
+    with pytest.raises((ValueError, TypeError), match=message):
         images.views(zero, zero, padding=padding)
     assert images.views(zero, zero, padding=6).shape == (1, 3, 6, 5)
 
@@ -191,7 +191,7 @@ def test_large_seeds():
     orders = {tuple(images.order(seed=seed, step=0, epoch=0).tolist()) for seed in seeds}
     assert len(orders) == 3
     for seed in (2**63, 2e13, "1"):
-        with pytest.raises(ValueError, match=r"seed is .*whole number"):
+        with pytest.raises((ValueError, TypeError), match=r"seed=.*(below 2\^63|whole number)"):
             images.train_batches(4, seed=seed, step=0, epoch=0)
 
 
@@ -222,7 +222,7 @@ def test_random_numbers_differ_by_seed_step_and_epoch():
         drawn = {tuple(draw(seed=a, step=b, epoch=c).tolist()) for a, b, c in keys}
         assert len(drawn) == len(keys)
     for name, value in (("seed", -1), ("step", 2**63), ("epoch", -5)):
-        with pytest.raises(ValueError, match=f"{name} is {value}"):
+        with pytest.raises(ValueError, match=f"{name}={value}"):
             images.order(**{**EPOCH, name: value})
 
 
