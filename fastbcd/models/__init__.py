@@ -41,4 +41,4 @@ def build(
         near = get_close_matches(name, NAMES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"there is no network {name!r}; {hint}choose from {', '.join(NAMES)}")
-    return _BUILDERS[name](num_classes, image_size, in_channels, **options)
+    return _BUILDERS[name](num_classes, image_size, in_channels=in_channels, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fastbcd.masking.activations import MaskedActivation, activation_type
+from fastbcd.runtime.validate import check_whole
 
 
 def activation(channels: int, size: int, replacement: str) -> MaskedActivation:
@@ -27,10 +28,9 @@ def halved(size: int, stride: int) -> int:
 
 
 def check_sizes(**sizes: int) -> None:
-    """Refuse a size below 1, or one that is no integer, by its name."""
+    """Refuse a size that is not a whole number of at least 1, by its name."""
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}; it must be an integer of at least 1")
+        check_whole(name, value, 1)
 
 
 def initialise(net: nn.Module) -> None:

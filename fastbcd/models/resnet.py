@@ -15,13 +15,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastbcd.models.layers import (
-    activation,
-    check_sizes,
-    conv3x3,
-    halved,
-    initialise,
-)
+from fastbcd.models.layers import activation, check_sizes, conv3x3, halved, initialise
 
 
 class PadShortcut(nn.Module):
@@ -39,10 +33,7 @@ class PadShortcut(nn.Module):
 
 def projection(c_in: int, c_out: int, stride: int) -> nn.Sequential:
     """A 1×1 convolution and a batch norm (option B)."""
-    return nn.Sequential(
-        nn.Conv2d(c_in, c_out, 1, stride, bias=False),
-        nn.BatchNorm2d(c_out),
-    )
+    return nn.Sequential(nn.Conv2d(c_in, c_out, 1, stride, bias=False), nn.BatchNorm2d(c_out))
 
 
 SHORTCUTS = {"projection": projection, "pad": PadShortcut}
@@ -52,7 +43,7 @@ class BasicBlock(nn.Module):
     """Two 3×3 convolutions beside a shortcut; `size` is the side of its input."""
 
     def __init__(
-        self, c_in: int, c_out: int, stride: int, size: int, shortcut: str, replacement: str
+        self, c_in: int, c_out: int, *, stride: int, size: int, shortcut: str, replacement: str
     ) -> None:
         super().__init__()
         size = halved(size, stride)
@@ -110,13 +101,13 @@ class ResNet(nn.Module):
         self.alpha = activation(channels, size, replacement) if stem_relu else nn.Identity()
         self.stages = [f"layer{i + 1}" for i in range(len(widths))]
         for stage, width in zip(self.stages, widths, strict=True):
-            stride = 1 if stage == "layer1" else 2
-            first = BasicBlock(channels, width, stride, size, shortcut, replacement)
-            channels, size = width, halved(size, stride)
-            rest = [
-                BasicBlock(width, width, 1, size, shortcut, replacement) for _ in range(blocks - 1)
-            ]
-            self.add_module(stage, nn.Sequential(first, *rest))
+            parts = []
+            for i in range(blocks):
+                stride = 2 if i == 0 and stage != "layer1" else 1
+                options: Any = {"stride": stride, "shortcut": shortcut, "replacement": replacement}
+                parts.append(BasicBlock(channels, width, size=size, **options))
+                channels, size = width, halved(size, stride)
+            self.add_module(stage, nn.Sequential(*parts))
         self.linear = nn.Linear(channels, num_classes)
         initialise(self)
 
@@ -150,7 +141,7 @@ def resnet18(
     arch = {"name": "resnet18", **locals()}
     widths = [width, 2 * width, 4 * width, 8 * width]
     net = ResNet(
-        widths, 2, num_classes, image_size, in_channels,
+        widths, blocks=2, num_classes=num_classes, image_size=image_size, in_channels=in_channels,
         stem_relu=stem_relu, replacement=replacement,
     )  # fmt: skip
     net.arch = arch
@@ -168,15 +159,16 @@ def resnet20(
 ) -> ResNet:
     """The ResNet-20 of He et al. for CIFAR, with padded shortcuts: 188,416 ReLUs at 32×32.
 
-    blocks: of each of the three stages, so that 1 gives a ResNet-8 and 9 a ResNet-56.
+    blocks: per stage, of three stages; 1 gives a ResNet-8, 9 a ResNet-56.
 
     >>> fastbcd.masks(resnet20()).count()
     188416
     """
     arch = {"name": "resnet20", **locals()}
     net = ResNet(
-        [width, 2 * width, 4 * width], blocks, num_classes, image_size, in_channels,
-        stem_relu=True, shortcut="pad", replacement=replacement,
+        [width, 2 * width, 4 * width], blocks=blocks, num_classes=num_classes,
+        image_size=image_size, in_channels=in_channels, stem_relu=True, shortcut="pad",
+        replacement=replacement,
     )  # fmt: skip
     net.arch = arch
     return net

@@ -13,19 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastbcd.models.layers import (
-    activation,
-    check_sizes,
-    conv3x3,
-    halved,
-    initialise,
-)
+from fastbcd.models.layers import activation, check_sizes, conv3x3, halved, initialise
 
 
 class WideBlock(nn.Module):
-    """Two activated 3×3 convolutions on top of the input, which stays unactivated."""
+    """Two activated 3×3 convolutions, added to the input or to a 1×1 convolution of it."""
 
-    def __init__(self, c_in: int, c_out: int, stride: int, size: int, replacement: str) -> None:
+    def __init__(self, c_in: int, c_out: int, *, stride: int, size: int, replacement: str) -> None:
         super().__init__()
         self.bn1 = nn.BatchNorm2d(c_in)
         self.alpha1 = activation(c_in, size, replacement)
@@ -33,37 +27,27 @@ class WideBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(c_out)
         self.alpha2 = activation(c_out, halved(size, stride), replacement)
         self.conv2 = conv3x3(c_out, c_out)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, c, s, s] -> [B, c, s, s]."""
-        a = self.alpha1(self.bn1(x))
-        return self.conv2(self.alpha2(self.bn2(self.conv1(a)))) + x
-
-
-class WideTransition(WideBlock):
-    """The first block of a group: its shortcut is a 1×1 convolution of the activated input."""
-
-    def __init__(self, c_in: int, c_out: int, stride: int, size: int, replacement: str) -> None:
-        super().__init__(c_in, c_out, stride, size, replacement)
-        self.convShortcut = nn.Conv2d(c_in, c_out, 1, stride, bias=False)
+        self.convShortcut = None
+        if stride > 1 or c_in != c_out:
+            self.convShortcut = nn.Conv2d(c_in, c_out, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, c_in, s, s] -> [B, c_out, halved(s), halved(s)]."""
         a = self.alpha1(self.bn1(x))
-        return self.conv2(self.alpha2(self.bn2(self.conv1(a)))) + self.convShortcut(a)
+        y = self.conv2(self.alpha2(self.bn2(self.conv1(a))))
+        return y + (x if self.convShortcut is None else self.convShortcut(a))
 
 
 class WideGroup(nn.Module):
     """Blocks of one width, behind the name `layer` as in SNL."""
 
     def __init__(
-        self, c_in: int, c_out: int, stride: int, size: int, blocks: int, replacement: str
+        self, c_in: int, c_out: int, *, stride: int, size: int, blocks: int, replacement: str
     ) -> None:
         super().__init__()
-        kind = WideBlock if stride == 1 and c_in == c_out else WideTransition
-        first = kind(c_in, c_out, stride, size, replacement)
-        inner = halved(size, stride)
-        rest = [WideBlock(c_out, c_out, 1, inner, replacement) for _ in range(blocks - 1)]
+        first = WideBlock(c_in, c_out, stride=stride, size=size, replacement=replacement)
+        inner: Any = {"stride": 1, "size": halved(size, stride), "replacement": replacement}
+        rest = [WideBlock(c_out, c_out, **inner) for _ in range(blocks - 1)]
         self.layer = nn.Sequential(first, *rest)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,8 +91,10 @@ class WideResNet(nn.Module):
         groups = []
         for i in range(3):
             width, stride = 16 * 2**i * factor, 1 if i == 0 else 2
-            group = WideGroup(channels, width, stride, size, blocks, replacement)
-            groups.append(group)
+            groups.append(
+                WideGroup(channels, width, stride=stride, size=size, blocks=blocks,
+                          replacement=replacement)
+            )  # fmt: skip
             channels, size = width, halved(size, stride)
         self.block1, self.block2, self.block3 = groups
         self.bn1 = nn.BatchNorm2d(channels)
@@ -143,7 +129,7 @@ def wide_resnet22_8(
     """
     arch = {"name": "wide_resnet22_8", **locals()}
     net = WideResNet(
-        22, factor, num_classes, image_size, in_channels,
+        22, factor, num_classes=num_classes, image_size=image_size, in_channels=in_channels,
         final_relu=final_relu, replacement=replacement,
     )  # fmt: skip
     net.arch = arch
