@@ -10,10 +10,9 @@ from fastbcd import (
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import load
 from fastbcd.descent.bcd import Run, bcd, steps
-from fastbcd.descent.proposals import Saliency
+from fastbcd.descent.proposals import Proposal, Saliency
 from fastbcd.descent.saliency import saliency
-from fastbcd.descent.schedules import Adaptive, Fraction
-from fastbcd.descent.settings import Schedule
+from fastbcd.descent.schedules import Adaptive, Fraction, Schedule
 from fastbcd.descent.step import Step
 from fastbcd.kernels import backends
 from fastbcd.masking.activations import MaskedPoly, MaskedReLU
@@ -53,6 +52,7 @@ __all__ = [
     "MaskSet",
     "MaskedPoly",
     "MaskedReLU",
+    "Proposal",
     "Run",
     "Saliency",
     "Schedule",

@@ -14,7 +14,7 @@ from fastbcd.cli import options as common
 from fastbcd.data.images import ImageData
 from fastbcd.descent.bcd import WHEN
 from fastbcd.descent.proposals import PROPOSALS
-from fastbcd.descent.settings import Schedule
+from fastbcd.descent.schedules import Schedule
 from fastbcd.recipes import run as recipe_run
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.engine import ENGINES

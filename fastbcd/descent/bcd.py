@@ -2,7 +2,7 @@
 
     run = fastbcd.bcd(net, data, budget=15_000, teacher=dense, test=test, run_dir="runs/15k")
 
-    for step in fastbcd.steps(net, data, budget=15_000):      # the same, open in the middle
+    for step in fastbcd.steps(net, data, budget=15_000):      # with training of your own
         train_my_way(net)
 
 Each step draws up to RT hypotheses of DRC kept ReLUs, takes the first whose accuracy on the train
@@ -21,13 +21,14 @@ from tqdm import tqdm
 
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data
-from fastbcd.descent import proposals
-from fastbcd.descent.settings import Schedule, Search
+from fastbcd.descent.proposals import Proposal, drawn, find_proposal
+from fastbcd.descent.schedules import Schedule
+from fastbcd.descent.settings import Search
 from fastbcd.descent.step import Clock, Step
 from fastbcd.descent.trainers import describe, trainer
 from fastbcd.masking.masks import MaskSet, masks, set_masks
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.runs.directory import RunDirectory, Unsaved, check_resume
+from fastbcd.runs.directory import RunDirectory, Unsaved, check_resume, open_run
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import keep_mode
 from fastbcd.scoring.accuracy import accuracy, check_classes
@@ -41,18 +42,30 @@ WHEN = ("every_step", "on_reject")
 
 
 class Run(NamedTuple):
-    """What `bcd` gives back: the net it was given, at its budget, and how it got there.
+    """What `bcd` returns: the given net at its budget, its masks, and one record per step.
 
     >>> net = nn.Sequential(nn.Flatten(), fastbcd.MaskedReLU(4), nn.Linear(4, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
     >>> run = fastbcd.bcd(net, data, budget=1, drc=2, finetune=None)
     >>> run.model is net, run.masks.count(), len(run.history)
     (True, 1, 2)
+    >>> run  # doctest: +ELLIPSIS
+    Run(1 of 4 ReLUs kept in 1 sites after 2 steps, train ... %)
     """
 
     model: nn.Module
     masks: MaskSet
     history: list[Step]
+
+    def __repr__(self) -> str:
+        m = self.masks
+        text = f"{m.count():,} of {m.total:,} ReLUs kept in {len(m.sites)} sites after "
+        text += f"{len(self.history)} steps"
+        if self.history:
+            last = self.history[-1]
+            text += f", train {last.chosen_accuracy:.2f} %"
+            text += "" if last.test_accuracy is None else f", test {last.test_accuracy:.2f} %"
+        return f"Run({text})"
 
 
 def bcd(
@@ -65,7 +78,7 @@ def bcd(
     adt: float = 0.3,
     finetune: Finetune | Callable[[nn.Module, Step], Any] | None = PAPER,
     finetune_when: str = "every_step",
-    proposal: str | proposals.Saliency = "uniform",
+    proposal: str | Proposal = "uniform",
     teacher: nn.Module | None = None,
     test: Any = None,
     samples: int | None = None,
@@ -80,19 +93,22 @@ def bcd(
     Args:
         data: the train set, for scoring and fine-tuning: ImageData, (images, labels), a Dataset
             or a DataLoader. test: the test set, measured after every step if given.
-        drc: ReLUs to remove a step, a function of how many are kept, or a schedule: `Fraction`,
-            `Adaptive`.
-        rt, adt: hypotheses at most a step, and the drop in percentage points that is accepted.
+        drc: ReLUs that a step removes: a number, a function of the number kept, or a `Schedule`
+            (`Fraction`, `Adaptive`).
+        rt, adt: hypotheses that a step tries at most, and the drop in percentage points that it
+            accepts.
         finetune: settings, None, or your own f(net, step) that trains in place. It is called with
-            torch's generator seeded by (seed, step); what it returns may be {"loss": ...}.
-        finetune_when: "every_step", or "on_reject": only where no hypothesis met ADT.
-        proposal: "uniform" as the paper, "saliency", or `Saliency(...)`: hypotheses that favour
-            ReLUs which matter little to first order.
+            torch's generator seeded by (seed, step) and may return {"loss": ...}.
+        finetune_when: "every_step", or "on_reject": only after steps where no hypothesis met ADT.
+        proposal: "uniform" as in the paper, "saliency", `Saliency(...)`: hypotheses that favour
+            ReLUs of small first-order effect, or a `Proposal` of your own.
         samples: score on the first n train images; None: on all.
-        run_dir: where every finished step is saved. The same call again goes on from there.
-        resume: "auto"; "must" (True): there has to be a run; "never" (False): there must be none.
+        run_dir: where every finished step is saved. The same call resumes from there, also on
+            another device or number of ranks.
+        resume: "auto"; "must" (True): refuse a directory without a run; "never" (False): refuse
+            one that is not empty.
         engine: how hypotheses are scored: a name or `Engine(...)`. It never changes the outcome.
-        progress: bars, and a line a step.
+        progress: show bars and one line per step.
 
     After any exception the net is as it was at the end of the last finished step.
 
@@ -105,15 +121,21 @@ def bcd(
     images = as_data(data)
     if finetune_when not in WHEN:
         raise ValueError(f"finetune_when={finetune_when!r}; choose from {', '.join(WHEN)}")
-    search = Search(budget, drc, rt, adt, proposal, samples, seed, as_engine(engine))
-    descent = Descent(net, images, search, test, run_dir, resume, progress)
+    search = Search(
+        budget=budget, drc=drc, rt=rt, adt=adt, proposal=find_proposal(proposal), samples=samples,
+        seed=seed, engine=as_engine(engine),
+    )  # fmt: skip
+    descent = Descent(
+        net, images, search, test=test, run_dir=run_dir, resume=resume, progress=progress
+    )
     train = trainer(finetune, net, images, teacher=teacher, seed=seed, progress=progress)
     descent.training = describe(finetune, finetune_when, teacher)
     with closing(descent.steps()) as steps_:
         for step in steps_:
             if train and (finetune_when == "every_step" or not step.accepted):
                 report = train(step)
-                step.train_loss = report.get("loss") if isinstance(report, dict) else None
+                if isinstance(report, dict) and report.get("loss") is not None:
+                    step.train_loss = float(report["loss"])
     return Run(net, masks(net), descent.history)
 
 
@@ -125,7 +147,7 @@ def steps(
     drc: int | Callable[[int], int] | Schedule = 100,
     rt: int = 50,
     adt: float = 0.3,
-    proposal: str | proposals.Saliency = "uniform",
+    proposal: str | Proposal = "uniform",
     test: Any = None,
     samples: int | None = None,
     seed: int = 0,
@@ -136,10 +158,9 @@ def steps(
 ) -> Iterator[Step]:
     """The steps of `bcd`, with your own training in the loop's body.
 
-    In the body the step's ReLUs are already removed. When it comes to its end the test accuracy
-    is measured, the step is saved and the next one begins; set step.train_loss to have it in the
-    record. Leaving the loop within the body (break, an exception) undoes the step. The weights
-    are yours to change, the masks are not.
+    In the body the step's ReLUs are already removed. After it the test accuracy is measured and
+    the step is saved; a step.train_loss that the body sets is recorded. Leaving the loop within
+    the body (break, an exception) undoes the step. The body may change the weights, not the masks.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
@@ -148,12 +169,17 @@ def steps(
     1 6 3
     2 3 2
     """
-    search = Search(budget, drc, rt, adt, proposal, samples, seed, as_engine(engine))
-    return Descent(net, as_data(data), search, test, run_dir, resume, progress).steps()
+    search = Search(
+        budget=budget, drc=drc, rt=rt, adt=adt, proposal=find_proposal(proposal), samples=samples,
+        seed=seed, engine=as_engine(engine),
+    )  # fmt: skip
+    return Descent(
+        net, as_data(data), search, test=test, run_dir=run_dir, resume=resume, progress=progress
+    ).steps()
 
 
 class Descent:
-    """One run: checked when it is made, at work while its `steps` are gone through."""
+    """One run: its arguments are checked at once, the work is done while `steps` is iterated."""
 
     training: dict[str, Any] = {"finetune": "the loop's body"}  # noqa: RUF012  # never changed
 
@@ -162,13 +188,14 @@ class Descent:
         net: nn.Module,
         data: ImageData,
         search: Search,
+        *,
         test: Any,
         run_dir: str | os.PathLike[str] | None,
         resume: str | bool,
         progress: bool,
     ) -> None:
-        self.net, self.search, self.run_dir, self.resume = net, search, run_dir, resume
-        self.progress = progress
+        self.net, self.data, self.search = net, data, search
+        self.run_dir, self.resume, self.progress = run_dir, resume, progress
         check_resume(resume)
         check_scorable(net, data)
         self.test = None if test is None else as_data(test)
@@ -176,109 +203,102 @@ class Descent:
             check_classes(net, self.test, "the net, asked about the test set,")
         if search.samples is not None and search.samples > len(data):
             raise ValueError(f"samples={search.samples}; there are {len(data)} train images")
-        self.data = data if search.samples is None else data.first(search.samples)
-        self.whole_data = data
+        self.scored = data if search.samples is None else data.first(search.samples)
         if (count := masks(net).count()) > search.budget:
             search.size(count, [])
         self.history: list[Step] = []
 
     def steps(self) -> Generator[Step, None, None]:
-        """Algorithm 1, with the fine-tuning left to whoever goes through the steps."""
+        """Algorithm 1; the loop that iterates over the steps does the fine-tuning."""
         with closing(self._open()) as run, keep_mode(self.net), self._bar() as bar:
-            good = self._begin(run, bar)
+            saved = self._resume(run, bar)
             try:
                 while masks(self.net).count() > self.search.budget:
-                    step = self._search(len(self.history) + 1)
-                    removed = masks(self.net).bits
+                    step = self._search()
+                    removed = masks(self.net).copy()
                     with Clock(step.seconds, "finetune"):
                         yield step
-                    _check_masks(masks(self.net), removed)
-                    good = self._finish(step, run, bar)
+                    _check_unchanged(masks(self.net), removed)
+                    saved = self._save(step, run)
+                    bar.update(step.drc)
             except BaseException:
-                snapshots.restore(self.net, good)
+                snapshots.restore(self.net, saved)
                 raise
 
-    def _search(self, number: int) -> Step:
-        """Try hypotheses until one is accepted or RT is exhausted; remove what was chosen."""
-        s, current, seconds = self.search, masks(self.net), {"propose": 0.0, "score": 0.0}
-        count, rt = current.count(), s.hypotheses()
-        size = s.size(count, self.history)
+    def _search(self) -> Step:
+        """Try hypotheses until one is accepted or RT are rejected; remove the chosen ReLUs."""
+        s, seconds, number = self.search, {"propose": 0.0, "score": 0.0}, len(self.history) + 1
+        current = masks(self.net).copy()
+        size, rt = s.size(current.count(), self.history), s.hypotheses()
         with Clock(seconds, "score"):
             with Clock(seconds, "propose"):
-                draw = proposals.find(s.proposal)(self.net, self.data, size, s.seed, number)
+                draw = s.proposal(self.net, self.scored, size, seed=s.seed, step=number)
 
             def hypothesis(trial: int) -> Tensor:
                 with Clock(seconds, "propose"):
-                    return draw(trial)
+                    return drawn(s.proposal, draw, trial, size=size)
 
-            choice = choose(
-                self.net, map(hypothesis, range(rt)), self.data, adt=s.adt, engine=s.engine
-            )
+            hypotheses = map(hypothesis, range(rt))
+            choice = choose(self.net, hypotheses, self.scored, adt=s.adt, engine=s.engine)
         seconds["score"] -= seconds["propose"]
         set_masks(self.net, current.without(choice.removal))
-        step = Step.begun(number, count, rt, choice)
+        step = Step.begin(number, before=current.count(), rt=rt, choice=choice)
         step.seconds = seconds
         return step
 
-    def _open(self) -> RunDirectory | Unsaved:
-        if self.run_dir is None:
-            return Unsaved()
-        settings = {**self.search.outcome(), **self.training}
-        config = snapshots.run_config(
-            "run", settings, self.net, data=self.whole_data, test=self.test
-        )
-        return RunDirectory(self.run_dir, config, self.resume)
+    def _save(self, step: Step, run: RunDirectory | Unsaved) -> dict[str, Tensor]:
+        """Measure the test accuracy and make the step the last finished one; its tensors."""
+        with Clock(step.seconds, "test"):
+            if self.test is not None:
+                step.test_accuracy = accuracy(self.net, self.test)
+        tensors, record = snapshots.take(self.net), step.as_json()
+        ranks.check_same("the weights and masks", tensors)
+        run.save(step.number, tensors, record)
+        step.seconds = {**record["seconds"]}
+        self.history.append(step)
+        if self.progress:
+            self._print(str(step))
+        return tensors
 
-    def _begin(self, run: RunDirectory | Unsaved, bar: Any) -> dict[str, Tensor]:
-        """Begin the run, or go on with it; the state that counts as good."""
+    def _open(self) -> RunDirectory | Unsaved:
+        return open_run(
+            "run", {**self.search.describe(), **self.training}, self.net, data=self.data,
+            test=self.test, run_dir=self.run_dir, resume=self.resume, engine=self.search.engine,
+        )  # fmt: skip
+
+    def _resume(self, run: RunDirectory | Unsaved, bar: Any) -> dict[str, Tensor]:
+        """Restore the last finished step, or save the start; the tensors of that state."""
         if run.state is None:
-            good = snapshots.take(self.net)
-            run.save(0, good, {})
+            tensors = snapshots.take(self.net)
+            run.save(0, tensors, {})
         else:
-            good = run.state.tensors
-            snapshots.restore(self.net, good)
+            tensors = run.state.tensors
+            snapshots.restore(self.net, tensors)
         self.history = [Step.from_json(record) for record in run.history]
-        ranks.check_same("the weights and masks", good)
-        ranks.check_same("the labels", {"labels": self.whole_data.labels})
+        ranks.check_same("the weights and masks", tensors)
         count, budget, done = masks(self.net).count(), self.search.budget, len(self.history)
         bar.reset(max(count - budget, 0))
         where = "" if self.run_dir is None else f" in {self.run_dir}"
         if count <= budget and done:
-            self._say(f"the run{where} is done: {done} steps, {count:,} ReLUs kept")
+            self._print(f"the run{where} is done: {done} steps, {count:,} ReLUs kept")
         elif count <= budget:
-            self._say(f"{count:,} ReLUs are kept, the budget is {budget:,}: nothing to do")
+            self._print(f"{count:,} ReLUs are kept, the budget is {budget:,}: nothing to do")
         elif done:
-            self._say(f"going on{where} after step {done}, {count:,} ReLUs kept")
-        return good
-
-    def _finish(self, step: Step, run: RunDirectory | Unsaved, bar: Any) -> dict[str, Tensor]:
-        """Measure and save; the state that now counts as good."""
-        with Clock(step.seconds, "test"):
-            if self.test is not None:
-                step.test_accuracy = accuracy(self.net, self.test)
-        good = snapshots.take(self.net)
-        ranks.check_same("the weights and masks", good)
-        record = step.as_json()
-        run.save(step.number, good, record)
-        step.seconds = {**record["seconds"]}
-        self.history.append(step)
-        bar.update(step.drc)
-        if self.progress:
-            self._say(str(step))
-        return good
+            self._print(f"resuming the run{where} after step {done}, {count:,} ReLUs kept")
+        return tensors
 
     def _bar(self) -> Any:
         return tqdm(unit="ReLU", desc="bcd", disable=not self.progress or ranks.rank() > 0)
 
-    def _say(self, text: str) -> None:
-        """Once, above the bars."""
+    def _print(self, text: str) -> None:
+        """On rank 0, above the bars."""
         if ranks.rank() == 0:
             tqdm.write(text)
 
 
-def _check_masks(found: MaskSet, expected: Tensor) -> None:
-    """Refuse masks that were changed between removal and the end of a step's training."""
-    changed = (found.bits != expected).nonzero().flatten()
+def _check_unchanged(found: MaskSet, expected: MaskSet) -> None:
+    """Refuse masks that were changed between the removal and the end of a step's training."""
+    changed = (found.bits != expected.bits).nonzero().flatten()
     if len(changed):
         site, position = found.locate(int(changed[0]))
         raise RuntimeError(

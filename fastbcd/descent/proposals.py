@@ -1,16 +1,20 @@
-"""Proposals: which kept ReLUs a hypothesis would remove.
+"""Proposals: which kept ReLUs a hypothesis removes.
 
     fastbcd.bcd(net, data, budget, proposal="saliency")
     fastbcd.bcd(net, data, budget, proposal=fastbcd.Saliency(temperature=0.5))
+    fastbcd.bcd(net, data, budget, proposal=MyProposal())       # see Proposal
 
-A proposal is made once a step and then gives hypothesis `trial` as a pure function, so that
-hypotheses do not depend on how they are batched, on ranks or on an interruption.
+A proposal is called once per step and returns a pure function of the number of a hypothesis, so
+that hypotheses do not depend on how they are batched, on ranks or on an interruption.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,32 +28,64 @@ from fastbcd.descent.saliency import check_kind, saliency
 from fastbcd.masking.masks import masks
 
 Draw = Callable[[int], Tensor]  # trial -> LongTensor[size] of kept ids, no repeats
-Proposal = Callable[[nn.Module, ImageData, int, int, int], Draw]  # net, data, size, seed, step
 
 STREAM = 3  # of random numbers; 0 is the uniform hypotheses', 1 and 2 the images'
-DIGITS = 20  # bits of a score that count
+DIGITS = 20  # bits of a score that are compared
 
 
-def uniform(net: nn.Module, data: ImageData, size: int, seed: int, step: int) -> Draw:
+class Proposal(ABC):
+    """Derive from it, or write any object with the same call and `describe()`.
+
+    The call gets the net as it is before the step, the images that score and the number of ReLUs
+    to remove. It returns a function of the hypothesis's number (0, 1, …) that returns the flat
+    ids of `size` kept ReLUs, each once. Use `seed` and `step` for random numbers, so that a
+    resumed run draws the same hypotheses. A dataclass is described in config.json by its fields.
+
+    >>> class LastFirst(fastbcd.Proposal):
+    ...     def __call__(self, net, data, size, *, seed, step):
+    ...         kept = fastbcd.masks(net).bits.nonzero().flatten()
+    ...         return lambda trial: kept[len(kept) - size - trial :][:size]
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
+    >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
+    >>> run = fastbcd.bcd(net, data, 4, drc=2, rt=1, finetune=None, proposal=LastFirst())
+    >>> run.masks.bits
+    tensor([ True,  True,  True,  True, False, False])
+    """
+
+    @abstractmethod
+    def __call__(self, net: nn.Module, data: ImageData, size: int, *, seed: int, step: int) -> Draw:
+        """The draws of one step."""
+
+    def describe(self) -> Any:
+        """What config.json records: JSON-able, and different if the draws are different."""
+        fields: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
+        return {"name": type(self).__qualname__, **fields}
+
+
+class Uniform(Proposal):
     """The paper's: `size` kept ReLUs, uniform over all such sets.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU((3,)))
-    >>> uniform(net, None, 3, seed=0, step=1)(0).sort().values
+    >>> Uniform()(net, None, 3, seed=0, step=1)(0).sort().values
     tensor([0, 1, 2])
     """
-    current = masks(net).copy()
-    return lambda trial: current.sample(size, seed=seed, step=step, trial=trial)
+
+    def __call__(self, net: nn.Module, data: ImageData, size: int, *, seed: int, step: int) -> Draw:
+        current = masks(net).copy()
+        return lambda trial: current.sample(size, seed=seed, step=step, trial=trial)
+
+    def describe(self) -> str:
+        return "uniform"
 
 
 @dataclass(frozen=True)
-class Saliency:
-    """ReLUs whose removal costs little to first order; exact scoring decides among hypotheses.
+class Saliency(Proposal):
+    """ReLUs whose removal costs little to first order; exact scoring chooses among hypotheses.
 
     Hypothesis 0 takes the `size` ReLUs of smallest saliency. The others draw `size` without
-    replacement, one after the other, the ReLU of rank r (0: the smallest) with a chance
-    proportional to exp(-r / (temperature * size)). So the temperature says how blurred the edge
-    of a hypothesis is, in units of its size: 0 is greedy (one hypothesis, whatever RT), infinity
-    is uniform. kind is that of `fastbcd.saliency`.
+    replacement, one after the other, the ReLU of rank r (0: the smallest) with a probability
+    proportional to exp(-r / (temperature * size)). Temperature 0 is greedy (one hypothesis,
+    whatever RT), infinity is uniform. kind is that of `fastbcd.saliency`.
 
     >>> Saliency(temperature=0.5)
     Saliency(temperature=0.5, kind='mean_abs')
@@ -66,21 +102,28 @@ class Saliency:
         if not t >= 0:
             raise ValueError(f"temperature={t}; it must be 0 (greedy) or more")
 
-    def __call__(
-        self, net: nn.Module, data: ImageData, size: int, seed: int, step: int
-    ) -> Draw:  # fmt: skip
-        """The draw of a step; the saliency is taken on `data`, once."""
+    @property
+    def greedy(self) -> bool:
+        """Whether all hypotheses of a step are the same, so that one is enough."""
+        return self.temperature == 0
+
+    def __call__(self, net: nn.Module, data: ImageData, size: int, *, seed: int, step: int) -> Draw:
         order = ranking(saliency(net, data, kind=self.kind), masks(net).bits)
         width = self.temperature * size
         return lambda trial: favouring(order, size, width, seed=seed, step=step, trial=trial)
+
+    def describe(self) -> dict[str, Any]:
+        # JSON has no infinity.
+        temperature = "inf" if math.isinf(self.temperature) else float(self.temperature)
+        return {"name": "saliency", "temperature": temperature, "kind": self.kind}
 
 
 def ranking(scores: Tensor, kept: Tensor) -> Tensor:
     """The kept ids from the smallest score to the largest, LongTensor.
 
-    Scores count to 20 bits, one part in a million, and equal ones are ranked by id: the rounding
-    that another number of threads or ranks brings then seldom changes the order. (It may, where
-    a score lies at the edge between two steps of the grid. Two runs compare equal on one machine.)
+    Scores are rounded to 20 bits, one part in a million, and equal ones are ranked by id. So the
+    rounding error of another number of threads or ranks seldom changes the order; it may where a
+    score lies on the edge between two rounded values. On one machine two runs are equal.
 
     >>> scores = torch.tensor([2.0, 1.0, 1.0 - 1e-9, 0.0, 0.5], dtype=torch.float64)
     >>> ranking(scores, torch.tensor([True, True, True, True, False]))
@@ -95,10 +138,10 @@ def ranking(scores: Tensor, kept: Tensor) -> Tensor:
 def favouring(
     order: Tensor, size: int, width: float, *, seed: int, step: int, trial: int
 ) -> Tensor:  # fmt: skip
-    """`size` of the ids in `order`, ascending: without replacement, chances exp(-rank/width).
+    """`size` of the ids in `order`, drawn without replacement, probabilities ∝ exp(-rank/width).
 
-    A pure function of its arguments. Trial 0 takes the first ones, and so does every trial with
-    width 0.
+    A pure function of its arguments; the ids are returned in ascending order. Trial 0 takes the
+    first ones, and so does every trial with width 0.
 
     >>> favouring(torch.arange(9), 3, 1.5, seed=0, step=1, trial=0)
     tensor([0, 1, 2])
@@ -107,46 +150,58 @@ def favouring(
         raise ValueError(f"cannot draw {size} ReLUs: {len(order)} are kept")
     if trial == 0 or width == 0:
         return order[:size].sort().values
-    # Counter-based and raw, as in masking.py: (seed; step, trial) names the stream.
+    # A counter-based generator, as in MaskSet.sample: (seed; step, trial) selects the stream.
     generator = np.random.Philox(
         key=np.array([STREAM, seed], np.uint64), counter=np.array([0, 0, trial, step], np.uint64)
     )
     u = ((generator.random_raw(len(order)) >> np.uint64(11)) + 0.5) * 2.0**-53
-    # The `size` largest of log(chance) - log(-log u) are such a draw (Gumbel's top-k).
+    # The `size` largest of log(probability) - log(-log u) are such a draw (Gumbel top-k).
     with np.errstate(over="ignore"):  # infinite for a tiny width: in order, which is its limit
         keys = np.log(-np.log(u)) + np.arange(len(order)) / width
     chosen = np.argsort(keys, kind="stable")[:size]
     return order[torch.from_numpy(chosen)].sort().values
 
 
-PROPOSALS: dict[str, Proposal] = {"uniform": uniform, "saliency": Saliency()}
+PROPOSALS: dict[str, Proposal] = {"uniform": Uniform(), "saliency": Saliency()}
 
 
-def find(proposal: str | Saliency) -> Proposal:
-    """The proposal of this name, or that one itself."""
-    if isinstance(proposal, Saliency):
-        return proposal
-    if proposal not in PROPOSALS:
-        names = ", ".join(PROPOSALS)
-        raise ValueError(f"proposal={proposal!r}; choose from {names}, or give Saliency(...)")
-    return PROPOSALS[proposal]
+def find_proposal(proposal: Any) -> Proposal:
+    """The proposal of this name, or the given one once it is checked."""
+    if isinstance(proposal, str):
+        if proposal not in PROPOSALS:
+            raise ValueError(
+                f"proposal={proposal!r}; choose from {', '.join(PROPOSALS)}, or give a "
+                f"fastbcd.Proposal"
+            )
+        return PROPOSALS[proposal]
+    name = f"proposal {type(proposal).__qualname__}"
+    if isinstance(proposal, type) or not callable(proposal):
+        raise TypeError(f"proposal={proposal!r}; give a name or an object as fastbcd.Proposal")
+    if not callable(getattr(proposal, "describe", None)):
+        raise TypeError(
+            f"{name} has no describe(): config.json records what it returns; derive from "
+            f"fastbcd.Proposal, which has one"
+        )
+    try:
+        inspect.signature(proposal).bind(None, None, 1, seed=0, step=1)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} cannot be called as proposal(net, data, size, seed=…, step=…): {error}"
+        ) from None
+    try:
+        json.dumps(proposal.describe())
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: describe() must return JSON-able values: {error}") from None
+    return proposal
 
 
-def is_greedy(proposal: str | Saliency) -> bool:
-    """Are all hypotheses of a step the same?"""
-    found = find(proposal)
-    return isinstance(found, Saliency) and found.temperature == 0
-
-
-def describe(proposal: str | Saliency) -> Any:
-    """The proposal, for config.json.
-
-    >>> describe("saliency") == describe(Saliency())
-    True
-    """
-    found = find(proposal)
-    if not isinstance(found, Saliency):
-        return proposal
-    # JSON has no infinity.
-    temperature = "inf" if math.isinf(found.temperature) else float(found.temperature)
-    return {"name": "saliency", **dataclasses.asdict(found), "temperature": temperature}
+def drawn(proposal: Proposal, draw: Draw, trial: int, *, size: int) -> Tensor:
+    """Hypothesis `trial`: `size` different ids, or an error that names the proposal."""
+    ids = torch.as_tensor(draw(trial))
+    if ids.ndim != 1 or len(ids) != size or len(ids.unique()) != size:
+        raise ValueError(
+            f"proposal {type(proposal).__qualname__}: hypothesis {trial} is a tensor of shape "
+            f"{tuple(ids.shape)} with {len(ids.unique())} different ids; expected {size} ids, "
+            f"each once"
+        )
+    return ids

@@ -2,21 +2,45 @@
 
     fastbcd.bcd(net, data, budget, drc=100)                          # always 100, as the paper
     fastbcd.bcd(net, data, budget, drc=fastbcd.Fraction(0.08))       # 8 % of those that are left
-    fastbcd.bcd(net, data, budget, drc=fastbcd.Adaptive(1000))       # by how hard it is
+    fastbcd.bcd(net, data, budget, drc=fastbcd.Adaptive(1000))       # by what the steps accepted
 
-A schedule is a pure function of the count and of the steps behind, so that a run that is resumed
-goes on as it would have gone on without the interruption.
+A schedule is a pure function of the count and of the finished steps, so that a resumed run takes
+the same steps as one that was not interrupted.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fastbcd.descent.settings import Schedule
 from fastbcd.descent.step import Step
 from fastbcd.runtime.validate import check_number, check_whole
+
+
+class Schedule(ABC):
+    """Derive from it to compute DRC in another way. A dataclass is described by its fields.
+
+    >>> class Halve(Schedule):
+    ...     def size(self, count, history):
+    ...         return max(1, count // 2)
+    >>> Halve().size(1000, [])
+    500
+    """
+
+    @abstractmethod
+    def size(self, count: int, history: Sequence[Step]) -> int:
+        """How many of `count` ReLUs to remove after the steps of `history`."""
+
+    def describe(self) -> Any:
+        """What config.json records: JSON-able, and different if the sizes are different."""
+        if hasattr(self, "description"):  # the name of this method up to version 0.1
+            return self.description()
+        fields: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
+        return {"schedule": type(self).__qualname__, **fields}
 
 
 @dataclass(frozen=True)
@@ -43,10 +67,10 @@ class Fraction(Schedule):
 
 @dataclass(frozen=True)
 class Adaptive(Schedule):
-    """Driven by ADT: more after a step whose first hypothesis passed, less where none did.
+    """More after a step whose first hypothesis met ADT, less after a step where none did.
 
     A step that took a later hypothesis changes nothing. `grow` and `shrink` are factors, `least`
-    and `most` bounds.
+    and `most` are bounds.
 
     >>> Adaptive(100, grow=2.0, shrink=0.5, most=1000).size(10_000, [])
     100

@@ -1,49 +1,31 @@
-"""Search: how a step looks for the ReLUs it removes; checked before any work."""
+"""The settings of a search: how many ReLUs a step removes and which hypotheses it tries."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastbcd.descent import proposals
+from fastbcd.descent.proposals import Proposal
+from fastbcd.descent.schedules import Schedule
 from fastbcd.descent.step import Step
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.engine import Engine
 
-
-class Schedule(ABC):
-    """Derive from it to say DRC in another way; a dataclass is described in config.json.
-
-    >>> class Halve(Schedule):
-    ...     def size(self, count, history):
-    ...         return max(1, count // 2)
-    >>> Halve().size(1000, [])
-    500
-    """
-
-    @abstractmethod
-    def size(self, count: int, history: Sequence[Step]) -> int:
-        """How many of `count` ReLUs to remove after the steps of `history`."""
-
-    def description(self) -> dict[str, Any]:
-        """What config.json says of it."""
-        fields: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
-        return {"schedule": type(self).__qualname__, **fields}
+MAX_SEED = 2**63 - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Search:
-    """How a step looks for its ReLUs. The engine never changes the outcome."""
+    """How a step finds the ReLUs it removes. The engine never changes the outcome."""
 
     budget: int
     drc: int | Callable[[int], int] | Schedule
     rt: int
     adt: float
-    proposal: str | proposals.Saliency
+    proposal: Proposal
     samples: int | None
     seed: int
     engine: Engine
@@ -55,14 +37,21 @@ class Search:
             value = getattr(self, name)
             if name != "samples" or value is not None:
                 check_whole(name, value, smallest)
+        if self.seed > MAX_SEED:
+            raise ValueError(f"seed={self.seed}; it must be at most 2^63 - 1")
         if isinstance(self.adt, bool) or not isinstance(self.adt, int | float):
             raise TypeError(f"adt={self.adt!r}; it is a number of percentage points")
         if math.isnan(self.adt):
             raise ValueError("adt is NaN; it is a number of percentage points, the paper's is 0.3")
-        proposals.find(self.proposal)
+        if isinstance(self.drc, Schedule):
+            try:
+                json.dumps(self.drc.describe())
+            except (TypeError, ValueError) as error:
+                name = type(self.drc).__qualname__
+                raise TypeError(f"drc {name}: describe() must be JSON-able: {error}") from None
 
     def size(self, count: int, history: Sequence[Step]) -> int:
-        """How many of `count` ReLUs this step removes: DRC, and never below the budget."""
+        """How many of `count` ReLUs this step removes: DRC, but never below the budget."""
         size = self.drc
         if isinstance(size, Schedule):
             size = size.size(count, history)
@@ -73,23 +62,23 @@ class Search:
         return min(int(size), count - self.budget)
 
     def hypotheses(self) -> int:
-        """How many a step tries at most: RT, or one where all of them would be the same."""
-        return 1 if proposals.is_greedy(self.proposal) else self.rt
+        """How many hypotheses a step tries at most: RT, or one if all of them are the same."""
+        return 1 if getattr(self.proposal, "greedy", False) else self.rt
 
-    def outcome(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What decides the outcome, for config.json."""
         drc: Any = self.drc
         if isinstance(drc, Schedule):
-            drc = drc.description()
+            drc = drc.describe()
         else:
             drc = name_of(drc) if callable(drc) else int(drc)
         names = ("budget", "rt", "adt", "samples", "seed")
-        proposal = proposals.describe(self.proposal)
-        return {"drc": drc, "proposal": proposal, **{name: getattr(self, name) for name in names}}
+        settings = {name: getattr(self, name) for name in names}
+        return {"drc": drc, "proposal": self.proposal.describe(), **settings}
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What config.json calls a function.
+    """The name that config.json has for a function.
 
     >>> name_of(name_of)
     'function fastbcd.descent.settings.name_of'

@@ -1,4 +1,4 @@
-"""Records: what each step of a run found and did, one line of JSON in its history."""
+"""The record of a step: one line of history.jsonl."""
 
 from __future__ import annotations
 
@@ -10,47 +10,53 @@ from typing import Any
 from fastbcd.scoring.choose import Choice
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Step:
-    """One step: `drc` of `before` ReLUs were removed. Accuracies in percent, losses mean CE.
+    """One step of BCD: `drc` of `before` ReLUs were removed. Accuracies in percent, losses mean CE.
 
-    It can stand where a number is wanted: int(step) is its number, 1 for the first.
+    int(step) is its number, 1 for the first.
 
-    >>> print(Step(1, 300, 200, 100, 3, 2, True, {2: 0.1}, 98.0, 0.06, 97.9, 0.07, "collapsed"))
-    step 1: 300 → 200 ReLUs, accepted after 3, train 98.00 → 97.90 %, 0.0 s
+    >>> net = nn.Sequential(nn.Flatten(), fastbcd.MaskedReLU(4), nn.Linear(4, 3))
+    >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
+    >>> run = fastbcd.bcd(net, data, budget=1, drc=2, rt=1, finetune=None)
+    >>> print(run.history[1])  # doctest: +ELLIPSIS
+    step 2: 2 → 1 ReLUs, ... after 1, train ... → ... %, ... s
     """
 
     number: int
     before: int
     after: int
     drc: int
-    tried: int  # hypotheses, counted as the one-by-one loop would
-    chosen: int  # the number of the one that was taken, from 0
-    accepted: bool  # its drop is below ADT; otherwise RT was exhausted and it is the best
+    tried: int  # hypotheses, as the loop over one at a time would count them
+    chosen: int  # the number of the chosen one, from 0
+    accepted: bool  # its drop is below ADT; if False all RT failed and it is the best of them
     drops: dict[int, float]  # percentage points, of the hypotheses scored on all images
     base_accuracy: float  # on the train set, before the removal
     base_loss: float
     chosen_accuracy: float  # after it, before any training
     chosen_loss: float
     engine: str
-    train_loss: float | None = None  # of the last epoch of the training, if that was said
+    train_loss: float | None = None  # of the last epoch of the training, if it is known
     test_accuracy: float | None = None  # after the training, if there is test data
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
     @classmethod
-    def begun(cls, number: int, before: int, rt: int, choice: Choice) -> Step:
-        """The record of a step whose removal is done and whose training is to come."""
+    def begin(cls, number: int, *, before: int, rt: int, choice: Choice) -> Step:
+        """The record of a step whose ReLUs are removed and whose training has not begun."""
         size, samples = len(choice.removal), choice.samples
         return cls(
-            number, before, before - size, size, choice.number + 1 if choice.accepted else rt,
-            choice.number, choice.accepted, dict(sorted(choice.drops.items())),
-            100.0 * choice.base_correct / samples, choice.base_loss,
-            100.0 * choice.correct / samples, choice.loss, choice.engine,
+            number=number, before=before, after=before - size, drc=size,
+            tried=choice.number + 1 if choice.accepted else rt,
+            chosen=choice.number, accepted=choice.accepted,
+            drops=dict(sorted(choice.drops.items())),
+            base_accuracy=100.0 * choice.base_correct / samples, base_loss=choice.base_loss,
+            chosen_accuracy=100.0 * choice.correct / samples, chosen_loss=choice.loss,
+            engine=choice.engine,
         )  # fmt: skip
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Step:
-        """What `as_json` made."""
+        """The step whose `as_json` is `record`."""
         return cls(**{**record, "drops": {int(k): v for k, v in record["drops"].items()}})
 
     def as_json(self) -> dict[str, Any]:
@@ -78,7 +84,7 @@ class Step:
 
 
 class Clock:
-    """Adds the seconds within it to seconds[name]."""
+    """A context that adds the seconds it lasts to seconds[name]."""
 
     def __init__(self, seconds: dict[str, float], name: str) -> None:
         self.seconds, self.name = seconds, name

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fastbcd.data.images import ImageData
 from fastbcd.runs.config import check_same_config, version
 from fastbcd.runs.files import (
     OWN,
@@ -37,6 +38,7 @@ from fastbcd.runs.files import (
     state_bytes,
     state_digest,
 )
+from fastbcd.runs.fingerprint import run_config
 from fastbcd.runtime import ranks
 from fastbcd.runtime.atomic_files import write_atomically
 from fastbcd.runtime.version import __version__
@@ -194,6 +196,35 @@ class RunDirectory:
                 f"the permissions) and start the same command again",
             ) from error
         return ""
+
+
+def open_run(
+    kind: str,
+    settings: dict[str, Any],
+    net: nn.Module,
+    *,
+    data: ImageData,
+    test: ImageData | None,
+    run_dir: str | os.PathLike[str] | None,
+    resume: str | bool,
+    engine: object = None,
+    **more: Any,
+) -> RunDirectory | Unsaved:
+    """Begin or resume a run, after a check that all ranks were given the same arguments.
+
+    The arguments are those of `run_config`; engine: what must be the same on all ranks but is not
+    recorded.
+    """
+    config = run_config(kind, settings, net, data=data, test=test, **more)
+    if ranks.world() > 1:
+        facts: dict[str, Any] = {"run_dir": str(run_dir), "engine": repr(engine)}
+        for name, images in (("data", data), ("test", test)):
+            if images is not None:
+                for part in ("labels", "images"):
+                    mark = ranks.digest({part: getattr(images, part)}).hex()
+                    facts[f"the digest of {name}.{part}"] = mark[:16]
+        ranks.check_facts(json.loads(as_json({"settings": settings, **facts, **config})))
+    return Unsaved() if run_dir is None else RunDirectory(run_dir, config, resume)
 
 
 def check_resume(resume: Any) -> str:

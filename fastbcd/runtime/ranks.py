@@ -2,23 +2,25 @@
 
     torchrun --nproc-per-node 2 -m fastbcd bcd ...       # or torch.distributed set up by hand
 
-Every function here does nothing but hand back its argument when there is one process, so that
-the code above reads the same for one rank and for many.
+With one process every function here returns its argument, so that the code above is the same for
+one rank and for many.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TIMEOUT = timedelta(minutes=10)  # how long a rank waits for the others before it gives up
+TIMEOUT = timedelta(minutes=10)  # that a rank waits for the others
 
 
 def rank() -> int:
@@ -31,7 +33,7 @@ def rank() -> int:
 
 
 def world() -> int:
-    """How many processes work together, 1 unless torch.distributed is initialised."""
+    """The number of processes, 1 unless torch.distributed is initialised."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -58,18 +60,22 @@ def from_first(t: Tensor) -> Tensor:
     return sent.to(t.device)
 
 
-def text_from_first(text: str) -> str:
-    """Rank 0's text on every rank."""
+def text_from_first(text: str, source: int = 0) -> str:
+    """The text of rank 0 (or of rank `source`) on every rank."""
     if world() == 1:
         return text
-    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
-    size = int(from_first(torch.tensor(len(text.encode()))))
-    sent = data if rank() == 0 else torch.zeros(max(size, 1), dtype=torch.uint8)
-    return bytes(from_first(sent)[:size].tolist()).decode()
+    size = torch.zeros(world(), dtype=torch.int64)
+    size[rank()] = len(text.encode())
+    sent = torch.zeros(int(all_sum(size)[source]), dtype=torch.uint8)
+    if rank() == source and len(sent):
+        sent = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    # A sum over ranks of which only one has bytes other than 0.
+    sent = sent if rank() == source else torch.zeros_like(sent)
+    return bytes(all_sum(sent.int()).tolist()).decode()
 
 
 def on_first(work: Callable[[], str]) -> str:
-    """Rank 0 does the work, all get its text; if it fails all fail, so that none waits for ever."""
+    """Rank 0 does the work, all ranks get its text. If it fails all fail, so that none waits."""
     if world() == 1:
         return work()
     failure: Exception | None = None
@@ -85,6 +91,52 @@ def on_first(work: Callable[[], str]) -> str:
     if answer.startswith("-"):
         raise RuntimeError(f"rank 0 failed: {answer[1:]}")
     return answer[1:]
+
+
+def check_facts(facts: dict[str, Any]) -> None:
+    """RuntimeError on all ranks, naming the first difference, if they were given different facts.
+
+    facts: JSON-able. It waits for the other ranks for TIMEOUT at most.
+    """
+    if world() == 1:
+        return
+    _wait_for_all()
+    mine = dict(_flat(facts))
+    first = dict(json.loads(text_from_first(json.dumps(mine))))
+    names = [n for n in {**first, **mine} if first.get(n) != mine.get(n)]
+    wrong = torch.zeros(world(), dtype=torch.int64)
+    wrong[rank()] = bool(names)
+    others = all_sum(wrong).nonzero().flatten().tolist()
+    if others:
+        text = "".join(
+            f"{n} is {first.get(n, 'missing')} on rank 0 and {mine.get(n, 'missing')} on rank "
+            f"{rank()}"
+            for n in names[:1]
+        )
+        raise RuntimeError(
+            f"ranks were given different arguments: {text_from_first(text, others[0])}; give "
+            f"every rank the same net, data and settings"
+        )
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted name, JSON text) of every value in nested dictionaries."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, json.dumps(value, ensure_ascii=False)
+
+
+def _wait_for_all() -> None:
+    arrived = dist.all_reduce(_sendable(torch.zeros(1)), async_op=True)
+    try:
+        arrived.wait(TIMEOUT)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank()} waited {TIMEOUT.total_seconds():.0f} s for the other ranks: they have "
+            f"not made the same call, or ended with an error of their own ({error})"
+        ) from error
 
 
 def check_same(what: str, tensors: dict[str, Tensor]) -> None:
@@ -120,7 +172,7 @@ def digest(tensors: dict[str, Tensor]) -> bytes:
 
 @contextmanager
 def joined() -> Iterator[None]:
-    """Take part in the job that torchrun started, if it did; leave it at the end."""
+    """Join the job that torchrun started, if any; leave it at the end."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or dist.is_initialized():
         yield
         return
@@ -130,10 +182,10 @@ def joined() -> Iterator[None]:
     else:
         dist.init_process_group("gloo", timeout=TIMEOUT)
     yield
-    # Only on success: after an error the others may be gone, and leaving would wait for them.
+    # Only on success: after an error the others may have ended, and leaving would wait for them.
     dist.destroy_process_group()
 
 
 def _sendable(t: Tensor) -> Tensor:
-    """Where the backend can read it: nccl reads GPU memory only."""
+    """On a device that the backend reads: nccl reads GPU memory only."""
     return t.detach().cuda() if dist.get_backend() == "nccl" else t.detach()

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fastbcd
-from fastbcd.descent import proposals
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.scoring.engine import ENGINES
 from fastbcd.training.settings import Finetune
@@ -321,12 +320,14 @@ def test_leaving_the_body_undoes_the_step() -> None:
     assert all(torch.equal(first[k], v) for k, v in snapshots.take(net).items())
 
 
-def test_a_proposal_can_be_added(monkeypatch) -> None:
-    def lowest(net, data, size, seed, step):
-        return lambda trial: fastbcd.masks(net).bits.nonzero().flatten()[:size]
-
-    monkeypatch.setitem(proposals.PROPOSALS, "lowest", lowest)
+def test_a_run_prints_a_summary() -> None:
     net, data = problem("mlp")
-    kept = fastbcd.masks(net).bits.nonzero().flatten()
-    run = fastbcd.bcd(net, data, len(kept) - 7, drc=3, finetune=None, proposal="lowest")
-    assert torch.equal(run.masks.bits.nonzero().flatten(), kept[7:])
+    kept, total = fastbcd.masks(net).count(), fastbcd.masks(net).total
+    run = fastbcd.bcd(net, data, kept - 5, drc=3, rt=1, finetune=None, test=data)
+    last = run.history[-1]
+    assert repr(run) == (
+        f"Run({kept - 5} of {total} ReLUs kept in {len(run.masks.sites)} sites after 2 steps, "
+        f"train {last.chosen_accuracy:.2f} %, test {last.test_accuracy:.2f} %)"
+    )
+    model, _, history = run
+    assert (model, len(history)) == (net, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 
@@ -16,8 +17,8 @@ import fastbcd
 from fastbcd.descent import proposals
 from fastbcd.descent import saliency as saliencies
 from fastbcd.descent.proposals import favouring, ranking
-from fastbcd.descent.settings import name_of
 from fastbcd.runs import fingerprint as snapshots
+from fastbcd.runs.directory import RunDirectory
 from helpers.nets import images, make, thinned
 from helpers.run_cases import contents, small_run
 
@@ -117,7 +118,7 @@ def test_ranking_minds_neither_the_last_bits_nor_removed_units() -> None:
 def test_hypothesis_0_has_the_smallest_saliency() -> None:
     net, data = problem("resnet")
     s = fastbcd.saliency(net, data)
-    draw = fastbcd.Saliency()(net, fastbcd.data.sources.as_data(data), 25, 0, 1)
+    draw = fastbcd.Saliency()(net, fastbcd.data.sources.as_data(data), 25, seed=0, step=1)
     rest = torch.ones(len(s), dtype=torch.bool)
     rest[draw(0)] = False
     assert s[draw(0)].max() <= s[rest].min() * (1 + 1e-5)
@@ -166,16 +167,15 @@ def test_greedy_tries_one_hypothesis() -> None:
 def test_a_resumed_run_ends_like_one_that_was_not_interrupted(drc, tmp_path) -> None:
     options = {"proposal": "saliency", "drc": drc, "adt": 2.0}
     whole = small_run(tmp_path / "whole", **options)
-    finish = fastbcd.descent.bcd.Descent._finish
+    save = RunDirectory.save
 
-    def dies_after_two(self, record, run, bar):
-        result = finish(self, record, run, bar)
-        if record.number == 2:
+    def dies_after_two(self, step, tensors, record):
+        save(self, step, tensors, record)
+        if step == 2:
             raise KeyboardInterrupt
-        return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fastbcd.descent.bcd.Descent, "_finish", dies_after_two)
+        patch.setattr(RunDirectory, "save", dies_after_two)
         with pytest.raises(KeyboardInterrupt):
             small_run(tmp_path / "part", **options)
     again = small_run(tmp_path / "part", **options)
@@ -217,7 +217,10 @@ def test_bad_proposals(options, error, words) -> None:
 
 
 def step(chosen: int, accepted: bool) -> fastbcd.Step:
-    return fastbcd.Step(1, 9, 8, 1, 1, chosen, accepted, {}, 0.0, 0.0, 0.0, 0.0, "stacked")
+    return fastbcd.Step(
+        number=1, before=9, after=8, drc=1, tried=1, chosen=chosen, accepted=accepted, drops={},
+        base_accuracy=0.0, base_loss=0.0, chosen_accuracy=0.0, chosen_loss=0.0, engine="stacked",
+    )  # fmt: skip
 
 
 def test_adaptive_follows_the_history() -> None:
@@ -282,8 +285,109 @@ class Halves(fastbcd.Schedule):
 
 def test_a_schedule_of_ones_own() -> None:
     net, data = problem("mlp")
-    assert Halves().description() == {"schedule": "Halves"}
-    assert "function" in name_of(Halves)
+    assert Halves().describe() == {"schedule": "Halves"}
     with pytest.raises(ValueError, match=r"drc\.size\(8, …\)=0; it must be a whole number, 1"):
         fastbcd.bcd(net, data, 1, drc=Halves(), rt=1, finetune=None)
     assert fastbcd.masks(net).count() == 8
+
+
+def test_a_schedule_that_names_itself_as_before_version_0_2(tmp_path) -> None:
+    class Old(Halves):
+        def description(self):
+            return {"schedule": "old"}
+
+    small_run(tmp_path, drc=Old(), budget=40, finetune=None)
+    assert json.loads((tmp_path / "config.json").read_text())["settings"]["drc"] == {
+        "schedule": "old"
+    }
+
+
+# ------------------------------------------------------------------------ proposals of one's own
+
+
+@dataclasses.dataclass
+class Lowest(fastbcd.Proposal):
+    """The lowest ids, from hypothesis `first` on."""
+
+    first: int = 0
+
+    def __call__(self, net, data, size, *, seed, step):
+        kept = fastbcd.masks(net).bits.nonzero().flatten()
+        return lambda trial: kept[self.first + trial :][:size]
+
+
+class Plain:
+    """Not derived from fastbcd.Proposal, but with the same call and describe()."""
+
+    def __call__(self, net, data, size, *, seed, step):
+        return Lowest()(net, data, size, seed=seed, step=step)
+
+    def describe(self):
+        return "plain"
+
+
+@pytest.mark.parametrize("proposal", [Lowest(), Plain()])
+def test_a_proposal_of_ones_own(proposal, tmp_path) -> None:
+    run = small_run(tmp_path, proposal=proposal, drc=30, rt=1, finetune=None)
+    assert run.masks.bits.nonzero().flatten().tolist() == list(range(90, 98))
+    settings = json.loads((tmp_path / "config.json").read_text())["settings"]
+    assert settings["proposal"] == proposal.describe()
+    assert small_run(tmp_path, proposal=proposal, drc=30, rt=1, finetune=None).masks == run.masks
+    with pytest.raises(ValueError, match=r"settings\.proposal"):
+        small_run(tmp_path, proposal=Lowest(first=1), drc=30, rt=1, finetune=None)
+
+
+class Nameless:
+    def __call__(self, net, data, size, *, seed, step):
+        return lambda trial: torch.arange(size)
+
+
+class Unrecorded(Lowest):
+    def describe(self):
+        return {"function": print}
+
+
+class Short(Lowest):
+    def __call__(self, net, data, size):
+        return lambda trial: torch.arange(size)
+
+
+@pytest.mark.parametrize(
+    ("proposal", "error", "words"),
+    [
+        ("gradient", ValueError, "proposal='gradient'; choose from uniform, saliency"),
+        (3, TypeError, "proposal=3; give a name or an object as"),
+        (Lowest, TypeError, "give a name or an object as"),
+        (Nameless(), TypeError, r"proposal Nameless has no describe\(\)"),
+        (Unrecorded(), TypeError, r"proposal Unrecorded: describe\(\) must return JSON"),
+        (Short(), TypeError, r"proposal Short cannot be called as proposal\(net, data, size, se"),
+    ],
+)
+def test_bad_proposals_of_ones_own_are_refused_before_any_work(
+    proposal, error, words, tmp_path
+) -> None:
+    with pytest.raises(error, match=words):
+        small_run(tmp_path / "run", proposal=proposal)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [torch.tensor(3), torch.tensor([1, 1]), torch.tensor([1]), torch.tensor([[1, 2]]), [1, 2, 3]],
+)
+def test_hypotheses_that_are_no_set_of_drc_relus_are_refused(ids) -> None:
+    class Bad(Lowest):
+        def __call__(self, net, data, size, *, seed, step):
+            return lambda trial: ids
+
+    with pytest.raises(ValueError, match=r"proposal .*Bad: hypothesis 0 is .*expected 2 ids"):
+        small_run(None, proposal=Bad(), drc=2)
+
+
+def test_removed_relus_are_not_proposed_twice() -> None:
+    class Same(Lowest):
+        def __call__(self, net, data, size, *, seed, step):
+            return lambda trial: torch.arange(size)
+
+    with pytest.raises(ValueError, match=r"id 0 \(site '2'.*is not kept"):
+        small_run(None, proposal=Same(), drc=2, finetune=None)

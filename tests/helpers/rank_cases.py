@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import fastbcd
+from fastbcd.data.images import ImageData
 from fastbcd.descent import bcd as descent
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.files import read_state
@@ -29,6 +30,7 @@ from helpers.nets import images, make, thinned
 from helpers.run_cases import contents, small_net, small_run
 
 NETS = ["mlp", "resnet", "mixture"]
+BASE: dict[str, Any] = {"budget": 5, "drc": 10, "rt": 1, "finetune": None}
 
 
 def problem(name: str, n: int) -> tuple[Any, Any]:
@@ -138,16 +140,37 @@ def trained(folder: Path) -> Any:
 
 
 def different(folder: Path) -> Any:
-    """Ranks that were given different weights, or different data."""
-    net, data = problem("mlp", 20)
-    other, _ = problem("mlp", 20)
-    with torch.no_grad():
-        next(other.parameters()).add_(ranks.rank())
-    shifted = data[0], (data[1] + ranks.rank()) % 5
-    return [
-        said(lambda: fastbcd.bcd(other, data, 5, drc=10, finetune=None)),
-        said(lambda: fastbcd.bcd(net, shifted, 5, drc=10, finetune=None)),
-    ]
+    """Ranks that were given different arguments, one at a time."""
+    r = ranks.rank()
+
+    def call(**options: Any) -> str:
+        net, (x, labels) = problem("mlp", 20)
+        with torch.no_grad():
+            next(net.parameters()).add_(options.pop("weights", 0))
+        x = x.clone()
+        x[13, 0, 0, 0] += options.pop("pixels", 0)
+        given = ImageData.from_arrays(
+            x, (labels + options.pop("labels", 0)) % 5, mean=(options.pop("mean", 0.0),) * 3,
+            std=(1.0,) * 3, classes=5,
+        )  # fmt: skip
+        return said(lambda: fastbcd.bcd(net, given, **{**BASE, **options}))
+
+    def shake(net: Any, step: Any) -> None:
+        pass
+
+    images = problem("mlp", 6)[1]
+    return {
+        "weights": call(weights=r),
+        "labels": call(labels=r),
+        "pixels": call(pixels=r),
+        "normalisation": call(mean=0.5 * r),
+        "test": call(test=(images[0], (images[1] + r) % 5)),
+        "no test": call(test=images if r else None),
+        "budget": call(budget=5 + r),
+        "finetune": call(finetune=shake if r else None),
+        "run_dir": call(run_dir=folder / f"run{r}"),
+        "engine": call(engine=fastbcd.Engine("stacked", wave=2 + r)),
+    }
 
 
 def full_disk(folder: Path) -> Any:

@@ -95,7 +95,7 @@ def test_an_interrupted_run_goes_on_with_what_is_on_the_disk(tmp_path, capsys) -
     torch.nn.init.zeros_(next(other.parameters()))
     for step in steps_of(tmp_path, other):
         assert step.number >= 3
-    assert f"going on in {tmp_path} after step 2" in capsys.readouterr().out
+    assert f"resuming the run in {tmp_path} after step 2" in capsys.readouterr().out
     assert fastbcd.masks(other).count() == whole.masks.count()
     uninterrupted = small_net()
     for _ in steps_of(None, uninterrupted):
