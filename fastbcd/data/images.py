@@ -302,22 +302,36 @@ class ImageData:
 
     def train_batches(
         self, batch_size: int, *, seed: int, step: int, epoch: int, padding: int = 4,
-        flip: bool = True, rank: int = 0, world: int = 1, **options: Any,
+        flip: bool = True, rank: int = 0, world: int = 1, smallest: int = 1, **options: Any,
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
         """One epoch: (images, labels, indices, view_ids), shuffled, each sample in its view.
 
         With `world` ranks each batch of batch_size is divided among them, so the batches are the
-        same for any number of ranks; a last batch with fewer samples than ranks is left out.
+        same for any number of ranks; a last batch with fewer samples than ranks is left out. One
+        with fewer than `smallest` samples joins the batch before it.
         options: memory_format and dtype, as for `normalise`.
         """
         check_whole("batch_size", batch_size, 1)
         order = self.order(seed=seed, step=step, epoch=epoch)
         views = self.view_ids(seed=seed, step=step, epoch=epoch, padding=padding, flip=flip)
-        mine = [_share(b, rank, world) for b in order.split(batch_size) if len(b) >= world]
+        whole = order.split(batch_sizes(len(self), batch_size, smallest))
+        mine = [_share(batch, rank, world) for batch in whole if len(batch) >= world]
         return (
             (self.views(i, views[i], padding=padding, **options), self.labels[i], i, views[i])
             for i in mine
         )
+
+
+def batch_sizes(samples: int, batch_size: int, smallest: int = 1) -> list[int]:
+    """The sizes of an epoch's batches; a last one below `smallest` joins the one before it.
+
+    >>> batch_sizes(9, 4), batch_sizes(9, 4, smallest=2)
+    ([4, 4, 1], [4, 5])
+    """
+    sizes = [min(batch_size, samples - i) for i in range(0, samples, batch_size)]
+    if len(sizes) > 1 and sizes[-1] < smallest:
+        sizes[-2:] = [sum(sizes[-2:])]
+    return sizes
 
 
 def _share(values: Tensor, rank: int, world: int) -> Tensor:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbcd.data.images import ImageData
 from fastbcd.masking.activations import MaskedReLU
 from fastbcd.masking.masks import MaskSet, mask_modules, masks
 from fastbcd.runtime import ranks
@@ -37,7 +36,7 @@ from fastbcd.starts.gated import (
 )
 from fastbcd.starts.mask_training import MaskTraining, StartingPoint
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Trainer, cosine
+from fastbcd.training.trainer import Trainer, cosine, training_dtype
 
 REFRESH, EVERY = 500, 10  # quadratics are refitted every 10th of the first 500 iterations
 CALIBRATION = 8  # batches for their first statistics
@@ -165,9 +164,12 @@ class Replacement:
         self.weight, self.threshold = penalty, threshold
         self.paper_quirks, self.scale_x2 = paper_quirks, scale_x2
         self.start = masks(net).copy()
-        generator = torch.Generator().manual_seed(seed)
+        dtype, generator = training_dtype(net), torch.Generator().manual_seed(seed)
         self.model = twin(
-            net, lambda act: IndicatorPoly(act, torch.rand(act.mask.shape, generator=generator))
+            net,
+            lambda act: IndicatorPoly(
+                act, torch.rand(act.mask.shape, generator=generator).to(dtype)
+            ),
         )
         self.acts: list[IndicatorPoly] = list(mask_modules(self.model).values())  # type: ignore
 
@@ -179,7 +181,7 @@ class Replacement:
 
     def epoch(self, trainer: Trainer, epoch: int, bar: Any) -> dict[str, Any]:
         if epoch == 0:
-            self._calibrate(trainer.data, trainer.settings.batch_size)
+            self._calibrate(trainer)
         lr = cosine(self.lr, epoch, self.epochs, self.lr_end)
         loss = trainer.epoch(
             epoch, lr, penalty=self.density_penalty, before_batch=self._before_batch, bar=bar
@@ -233,11 +235,12 @@ class Replacement:
             act.coef.copy_(coef)
 
     @torch.no_grad()
-    def _calibrate(self, data: ImageData, batch_size: int) -> None:
+    def _calibrate(self, trainer: Trainer) -> None:
         """Measure the first statistics in eval mode, and fit the quadratics to them."""
+        data, batch_size = trainer.data, trainer.settings.batch_size
         some = data.first(min(len(data), CALIBRATION * batch_size))
         with eval_mode(self.model):
-            for number, (x, _) in enumerate(some.batches(batch_size)):
+            for number, (x, _) in enumerate(some.batches(batch_size, dtype=trainer.dtype)):
                 for act in self.acts:
                     act.measuring, act.momentum = True, 1 / (number + 1)
                 self.model(x)

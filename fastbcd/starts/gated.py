@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fastbcd import ops
 from fastbcd.masking.activations import MaskedActivation, MaskedPoly, MaskedReLU
 from fastbcd.masking.masks import MaskSet, mask_modules, masks
+from fastbcd.scoring.accuracy import dtype_of
 
 IDENTITY = (0.0, 1.0, 0.0)  # c0, c1, c2
 
@@ -31,10 +32,10 @@ class SoftReLU(MaskedActivation):
     [[-0.0, -1.0]]
     """
 
-    def __init__(self, mask: Tensor) -> None:
+    def __init__(self, mask: Tensor, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(tuple(mask.shape), device=mask.device)
         self.mask = _channels_last(mask.bool())
-        self.alpha = nn.Parameter(self.mask.float())
+        self.alpha = nn.Parameter(self.mask.to(dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, *shape] -> [B, *shape]."""
@@ -62,7 +63,7 @@ class IndicatorPoly(MaskedPoly):
         super().__init__(tuple(poly.mask.shape), device=poly.mask.device)
         self.coef = poly.coef
         self.mask = _channels_last(poly.mask.bool())
-        self.aux = nn.Parameter(_channels_last(aux.float()).to(self.mask.device))
+        self.aux = nn.Parameter(_channels_last(aux).to(self.mask.device))
         self.register_buffer("allowed", self.mask.clone())
         self.register_buffer("mean", torch.zeros_like(self.coef[0].detach()))
         self.register_buffer("var", torch.ones_like(self.coef[0].detach()))
@@ -88,7 +89,7 @@ class IndicatorPoly(MaskedPoly):
     @torch.no_grad()
     def _measure(self, x: Tensor) -> None:
         dims = [d for d in range(x.ndim) if d != 1]
-        var, mean = torch.var_mean(x.float(), dims, correction=0)
+        var, mean = torch.var_mean(x.to(self.mean.dtype), dims, correction=0)
         self.mean.lerp_(mean, self.momentum)
         self.var.lerp_(var, self.momentum)
 
@@ -132,10 +133,12 @@ def to_poly(net: nn.Module) -> nn.Module:
     MaskedPoly((3,), 3 kept)
     """
 
+    dtype = dtype_of(net)
+
     def poly(act: MaskedActivation) -> MaskedActivation:
         if not isinstance(act, MaskedReLU):
             return act
-        new = MaskedPoly(tuple(act.mask.shape), device=act.mask.device)
+        new = MaskedPoly(tuple(act.mask.shape), device=act.mask.device).to(dtype)
         new.mask.copy_(act.mask)
         with torch.no_grad():
             new.coef.copy_(new.coef.new_tensor(IDENTITY)[:, None])

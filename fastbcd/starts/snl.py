@@ -24,7 +24,7 @@ from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.starts.gated import SoftReLU, check_budget, check_kind, gather, largest, twin
 from fastbcd.starts.mask_training import MaskTraining, StartingPoint
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Trainer
+from fastbcd.training.trainer import Trainer, training_dtype
 
 PUBLISHED = Finetune(epochs=100, lr=1e-3)
 PATIENCE = 5  # epochs at the start in which λ never grows
@@ -135,7 +135,8 @@ class Selective:
         self.budget, self.lr, self.threshold = budget, lr, threshold
         self.max_epochs, self.exact = max_epochs, exact
         self.start = masks(net).copy()
-        self.model = twin(net, lambda act: SoftReLU(act.mask))
+        dtype = training_dtype(net)
+        self.model = twin(net, lambda act: SoftReLU(act.mask, dtype))
         self.alphas: list[Tensor] = [act.alpha for act in mask_modules(self.model).values()]  # type: ignore
         self.penalty = Penalty(lambda0, kappa, self.start.count())
 

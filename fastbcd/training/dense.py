@@ -84,20 +84,18 @@ def train(
         check_classes(net, test, "the net, asked about the test set,")
     trainer, quiet = Trainer(net, images, settings, seed=seed), not progress or ranks.rank() > 0
     with closing(_open(trainer, test, run_dir, resume)) as run:
-        good, momenta = _restore(net, run)
+        good, momenta = _last_epoch(net, run)
+        record: dict[str, Any] = {}
         try:
             with trainer.session():
+                snapshots.restore(net, good)
                 trainer.load_optimizer(momenta)
                 for epoch in range(len(run.history), epochs):
                     record = _epoch(trainer, epoch, test, quiet)
-                    after = snapshots.take(net)
-                    ranks.check_same("the weights", after)
-                    # The optimizer's state is of no use after the last epoch.
-                    state = {} if epoch + 1 == epochs else _momenta(trainer)
-                    run.save(epoch + 1, {**after, **state}, record)
-                    good = after
-                    if not quiet:
-                        tqdm.write(describe(record, epochs))
+                    if epoch + 1 < epochs:
+                        good = _save(run, net, record, _momenta(trainer))
+            if record:  # the last epoch: the optimizer's state is of no use any more
+                good = _save(run, net, record, {})
         except BaseException:
             snapshots.restore(net, good)
             raise
@@ -113,10 +111,10 @@ def rate(lr: float, epoch: int, epochs: int) -> float:
     return lr / DECAY ** sum(epoch >= m * epochs for m in MILESTONES)
 
 
-def _restore(
+def _last_epoch(
     net: nn.Module, run: RunDirectory | Unsaved
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Begin the run, or restore the last finished epoch: the net's and the optimizer's tensors."""
+    """The net's and the optimizer's tensors at the start, or after the last finished epoch."""
     momenta: dict[str, Tensor] = {}
     if run.state is None:
         good = snapshots.take(net)
@@ -125,9 +123,21 @@ def _restore(
         found = without_prefix(run.state.tensors, MOMENTUM)
         momenta = {BUFFER + name: t for name, t in found.items()}
         good = {k: t for k, t in run.state.tensors.items() if not k.startswith(MOMENTUM)}
-        snapshots.restore(net, good)
     ranks.check_same("the weights", good)
     return good, momenta
+
+
+def _save(
+    run: RunDirectory | Unsaved,
+    net: nn.Module,
+    record: dict[str, Any],
+    momenta: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """Save an epoch and return the net's tensors."""
+    good = snapshots.take(net)
+    ranks.check_same("the weights", good)
+    run.save(record["number"], {**good, **momenta}, record)
+    return good
 
 
 def _momenta(trainer: Trainer) -> dict[str, Tensor]:
@@ -143,10 +153,13 @@ def _epoch(trainer: Trainer, epoch: int, test: ImageData | None, quiet: bool) ->
     with bar, repeatable(trainer.data.device, trainer.seed, epoch):
         loss = trainer.epoch(epoch, lr, bar=bar)
     tested = None if test is None else accuracy(trainer.net, test)
-    seconds = {"epoch": time.perf_counter() - begin}
-    return {
-        "number": epoch + 1, "lr": lr, "loss": loss, "test_accuracy": tested, "seconds": seconds,
+    record = {
+        "number": epoch + 1, "lr": lr, "loss": loss, "test_accuracy": tested,
+        "seconds": {"epoch": time.perf_counter() - begin},
     }  # fmt: skip
+    if not quiet:
+        tqdm.write(describe(record, s.epochs))
+    return record
 
 
 def describe(record: dict[str, Any], epochs: int) -> str:

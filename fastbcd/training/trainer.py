@@ -23,16 +23,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from fastbcd.data.images import ImageData
+from fastbcd.data.images import ImageData, batch_sizes
 from fastbcd.graph.fuse import fused
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runtime import ranks
 from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.module_mode import train_mode
 from fastbcd.runtime.tf32 import repeatable_convolutions
-from fastbcd.scoring.accuracy import check_classes, device_of
+from fastbcd.scoring.accuracy import check_classes, device_of, dtype_of
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
 
@@ -49,6 +50,9 @@ class Trainer:
 
     A module in eval mode inside a net in train mode is frozen: it stays in eval mode, so a batch
     norm keeps its running statistics. A net that is in eval mode itself is trained as a whole.
+    A net in float16 or bfloat16 is trained in float32 and rounded at the end of the session; one
+    in float64 is trained in float64. With a batch norm in train mode a last batch of a single
+    sample per rank joins the batch before it.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Trainer:
     ) -> None:
         self.net, self.data, self.settings = net, data, settings
         self.teacher, self.seed, self.fused_optimizer = teacher, seed, fused_optimizer
+        self.dtype = training_dtype(net)
         self.trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
         self.model, self.memory_format = fused(net)
         if settings.compile:
@@ -73,21 +78,27 @@ class Trainer:
     def session(self) -> Iterator[None]:
         """Prepare the net for training, with a new optimizer.
 
-        On exit every module has the mode it had, weights have their memory format, and there are
-        no gradients.
+        On exit every module has the mode it had, tensors have their dtype and memory format, and
+        there are no gradients.
         """
+        tensors = (*self.net.parameters(), *self.net.buffers())
+        narrow = [(t, t.dtype) for t in tensors if t.dtype in (torch.float16, torch.bfloat16)]
         turned = [p for p in self.net.parameters() if p.ndim == 4 and p.is_contiguous()]
         with kept_memory(), train_mode(self.net, self.model):
             try:
+                for t, _ in narrow:
+                    t.data = t.data.float()
                 for p in turned:
                     p.data = p.data.contiguous(memory_format=self.memory_format)
                 self.optimizer = self._make_optimizer()
                 self.parallel = self._parallel()
                 yield
             finally:
+                self.net.zero_grad(set_to_none=True)
                 for p in turned:
                     p.data = p.data.contiguous()
-                self.net.zero_grad(set_to_none=True)
+                for t, dtype in narrow:
+                    t.data = t.data.to(dtype)
 
     def _parallel(self) -> nn.Module:
         """The model; with several ranks, one that averages their gradients."""
@@ -100,9 +111,16 @@ class Trainer:
             )
 
     @property
+    def smallest(self) -> int:
+        """The smallest batch: batch norm in train mode needs two samples on each rank."""
+        norms = [m for m in self.net.modules() if isinstance(m, _BatchNorm)]
+        trained = any(norm.training or not self.net.training for norm in norms)
+        return 2 * ranks.world() if trained else 1
+
+    @property
     def batches(self) -> int:
         """The number of batches per epoch."""
-        return math.ceil(len(self.data) / self.settings.batch_size)
+        return len(batch_sizes(len(self.data), self.settings.batch_size, self.smallest))
 
     def epoch(
         self,
@@ -126,24 +144,25 @@ class Trainer:
         targets = self._targets(step, epoch)
         amp = device.type == "cuda" if s.amp is None else s.amp
         watch = _FiniteWatch(self.trained, step, epoch)
+        sizes = batch_sizes(len(self.data), s.batch_size, self.smallest)
         batches = self.data.train_batches(
             s.batch_size, seed=self.seed, step=step, epoch=epoch, padding=s.padding, flip=s.flip,
-            rank=ranks.rank(), world=world, memory_format=self.memory_format,
+            rank=ranks.rank(), world=world, smallest=self.smallest,
+            memory_format=self.memory_format, dtype=self.dtype,
         )  # fmt: skip
         for number, (x, labels, indices, _) in enumerate(batches):
             if before_batch is not None:
-                before_batch(epoch * self.batches + number)
+                before_batch(epoch * len(sizes) + number)
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 logits = self.parallel(x)
             target = None if targets is None else targets[indices]
-            loss = loss_of(logits.float(), labels, target, s.temperature, s.distill)
+            loss = loss_of(logits, labels, target, s.temperature, s.distill)
             # This rank holds len(x) of the batch's samples; gradients are averaged over ranks.
-            whole = min(s.batch_size, len(self.data) - number * s.batch_size)
-            loss = loss if world == 1 else loss * (world * len(x) / whole)
+            loss = loss if world == 1 else loss * (world * len(x) / sizes[number])
             loss = loss if penalty is None else loss + penalty()
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
-            watch.add(loss.detach() / world, whole)
+            watch.add(loss.detach() / world, sizes[number])
             self.optimizer.step()
             if bar is not None:
                 bar.update()
@@ -202,8 +221,13 @@ class Trainer:
             kind, name = key.split(".", 1)
             p = self.trained[name]
             # A moment has its parameter's memory format; Adam's step is a single number.
-            like = value.clone() if kind == "step" else torch.empty_like(p).copy_(value).detach()
-            self.optimizer.state[p][kind] = like
+            moment = torch.empty_like(p, requires_grad=False)
+            self.optimizer.state[p][kind] = value.clone() if kind == "step" else moment.copy_(value)
+
+
+def training_dtype(net: nn.Module) -> torch.dtype:
+    """The dtype that a net is trained in: float64 if it has it, else float32."""
+    return torch.promote_types(dtype_of(net), torch.float32)
 
 
 def without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -227,12 +251,16 @@ def cosine(lr: float, epoch: int, epochs: int, end: float = 0.0) -> float:
 def loss_of(
     logits: Tensor, labels: Tensor, target: Tensor | None, temperature: float, weight: float
 ) -> Tensor:
-    """CE + weight·T²·KL(target ‖ softmax(logits/T)), mean over the batch; target in logarithms."""
+    """CE + weight·T²·KL(target ‖ softmax(logits/T)), mean over the batch; target in logarithms.
+
+    It is computed in float32, or in float64 if the logits are.
+    """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     loss = F.cross_entropy(logits, labels)
     if target is None:
         return loss
     student = F.log_softmax(logits / temperature, 1)
-    divergence = F.kl_div(student, target, reduction="batchmean", log_target=True)
+    divergence = F.kl_div(student, target.to(logits.dtype), reduction="batchmean", log_target=True)
     return loss + weight * temperature**2 * divergence
 
 
@@ -260,8 +288,9 @@ def check_trainable(
         raise TypeError(f"settings are {type(settings).__name__}; expected fastbcd.Finetune")
     if not len(data):
         raise ValueError("there are no images to train on")
-    if len(data) < ranks.world():
-        raise ValueError(f"{len(data)} images are too few for {ranks.world()} ranks")
+    for value, what in ((len(data), "images"), (settings.batch_size, "samples per batch")):
+        if value < ranks.world():
+            raise ValueError(f"{value} {what} are too few for {ranks.world()} ranks")
     check_classes(net, data, "the net")
     if not any(p.requires_grad for p in net.parameters()):
         raise ValueError("the net has no parameter to train; net.requires_grad_()")
