@@ -7,7 +7,8 @@ import importlib
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,9 @@ import fastbcd
 from fastbcd import models, private
 from fastbcd.data.images import ImageData
 from fastbcd.masking.masks import mask_modules, plain_names
-from fastbcd.runs.files import newest_state
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.starts.checkpoints import files as checkpoints_files
-from fastbcd.training.dense import MOMENTUM
 from fastbcd.training.settings import Finetune
 
 # Options of a group by name: default (its type is the option's) and help.
@@ -223,10 +222,8 @@ def find_function(name: str) -> Callable[[], Any]:
         raise ValueError(f"--model {name}: write MODULE:FUNCTION, as in my_nets:small")
     if "" not in sys.path:
         sys.path.insert(0, "")
-    try:
+    with _in_one_line(f"--model {name}: importing {module}"):
         found = getattr(importlib.import_module(module), function, None)
-    except Exception as error:  # whatever the module raises when it is imported
-        raise ValueError(f"--model {name}: importing {module}: {_one_line(error)}") from error
     if not callable(found):
         raise ValueError(f"--model {name}: {module} has no function {function!r}")
     return found
@@ -234,26 +231,25 @@ def find_function(name: str) -> Callable[[], Any]:
 
 def call_model(name: str, example: Tensor) -> nn.Module:
     """The net that `package.module:function` returns, on the CPU; it must accept the example."""
-    function = find_function(name)
-    try:
+    function, shape = find_function(name), "×".join(map(str, example.shape[1:]))
+    with _in_one_line(f"--model {name}: calling it"):
         net = function()
-    except Exception as error:  # whatever the function raises
-        raise ValueError(f"--model {name}: calling it: {_one_line(error)}") from error
     if not isinstance(net, nn.Module):
         raise ValueError(f"--model {name} returned a {type(net).__name__}, no nn.Module")
-    try:
-        with eval_mode(net.cpu()), torch.no_grad():
-            net(example)
-    except Exception as error:  # whatever its forward raises
-        shape = "×".join(map(str, example.shape[1:]))
-        raise ValueError(
-            f"--model {name}: the net does not take images of {shape}: {_one_line(error)}"
-        ) from error
+    trial = _in_one_line(f"--model {name}: the net does not take images of {shape}")
+    with trial, eval_mode(net.cpu()), torch.no_grad():
+        net(example)
     return net
 
 
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+@contextmanager
+def _in_one_line(what: str) -> Iterator[None]:
+    """Any exception of the user's code becomes a ValueError with a message of one line."""
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise ValueError(f"{what}: {type(error).__name__}: {text}") from error
 
 
 def load_weights(net: nn.Module, path: Path) -> nn.Module:
@@ -275,12 +271,12 @@ def load_weights(net: nn.Module, path: Path) -> nn.Module:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a run directory's newest state, a .safetensors file or a checkpoint."""
+    """The tensors of a run, a .safetensors file or a checkpoint."""
     if path.is_dir():
-        state = newest_state(path)
-        if state is None:
-            raise FileNotFoundError(f"{path} is no run directory: it has no state.safetensors")
-        return {name: t for name, t in state.tensors.items() if not name.startswith(MOMENTUM)}
+        run = fastbcd.load_run(path)
+        if run.weights is None:
+            raise ValueError(f"{path} has no final weights yet: finish {run.title} first")
+        return run.weights
     if not path.exists():
         raise FileNotFoundError(f"there are no weights at {path}")
     if path.suffix == ".safetensors":

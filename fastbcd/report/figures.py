@@ -58,19 +58,15 @@ def accuracy(
     figure, axes = canvas(4.0 + 0.2 * ((len(runs) + len(single) + len(published) + 1) // 2))
     for number, (name, points) in enumerate(runs):
         dashes, filling = RUNS[number % len(RUNS)]
-        x, y = zip(*points, strict=True)
-        axes.plot(x, y, marker="o", linestyle=dashes, color="black", linewidth=1.7, markersize=5.5,
-                  markerfacecolor=filling, markevery=every(len(x), 5 if published else 12),
-                  label=name, zorder=5)  # fmt: skip
+        plot(axes, points, name, marks=5 if published else 12, marker="o", linestyle=dashes,
+             linewidth=1.7, markersize=5.5, markerfacecolor=filling, zorder=5)  # fmt: skip
     for (name, points), marker in zip(single, "DsPX^v" * len(single), strict=False):
-        x, y = zip(*points, strict=True)
-        axes.plot(x, y, marker=marker, linestyle="none", color="black", markerfacecolor="white",
-                  markersize=8, markeredgewidth=1.4, label=name, zorder=6)  # fmt: skip
+        plot(axes, points, name, marker=marker, linestyle="none", markersize=8,
+             markeredgewidth=1.4, zorder=6)  # fmt: skip
     for curve in published:
         marker, dashes, colour = METHODS.get(curve.method, OTHER)
-        x, y = zip(*curve.points, strict=True)
-        axes.plot(x, y, marker=marker, linestyle=dashes, color=colour, linewidth=1, markersize=4.5,
-                  label=f"paper: {curve.method}")  # fmt: skip
+        plot(axes, curve.points, f"paper: {curve.method}", marks=99, marker=marker,
+             linestyle=dashes, color=colour, linewidth=1, markerfacecolor=colour)  # fmt: skip
     relu_axis(axes)
     axes.set_ylabel(label)
     _legend_below(figure, axes)
@@ -110,17 +106,14 @@ def overlaps(bcd: SavedRun | None, start: SavedRun | None) -> Any:
     figure, axes = canvas(3.6)
     epochs = consecutive(start)
     if start and epochs:
-        x, y = zip(*epochs, strict=True)
-        axes.plot(x, y, "x:", color="black", markevery=every(len(x)),
-                  label=f"{start.title}, consecutive epochs: |both| / |smaller|")  # fmt: skip
+        name = f"{start.title}, consecutive epochs: |both| / |smaller|"
+        plot(axes, epochs, name, marker="x", linestyle=":")
     if bcd:
         counts = [bcd.start.count(), *(step["after"] for step in bcd.history)]
-        looks = {"markersize": 4.5, "markevery": every(len(counts))}
-        axes.plot(counts, [1.0] * len(counts), "o-", color="black", **looks,
-                  label="BCD, any two masks: |both| / |smaller|")  # fmt: skip
-        axes.plot(counts, [n / max(counts[0], 1) for n in counts], "s--", color="0.35", **looks,
-                  markerfacecolor="white",
-                  label="BCD, with its start: |both| / |either|")  # fmt: skip
+        plot(axes, [(n, 1.0) for n in counts], "BCD, any two masks: |both| / |smaller|",
+             marker="o", markerfacecolor="black")  # fmt: skip
+        plot(axes, [(n, n / max(counts[0], 1)) for n in counts],
+             "BCD, with its start: |both| / |either|", marker="s", linestyle="--")  # fmt: skip
     relu_axis(axes)
     axes.set(ylim=(0, 1.06), ylabel="overlap of masks")
     _legend_below(figure, axes, columns=1)
@@ -136,7 +129,6 @@ def consecutive(start: SavedRun | None) -> list[tuple[int, float]]:
 def steps(bcd: SavedRun) -> Any:
     """Hypotheses tried in each step, and accuracy before and after the removal and at the end."""
     figure, (upper, lower) = canvas(5.4, rows=2)
-    number = [s["number"] for s in bcd.history]
     for accepted, look, name in (
         (True, {"color": "0.35"}, "one met ADT"),
         (False, {"facecolor": "white", "edgecolor": "black", "hatch": "/////"}, "none did"),
@@ -147,16 +139,14 @@ def steps(bcd: SavedRun) -> Any:
                       linewidth=0.6, label=name, **look)  # fmt: skip
     upper.set(ylabel="hypotheses tried", ylim=(0, 1.3 * max(s["tried"] for s in bcd.history)))
     upper.legend(loc="upper right", ncols=2, frameon=False)
-    looks = {"marker": "o", "markersize": 4, "markevery": every(len(number)), "color": "black"}
-    lower.plot(number, [s["base_accuracy"] for s in bcd.history], **looks, linestyle="-",
-               label="train, before the removal")  # fmt: skip
-    lower.plot(number, [s["chosen_accuracy"] for s in bcd.history], **looks, linestyle=":",
-               markerfacecolor="white", label="train, right after it")  # fmt: skip
-    tested = [s for s in bcd.history if s["test_accuracy"] is not None]
-    if tested:
-        looks |= {"marker": "s", "color": "#0072b2", "markevery": every(len(tested))}
-        lower.plot([s["number"] for s in tested], [s["test_accuracy"] for s in tested], **looks,
-                   linestyle="--", label="test, after the step")  # fmt: skip
+    for field, name, marker, dashes in (
+        ("base_accuracy", "train, before the removal", "o", "-"),
+        ("chosen_accuracy", "train, right after it", "o", ":"),
+        ("test_accuracy", "test, after the step", "s", "--"),
+    ):
+        points = [(s["number"], s[field]) for s in bcd.history if s[field] is not None]
+        if points:
+            plot(lower, points, name, marker=marker, linestyle=dashes)
     lower.set(xlabel="step", ylabel="accuracy, %")
     for axes in (upper, lower):
         axes.grid(alpha=0.3)
@@ -166,7 +156,7 @@ def steps(bcd: SavedRun) -> Any:
 
 
 def times(bcd: SavedRun) -> Any:
-    """Seconds by phase: in all, and in each step on a log axis."""
+    """Seconds by phase: in total, and in each step on a log axis."""
     figure, (upper, lower) = canvas(5.2, rows=2, heights=(1, 1.5))
     spent = dict(sorted(bcd.seconds().items(), key=lambda item: -item[1]))
     whole = sum(spent.values()) or 1.0
@@ -174,14 +164,12 @@ def times(bcd: SavedRun) -> Any:
     for place, value in enumerate(spent.values()):
         upper.annotate(f" {value:,.1f} s, {value / whole:.1%}", (value, place), va="center")
     upper.invert_yaxis()
-    upper.set(xlim=(0, 1.45 * max(spent.values())), xlabel="seconds in all")
+    upper.set(xlim=(0, 1.45 * max(spent.values())), xlabel="seconds in total")
     upper.locator_params(axis="x", nbins=5)
     for phase in spent:
         marker, dashes = PHASES.get(phase, ("+", "-"))
         points = [(s["number"], s["seconds"][phase]) for s in bcd.history if phase in s["seconds"]]
-        x, y = zip(*points, strict=True)
-        lower.plot(x, y, marker=marker, linestyle=dashes, color="black", markersize=4.5,
-                   markerfacecolor="white", markevery=every(len(x)), label=phase)  # fmt: skip
+        plot(lower, points, phase, marker=marker, linestyle=dashes)
     lower.set(xlabel="step", ylabel="seconds", yscale="log")
     lower.xaxis.get_major_locator().set_params(integer=True)
     lower.grid(alpha=0.3)
@@ -261,10 +249,17 @@ def relu_axis(axes: Any) -> None:
     axes.grid(alpha=0.3)
 
 
-def every(points: int, most: int = 12) -> list[int]:
+def plot(axes: Any, points: Any, label: str, *, marks: int = 12, **look: Any) -> None:
+    """A black line with open markers at some of its points, unless `look` says otherwise."""
+    x, y = zip(*points, strict=True)
+    usual = {"color": "black", "markersize": 4.5, "markerfacecolor": "white"}
+    axes.plot(x, y, label=label, markevery=every(len(x), marks), **{**usual, **look})
+
+
+def every(points: int, most: int) -> list[int]:
     """The points that get a marker, at most `most`, with the first and the last.
 
-    >>> every(5), every(850, most=3)
+    >>> every(5, most=12), every(850, most=3)
     ([0, 1, 2, 3, 4], [0, 424, 849])
     """
     if points <= most:

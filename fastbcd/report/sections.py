@@ -323,7 +323,7 @@ def time(run: Stages) -> Section:
     text, picture = f"Where the time went. {stages}.", None
     if run.bcd and run.bcd.history:
         text += " The figure shows the phases of BCD."
-        alt = "Seconds of BCD by phase, in all and in each step"
+        alt = "Seconds of BCD by phase, in total and in each step"
         picture = Picture("time", alt, figures.times(run.bcd))
     return Section("Time", text, picture, (table,) if rows else ())
 
@@ -360,7 +360,7 @@ def sites(stage: SavedRun) -> Section:
     rows.append(["all", *totals, f"{now.count() / now.total:.2%}"])
     text = "The share of its ReLUs that each site had at the start and keeps now. "
     text += f"{empty} of {len(after)} sites keep none." if empty else "No site is empty."
-    alt = f"Share of the ReLUs kept at each of {len(after)} sites, {now.count():,} in all"
+    alt = f"Share of the ReLUs kept at each of {len(after)} sites, {now.count():,} in total"
     table = Table("ReLUs by site.", ["site", "full net", "start", "now", "kept"], rows)
     return Section("ReLUs by site", text, Picture("sites", alt, figures.sites(stage)), (table,))
 

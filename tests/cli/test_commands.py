@@ -267,7 +267,7 @@ def test_an_adaptive_drc_follows_adt() -> None:
     [
         (f"{BCD} --budget -3", "budget=-3"),
         (f"{BCD} --weights nowhere", "there are no weights at nowhere"),
-        (f"{BCD} --weights .", ". is no run directory"),
+        (f"{BCD} --weights .", ". holds no run that has begun"),
         (f"{BCD} --lr -1", "lr=-1.0"),
         (f"{BCD} --format snl", "--format snl needs --weights"),
         (BCD.replace("my_nets:small", "my_nets"), "write MODULE:FUNCTION"),
