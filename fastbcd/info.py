@@ -1,7 +1,7 @@
-"""What runs here and why not the rest: `python -m fastbcd.info` (the same as `fastbcd info`).
+"""Versions and backends of this machine: `python -m fastbcd.info` or `fastbcd info`.
 
-With --check every kernel is compared with the reference on the devices that are present, in
-seconds: the first thing to run on a new machine.
+With --check every kernel is compared with the reference on every device, in seconds: the first
+thing to run on a new machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PACKAGES = ("torch", "triton", "numpy", "safetensors", "torchvision", "matplotli
 
 
 def versions() -> dict[str, str]:
-    """Installed versions by package; a missing one says so."""
+    """Installed versions by package, or "not installed"."""
     found = {"fastbcd": fastbcd.__version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -33,7 +33,7 @@ def versions() -> dict[str, str]:
 
 
 def devices() -> list[str]:
-    """cpu, and every CUDA device."""
+    """cpu and every CUDA device."""
     return ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 
 
@@ -42,7 +42,7 @@ def check() -> int:
     failures = 0
     for device in devices():
         start, done = time.perf_counter(), 0
-        module = kernels.choose(torch.empty(0, device=device))
+        module = kernels.module_for(torch.empty(0, device=device))
         name = module.DESCRIPTION if module else "the reference itself"
         for label, bad in comparisons(device):
             done += 1

@@ -1,28 +1,30 @@
-"""The kernels behind `fastbcd.ops`, and why one of them may not be in use.
+"""The kernels behind `fastbcd.ops`, and the reasons why a backend is not in use.
 
-Two backends with the same functions (`relu_forward`, `relu_backward`, `poly_forward`,
-`poly_backward`, `soft_forward`, `soft_backward`, `indicator_backward`, `saliency_backward`) on
-dense memory described by a `fastbcd.kernels.geometry.Geometry`, and `kinks` (scoring/kinks.py):
+Two backends, with the kernels of an op under its own name (`masked_relu_forward`, ...):
 
     fastbcd.kernels.cpu      C++ (cpu/*.cpp), CPU tensors, built when the package is installed
     fastbcd.kernels.triton   Triton, CUDA tensors; with TRITON_INTERPRET=1 also CPU tensors
+
+A kernel takes its outputs, its inputs and a `fastbcd.kernels.geometry.Geometry`, all tensors as
+dense memory.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import warnings
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from fastbcd.runtime.warn_once import warn_once
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Backend(NamedTuple):
-    """One way to run the ops: its module, or the reason why there is none."""
+    """One way to run the ops: its module, or None and the reason."""
 
     name: str
     device: str
@@ -54,11 +56,10 @@ def _load_triton() -> Backend:
 
 CPU = _load("cpu", "cpu")
 TRITON = _load_triton()
-_warned: set[str] = set()
 
 
 def backends() -> list[Backend]:
-    """What runs here, and why not the rest.
+    """The backends of this machine; `reason` says why one is not in use.
 
     >>> [(backend.name, backend.device) for backend in backends()]
     [('cpu', 'cpu'), ('triton', 'cuda')]
@@ -68,8 +69,8 @@ def backends() -> list[Backend]:
     return [CPU, TRITON]
 
 
-def choose(x: torch.Tensor) -> ModuleType | None:
-    """The kernels for tensors like x; None for the reference, with one warning that says why."""
+def module_for(x: torch.Tensor) -> ModuleType | None:
+    """The kernels for tensors like x. None means the reference, with one warning that says why."""
     device = x.device.type
     backend = TRITON if device == "cuda" or INTERPRETED else CPU
     if device not in ("cpu", "cuda"):
@@ -80,12 +81,13 @@ def choose(x: torch.Tensor) -> ModuleType | None:
         reason = f"{backend.name} kernels do not take {x.dtype}"
     else:
         return backend.module
-    if reason not in _warned:
-        _warned.add(reason)
-        warnings.warn(
-            f"fastbcd runs its slow reference on {device} tensors: {reason}. "
-            f"`python -m fastbcd.info` tells more.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    warn_once(
+        f"fastbcd runs its slow reference on {device} tensors: {reason}. "
+        f"See `python -m fastbcd.info`."
+    )
     return None
+
+
+def choose(name: str, x: torch.Tensor) -> Any:
+    """The kernel `name` for tensors like x, or None: then the reference runs."""
+    return getattr(module_for(x), name, None)

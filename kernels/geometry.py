@@ -1,12 +1,12 @@
-"""How tensors reach a kernel: dense memory in one of two item orders.
+"""How tensors are passed to a kernel: dense memory in one of two item orders.
 
 A kernel sees flat arrays and a `Geometry`, never shapes and strides:
 
     x, residual  [T or 1, B, n]      y, grad  [T, B, n]      mask  [T, n] bytes      n = C * inner
 
 The n elements of an item lie in x's own memory order, which is either (C, *spatial) or, as in
-torch.channels_last, (*spatial, C). The mask may lie in the other order; it is small and a
-kernel reads it once for many batch items, so it is never converted.
+torch.channels_last, (*spatial, C). The mask may lie in the other order: it is small, and a
+kernel reads it once for many batch items.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_shared(t: Tensor, mask: Tensor, trials: bool) -> bool:
-    """True if t [B, *S] serves all trials of mask [T, *S]."""
+    """True if t [B, *S] is used by all trials of mask [T, *S]."""
     return trials and t.ndim == mask.ndim
 
 
@@ -79,21 +79,25 @@ def new_output(x: Tensor, mask: Tensor, trials: bool) -> Tensor:
     )
 
 
-def geometry(x: Tensor, mask: Tensor, residual: Tensor | None, trials: bool) -> Geometry:
+def geometry(
+    x: Tensor,
+    mask: Tensor,
+    trials: bool = False,
+    x_shared: bool = False,
+    residual_shared: bool = False,
+) -> Geometry:
     """The geometry of a call with dense x [.., B, C, *spatial] and dense mask [.., C, *spatial]."""
-    x_shared = is_shared(x, mask, trials)
-    lead = 2 if trials and not x_shared else 1
-    site = x.shape[lead:]
-    channels_last = item_order(x, lead) is True
     mask_channel = 1 if trials else 0
+    channel = x.ndim - mask.ndim + mask_channel
+    channels_last = item_order(x, channel) is True
     coincide = orders_coincide(mask, mask_channel)
     return Geometry(
         trials=mask.shape[0] if trials else 1,
-        batch=x.shape[lead - 1],
-        channels=site[0],
-        inner=site[1:].numel(),
+        batch=x.shape[channel - 1],
+        channels=x.shape[channel],
+        inner=x.shape[channel + 1 :].numel(),
         channels_last=channels_last,
         mask_last=channels_last if coincide else item_order(mask, mask_channel) is True,
         x_shared=x_shared,
-        residual_shared=residual is not None and is_shared(residual, mask, trials),
+        residual_shared=residual_shared,
     )

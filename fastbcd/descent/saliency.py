@@ -1,6 +1,6 @@
-"""saliency: what removing each ReLU would cost, to first order, from one backward pass.
+"""saliency: the first-order cost of removing each ReLU, from one backward pass.
 
-    s = fastbcd.saliency(net, data)                 # DoubleTensor[total], one number a ReLU
+    s = fastbcd.saliency(net, data)                 # DoubleTensor[total], one number per ReLU
     s.argsort()[:100]                               # the 100 that matter least
 
 Removing kept ReLU p changes its output a_p by min(z_p, 0), and so the cross-entropy L of a sample
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +20,8 @@ from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data
-from fastbcd.descent import effects
 from fastbcd.graph.fuse import fused
-from fastbcd.masking.activations import MaskedActivation, MaskedPoly
+from fastbcd.masking.activations import MaskedActivation, SaliencyPass
 from fastbcd.masking.masks import mask_modules, masks
 from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.module_mode import eval_mode
@@ -115,38 +113,15 @@ def _own_batches(data: ImageData, batch_size: int) -> list[tuple[Tensor, Tensor]
 def _collecting(
     modules: list[MaskedActivation], anchor: Tensor, absolute: bool, copy: bool
 ) -> Iterator[list[Tensor]]:
-    """The activations note what removals change, in the tensors given; then they are themselves.
-
-    copy: keep a copy of each input, for a net that may go on to change it in place.
-    """
+    """The activations sum the effects of removals into the tensors returned."""
     totals = [torch.zeros_like(m.mask, dtype=torch.float64) for m in modules]
     try:
         for module, total in zip(modules, totals, strict=True):
-            work = partial(_collect, module, anchor, total, absolute, copy)
-            # `with_residual` is what a fused addition calls (fusion.py). Not nn.Module's own
-            # __setattr__, which a net may have replaced.
-            module.__dict__.update(forward=work, with_residual=work)
+            module.saliency_pass = SaliencyPass(anchor, total, absolute, copy)
         yield totals
     finally:
         for module in modules:
-            for name in ("forward", "with_residual"):
-                module.__dict__.pop(name, None)
-
-
-def _collect(
-    module: MaskedActivation,
-    anchor: Tensor,
-    total: Tensor,
-    absolute: bool,
-    copy: bool,
-    x: Tensor,
-    residual: Tensor | None = None,
-) -> Tensor:
-    coef = module.coef if isinstance(module, MaskedPoly) else None
-    return effects.collect(
-        x.clone() if copy else x, module.mask, anchor, total, absolute=absolute, coef=coef,
-        residual=residual,
-    )  # fmt: skip
+            vars(module).pop("saliency_pass", None)
 
 
 @contextmanager

@@ -1,73 +1,89 @@
-"""A network rewritten for speed: what comes right before an activation becomes part of its call.
+"""A network rewritten for speed: what precedes an activation becomes part of its call.
 
-    act(a + b)        ->  masked_relu(a, mask, residual=b)
-    act(norm(a) + b)  ->  the same with the batch norm inside (normalisation.py), ReLU on a CPU
+    act(a + b)        ->  act(a, b)
+    act(norm(a) + b)  ->  NormActivation, batch norm and ReLU in one op, on a CPU
 
-The result shares every parameter, buffer and mask with the net, and does not mind tensors in
-channels_last order. Follow it up with train() or eval(), whichever it was made for.
+The result shares every parameter, buffer and mask with the net, and takes tensors in channels_last
+order. Call train() or eval() on it, whichever it was made for.
 """
 
 from __future__ import annotations
 
 import copy
 import operator
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from fastbcd import ops
-from fastbcd.graph import cpu_conv as convolution
-from fastbcd.graph import fuse_norm as normalisation
+from fastbcd.graph import cpu_conv
 from fastbcd.graph.trace import trace, without_inplace
-from fastbcd.masking.activations import MaskedActivation, MaskedPoly, MaskedReLU
+from fastbcd.masking.activations import MaskedActivation, MaskedReLU
+from fastbcd.ops import norm as ops_norm
 from fastbcd.runtime.module_mode import eval_mode, train_mode
+from fastbcd.runtime.warn_once import warn_once
 
 _ADDITIONS = {operator.add, torch.add, "add"}
-_said: set[str] = set()
 
 
-class ResidualActivation(nn.Module):
-    """act(x + residual) in one pass; the activation stays the net's own."""
+class NormActivation(nn.Module):
+    """act(norm(x) [+ residual]) with the net's own modules; as one op where that is possible."""
 
-    def __init__(self, act: MaskedActivation) -> None:
+    def __init__(self, norm: nn.BatchNorm2d, act: MaskedReLU) -> None:
         super().__init__()
-        self.act = act
+        self.norm, self.act = norm, act
 
-    def forward(self, x: Any, residual: Any) -> Tensor:
-        """x, residual [B, *shape] -> [B, *shape]."""
-        if not _alike(x, residual):
-            return self.act(x + residual)
-        own: Any = getattr(self.act, "with_residual", None)
-        if own is not None:
-            return own(x, residual)
-        if isinstance(self.act, MaskedPoly):
-            return ops.masked_poly(x, self.act.mask, self.act.coef, residual=residual, trials=False)
-        return ops.masked_relu(x, self.act.mask, residual=residual, trials=False)
+    def forward(self, x: Tensor, residual: Any = None) -> Tensor:
+        """x, residual [B, C, H, W] -> [B, C, H, W]."""
+        norm: Any = self.norm
+        if (
+            not norm.training
+            or self.act.saliency_pass is not None
+            or not _suits(x)
+            or not (residual is None or (_suits(residual) and x.shape == residual.shape))
+        ):
+            return self.act(norm(x), residual)
+        y, (mean, variance) = ops_norm.norm_relu(
+            x, norm.weight, norm.bias, self.act.mask, residual, eps=norm.eps
+        )
+        with torch.no_grad():
+            count = x.numel() // x.shape[1]
+            norm.num_batches_tracked.add_(1)
+            norm.running_mean.lerp_(mean, norm.momentum)
+            norm.running_var.lerp_(variance * (count / (count - 1)), norm.momentum)
+        return y
+
+    @staticmethod
+    def fits(norm: Any, act: Any) -> bool:
+        """Can this pair be one op?"""
+        return (
+            type(norm) is nn.BatchNorm2d
+            and type(act) is MaskedReLU
+            and norm.affine
+            and norm.running_mean is not None
+            and norm.momentum is not None
+            and ops_norm.has_kernel(norm.weight)
+        )
 
 
-def _takes_residual(module: Any) -> bool:
-    """The activations whose kernel adds a residual, those of starts/gates.py among them."""
-    return type(module) in (MaskedReLU, MaskedPoly) or hasattr(module, "with_residual")
-
-
-def _alike(x: Any, residual: Any) -> bool:
-    """Can the two be added without broadcasting or promotion?"""
+def _suits(x: Any) -> bool:
+    """float32 [B, C, H, W] in channels_last memory, with more than one value per channel."""
     return (
         isinstance(x, Tensor)
-        and isinstance(residual, Tensor)
-        and x.shape == residual.shape
-        and x.dtype == residual.dtype
+        and x.ndim == 4
+        and x.dtype == torch.float32
+        and x.is_contiguous(memory_format=torch.channels_last)
+        and x.numel() > x.shape[1]
+        and not torch.compiler.is_compiling()
     )
 
 
 def fused(net: nn.Module, train: bool = True) -> tuple[nn.Module, torch.memory_format]:
-    """The net with its additions fused into activations, and the memory format to feed it in.
+    """The net with its additions fused into activations, and the memory format of its inputs.
 
-    The net is traced in train mode (see `train_mode`) or in eval mode. One that cannot be traced
-    is returned as it is, in the contiguous format: it may hold a `view` that channels_last does
-    not allow.
+    The net is traced in train mode (see `train_mode`) or in eval mode. A net that cannot be traced
+    is returned unchanged, with the contiguous format: it may contain a `view` that channels_last
+    does not allow.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU((3,)))
     >>> model, memory_format = fused(net)
@@ -78,17 +94,11 @@ def fused(net: nn.Module, train: bool = True) -> tuple[nn.Module, torch.memory_f
         with train_mode(net) if train else eval_mode(net):
             return _rewrite(net, without_inplace(net, trace(net))), torch.channels_last
     except Exception as error:  # whatever the net's own forward raises on fx proxies
-        _say_once(
+        warn_once(
             f"{type(net).__name__} runs as it is, slower than it could: torch.fx cannot trace it "
             f"({error})"
         )
         return net, torch.contiguous_format
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _rewrite(net: nn.Module, graph: fx.Graph) -> fx.GraphModule:
@@ -102,9 +112,9 @@ def _rewrite(net: nn.Module, graph: fx.Graph) -> fx.GraphModule:
             twin = copy.copy(module)
             twin.inplace = False
             model.set_submodule(node.target, twin)
-        elif _takes_residual(module) and len(node.args) == 1:
+        elif isinstance(module, MaskedActivation) and len(node.args) == 1:
             _fuse_into(model, node, module)
-        elif (better := convolution.for_training(module)) is not module:
+        elif (better := cpu_conv.for_training(module)) is not module:
             model.set_submodule(node.target, better)
     graph.lint()
     model.recompile()
@@ -112,36 +122,28 @@ def _rewrite(net: nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 def _fuse_into(model: fx.GraphModule, node: fx.Node, act: MaskedActivation) -> None:
-    """Take what comes before an activation, and is read by nothing else, into its call."""
+    """Make an addition and a batch norm before an activation, read by nothing else, part of it."""
     before: Any = node.args[0]
-    absorbed = [node]
     terms = [before]
+    unused = []
     if _is_addition(before):
-        absorbed.append(before)
+        unused.append(before)
         terms = list(before.args)
-    fused: nn.Module | None = None
     for i, term in enumerate(terms):
         norm = model.get_submodule(term.target) if _is_only_call(model, term) else None
-        if normalisation.fits(norm, act):
-            fused = normalisation.NormActivation(norm, act)  # type: ignore[arg-type]
-            absorbed.append(term)
+        if NormActivation.fits(norm, act):
+            unused.append(term)
             terms = [term.args[0], *terms[:i], *terms[i + 1 :]]
+            node.target = f"fused_{node.name}"
+            model.add_submodule(node.target, NormActivation(norm, act))  # type: ignore[arg-type]
             break
-    if fused is None:
-        if len(terms) == 1:
-            return
-        fused = ResidualActivation(act)
-    name = f"fused_{node.name}"
-    model.add_submodule(name, fused)
-    with model.graph.inserting_after(before):
-        new = model.graph.call_module(name, tuple(terms))
-    node.replace_all_uses_with(new)
-    for gone in absorbed:
+    node.args = tuple(terms)
+    for gone in unused:
         model.graph.erase_node(gone)
 
 
 def _is_addition(node: Any) -> bool:
-    """A sum of two that nobody else reads."""
+    """A sum of two values that has one reader."""
     return (
         isinstance(node, fx.Node)
         and node.target in _ADDITIONS
@@ -152,7 +154,7 @@ def _is_addition(node: Any) -> bool:
 
 
 def _is_only_call(model: fx.GraphModule, node: Any) -> bool:
-    """A call of a module that is called nowhere else, with a result that is read once."""
+    """The only call of its module, with one reader."""
     return (
         isinstance(node, fx.Node)
         and node.op == "call_module"

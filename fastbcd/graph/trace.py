@@ -24,7 +24,22 @@ class Tracer(fx.Tracer):
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         with _LOCK:
-            return super().trace(root, concrete_args)
+            graph = super().trace(root, concrete_args)
+        for node in graph.nodes:
+            has_residual = node.op == "call_module" and len(node.args) + len(node.kwargs) > 1
+            if has_residual and isinstance(self.root.get_submodule(node.target), MaskedActivation):
+                _separate_residual(node)
+        return graph
+
+
+def _separate_residual(node: fx.Node) -> None:
+    """act(x, residual) -> act(x + residual): readers of a graph expect one argument."""
+    given: dict[str, Any] = {**dict(zip(("x", "residual"), node.args, strict=False)), **node.kwargs}
+    total = given["x"]
+    if given["residual"] is not None:
+        with node.graph.inserting_before(node):
+            total = node.graph.call_function(operator.add, (total, given["residual"]))
+    node.args, node.kwargs = (total,), {}
 
 
 def trace(net: nn.Module) -> fx.Graph:

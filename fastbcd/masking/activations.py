@@ -1,25 +1,36 @@
-"""Masked activations as modules: what `convert` puts into a network, or a user by hand."""
+"""Masked activations as modules: placed by `convert`, or by hand."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fastbcd import ops
+from fastbcd.ops.saliency import saliency
 
 # The least-squares quadratic of ReLU under a standard Gaussian: c0, c1, c2.
 _DENSITY_AT_0 = 1 / math.sqrt(2 * math.pi)
 RELU_QUADRATIC = (_DENSITY_AT_0 / 2, 0.5, _DENSITY_AT_0 / 2)
 
 
+class SaliencyPass(NamedTuple):
+    """Makes an activation sum the effects of removals in its backward (`ops.saliency`)."""
+
+    anchor: Tensor
+    totals: Tensor
+    absolute: bool
+    copy: bool  # save a copy of each input, for a net that changes it in place afterwards
+
+
 class MaskedActivation(nn.Module):
     """An activation with one bit per neuron, `mask` [*shape]: True = this ReLU is kept."""
 
     mask: Tensor
-    order = 0  # the place in the order of execution, where `convert` found it out
+    order = 0  # the place in the order of execution, set by `convert`
+    saliency_pass: SaliencyPass | None = None  # set for the duration of `fastbcd.saliency`
 
     def __init__(self, shape: tuple[int, ...] | int, *, device: Any = None) -> None:
         super().__init__()
@@ -30,6 +41,22 @@ class MaskedActivation(nn.Module):
                 f"{shape}"
             )
         self.register_buffer("mask", torch.ones(shape, dtype=torch.bool, device=device))
+
+    def forward(self, x: Tensor, residual: Any = None) -> Tensor:
+        """act(x), or act(x + residual) in one pass. x [B, *shape] -> [B, *shape]."""
+        if residual is not None and not _alike(x, residual):
+            x, residual = x + residual, None
+        if self.saliency_pass is None:
+            return self.activate(x, residual)
+        anchor, totals, absolute, copy = self.saliency_pass
+        return saliency(
+            x.clone() if copy else x, self.mask, anchor, totals, absolute=absolute,
+            coef=getattr(self, "coef", None), residual=residual,
+        )  # fmt: skip
+
+    def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The activation of x + residual; x and residual have the same shape and dtype."""
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
         kept = "" if self.mask.is_meta else f", {int(self.mask.sum()):,} kept"
@@ -45,9 +72,9 @@ class MaskedReLU(MaskedActivation):
     tensor([[ 0., -1.]])
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, *shape] -> [B, *shape]."""
-        return ops.masked_relu(x, self.mask, trials=False)
+    def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The activation of x + residual, [B, *shape]."""
+        return ops.masked_relu(x, self.mask, residual=residual, trials=False)
 
 
 class MaskedPoly(MaskedActivation):
@@ -66,9 +93,19 @@ class MaskedPoly(MaskedActivation):
         start = torch.tensor(RELU_QUADRATIC, device=device).unsqueeze(1)
         self.coef = nn.Parameter(start.repeat(1, self.mask.shape[0]))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, *shape] -> [B, *shape]."""
-        return ops.masked_poly(x, self.mask, self.coef, trials=False)
+    def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The activation of x + residual, [B, *shape]."""
+        return ops.masked_poly(x, self.mask, self.coef, residual=residual, trials=False)
+
+
+def _alike(x: Any, residual: Any) -> bool:
+    """Can the two be added without broadcasting or promotion?"""
+    return (
+        isinstance(x, Tensor)
+        and isinstance(residual, Tensor)
+        and x.shape == residual.shape
+        and x.dtype == residual.dtype
+    )
 
 
 REPLACEMENTS: dict[str, type[MaskedActivation]] = {"identity": MaskedReLU, "poly": MaskedPoly}

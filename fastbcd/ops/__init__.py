@@ -1,4 +1,4 @@
-"""The fused activations, one operator each to autograd, torch.compile and torch.export."""
+"""The fused activations: each is one operator for autograd, torch.compile and torch.export."""
 
 from fastbcd.ops.masked import masked_poly, masked_relu
 from fastbcd.ops.soft import indicator_poly, soft_relu

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastbcd.kernels.geometry import is_shared
+from fastbcd.ops.registry import transformed
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -32,7 +33,7 @@ def check_arguments(
     if (scale is None) != (shift is None):
         given, missing = ("scale", "shift") if shift is None else ("shift", "scale")
         raise ValueError(
-            f"{given} was given without {missing}; they go together, one value a channel"
+            f"{given} was given without {missing}; pass both or neither, one value per channel"
         )
     for name, v in (("scale", scale), ("shift", shift)):
         if v is not None:
@@ -43,7 +44,7 @@ def check_arguments(
 
 
 def check_soft(x: Tensor, alpha: Tensor, residual: Tensor | None, name: str = "alpha") -> None:
-    """Refuse what the soft activations cannot do; alpha is a number for each unit of x."""
+    """Refuse what the soft activations cannot do; alpha has one number per unit of x."""
     if x.dtype not in DTYPES:
         raise TypeError(f"x is {x.dtype}; the soft activations take {_names(DTYPES)}")
     check_channelwise(name, alpha, x, tuple(x.shape[1:]))
@@ -52,10 +53,10 @@ def check_soft(x: Tensor, alpha: Tensor, residual: Tensor | None, name: str = "a
 
 
 def infer_trials(x: Tensor, mask: Tensor, trials: bool | None) -> bool:
-    """Does mask carry a trial dimension? By shape, unless the caller says.
+    """Does mask have a trial dimension? Decided by the shapes if `trials` is None.
 
-    Where the caller says, nothing else is compared: under torch.compile and torch.export each
-    comparison of sizes would become a condition on the batch.
+    Otherwise only that reading is compared: under torch.compile and torch.export each comparison
+    of sizes becomes a condition on the batch.
     """
     if trials is None:
         plain, stacked = _fits(x, mask), _fits_trials(x, mask)
@@ -64,7 +65,7 @@ def infer_trials(x: Tensor, mask: Tensor, trials: bool | None) -> bool:
             raise ValueError(
                 f"x {_shape(x)} with mask {_shape(mask)} can be read two ways: a batch of "
                 f"{x.shape[0]} with one mask, or {x.shape[0]} trials of a batch of {x.shape[1]}; "
-                f"say trials=False or trials=True"
+                f"pass trials=False or trials=True"
             )
         trials = stacked and not plain
     if not (_fits_trials(x, mask) if trials else _fits(x, mask)):
@@ -93,7 +94,7 @@ def _fits_trials(x: Tensor, mask: Tensor) -> bool:
 
 
 def check_channelwise(name: str, v: Tensor, x: Tensor, *shapes: tuple[int, ...]) -> None:
-    """A small floating-point tensor that goes by channel: scale, shift, coef."""
+    """Check the shape, dtype and device of a per-channel or per-unit argument."""
     if not _has_shape(v, *shapes):
         wanted = " or ".join(str(s) for s in shapes)
         raise ValueError(f"{name} has shape {_shape(v)}; x {_shape(x)} needs {wanted}")
@@ -103,16 +104,21 @@ def check_channelwise(name: str, v: Tensor, x: Tensor, *shapes: tuple[int, ...])
         raise ValueError(f"{name} is on {v.device} and x on {x.device}; move one of them")
 
 
-def check_out(out: Tensor, x: Tensor, mask: Tensor, trials: bool, inputs: tuple) -> None:
-    """out= is for inference: y's shape, dtype and memory order, no gradients."""
+def check_out(out: Tensor, x: Tensor, mask: Tensor, trials: bool, tensors: tuple) -> None:
+    """out= is for inference: shape, dtype and device of y, and no gradients."""
     shape = (mask.shape[0], *x.shape) if is_shared(x, mask, trials) else tuple(x.shape)
     if not _has_shape(out, shape) or out.dtype != x.dtype or out.device != x.device:
         raise ValueError(
             f"out is {_shape(out)} {out.dtype} on {out.device}; "
             f"this call writes {shape} {x.dtype} on {x.device}"
         )
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
-        raise RuntimeError("out= does not record gradients; drop it, or call under torch.no_grad()")
+    if transformed() or (
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    ):
+        raise RuntimeError(
+            "out= does not record gradients and does not work under torch.func; drop it, or call "
+            "under torch.no_grad()"
+        )
 
 
 def _check_residual(x: Tensor, mask: Tensor, residual: Tensor, trials: bool) -> None:

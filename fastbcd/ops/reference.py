@@ -1,14 +1,13 @@
-"""What the fused ops mean, in plain PyTorch: the truth that every kernel is tested against.
+"""What the ops compute, in plain PyTorch: the definition that every kernel is tested against.
 
     z = x * scale + shift + residual          (each optional; scale and shift per channel)
     masked_relu(z) = relu(z)  where the bit is 1, else z
     masked_poly(z) = relu(z)  where the bit is 1, else c2*z² + c1*z + c0
-    soft_relu(z)   = a*relu(z) + (1 - a)*z    (SNL: a real number a unit in place of the bit)
+    soft_relu(z)   = a*relu(z) + (1 - a)*z    (SNL: a real number per unit instead of the bit)
 
-Arithmetic is in fp32 (fp64 for fp64 inputs) with one rounding per operation and none fused,
-and one rounding to the input's dtype at the end. Every backend keeps that rule, so it is
-expected to agree to the last bit, not to a tolerance; only sums over the batch may differ in
-their last digits.
+Arithmetic is in fp32 (fp64 for fp64 inputs) with one rounding per operation and none fused, and
+one rounding to the input's dtype at the end. Every backend follows that rule and agrees to the
+last bit; only sums over the batch may differ in their last digits.
 
 Shapes, for a site of shape S = (C, *spatial):
 
@@ -19,13 +18,15 @@ Shapes, for a site of shape S = (C, *spatial):
     alpha     [*S], aux [*S]                               no trials with these
     y         [B, *S]; with trials [T, B, *S]
 
-`masked_relu` and `masked_poly` are differentiable by autograd; their `_backward` companions
-state the derivatives as formulas, for use below autograd.
+The functions are differentiable by autograd any number of times, under torch.func and in
+forward-mode AD. The `_backward` functions state the derivatives as formulas; they are
+differentiable too.
 """
 
 from __future__ import annotations
 
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,12 +180,14 @@ def _spread(
 
     def collect(d: Tensor, shared: bool) -> Tensor:
         # One trial after the other: torch.sum would choose an order of its own.
-        return (reduce(torch.add, d) if shared or not trials else d).to(dtype)
+        if shared or not trials:
+            d = reduce(torch.add, d) if len(d) else d.sum(0)
+        return d.to(dtype)
 
     return collect(dx, x_shared), collect(dz, residual_shared), daffine
 
 
-# ------------------------------------------------------- the activations of SNL and AutoReP
+# --------------------------------------------------------- the activations of SNL and AutoReP
 
 
 def soft_relu(x: Tensor, alpha: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -210,27 +213,125 @@ def soft_relu_backward(
     return dx, _sum_batch((g * -z).masked_fill(z > 0, 0))
 
 
-def indicator_poly_backward(
-    grad: Tensor, x: Tensor, mask: Tensor, coef: Tensor, aux: Tensor, residual: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """AutoReP's derivatives of masked_poly, whose mask follows aux: dx, dcoef [3, C], daux [*S].
+class _Bit(torch.autograd.Function):
+    """y, unchanged, with AutoReP's gradient for aux: softplus(aux) * Σ grad * effect."""
 
-    dx and dcoef are masked_poly's; the gradient of the bit goes straight through to aux:
-    daux = softplus(aux) * sum over the batch of grad * (relu(z) - poly(z))
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(y: Tensor, aux: Tensor, effect: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _, aux, effect = inputs
+        ctx.save_for_backward(aux, effect)
+        ctx.save_for_forward(aux, effect)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        aux, effect = ctx.saved_tensors
+        return grad, softplus(aux) * _sum_batch(grad.to(aux.dtype) * effect), None
+
+    @staticmethod
+    def jvp(ctx: Any, y: Tensor, aux: Tensor | None, effect: Any) -> Tensor:
+        own, by_bit = ctx.saved_tensors
+        return y if aux is None else y + (softplus(own) * aux * by_bit).to(y.dtype)
+
+
+def indicator_poly(
+    x: Tensor, mask: Tensor, coef: Tensor, aux: Tensor, residual: Tensor | None = None
+) -> Tensor:
+    """masked_poly(x + residual), with the gradient of its bits passed to aux.
+
+    >>> square = torch.tensor([[0.0], [0.0], [1.0]])
+    >>> indicator_poly(torch.tensor([[-3.0]]), torch.tensor([False]), square, torch.zeros(1))
+    tensor([[9.]])
+    """
+    y = masked_poly(x, mask, coef, None, None, residual)
+    return _Bit.apply(y, aux, _bit_effect(x, coef, residual))
+
+
+def _bit_effect(x: Tensor, coef: Tensor, residual: Tensor | None) -> Tensor:
+    """relu(z) - poly(z)."""
+    z = _sum(x, residual)
+    return torch.relu(z) - _poly(z, coef)
+
+
+def indicator_poly_backward(
+    grad: Tensor, x: Tensor, mask: Tensor, coef: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Derivatives of indicator_poly: dx, dcoef [3, C], and dmask [*S], the gradient of the bits.
+
+    dx and dcoef are those of masked_poly. As if the bits were numbers m with
+    y = m*relu(z) + (1 - m)*poly(z): dmask = sum over the batch of grad * (relu(z) - poly(z))
+    AutoReP's gradient of aux is softplus(aux) * dmask.
     """
     dx, _, dcoef, _ = masked_poly_backward(grad, x, mask, coef, None, None, residual, False)
-    return dx, dcoef, softplus(aux) * indicator_sums(grad, x, coef, residual)
+    return dx, dcoef, _sum_batch(grad.to(coef.dtype) * _bit_effect(x, coef, residual))
 
 
-def indicator_sums(grad: Tensor, x: Tensor, coef: Tensor, residual: Tensor | None) -> Tensor:
-    """The gradient of the bits [*S], as if they were numbers m: y = m*relu(z) + (1 - m)*poly(z)."""
-    z = _sum(x, residual)
-    c0, c1, c2 = (c.reshape(-1, *(1,) * (z.ndim - 2)) for c in coef)
-    poly = (c2 * z + c1) * z + c0
-    return _sum_batch(grad.to(coef.dtype) * (torch.relu(z) - poly))
+# ------------------------------------------------------------- batch norm in train mode, ReLU
 
 
-# --------------------------------------------------------------- what a removal would change
+def norm_statistics(x: Tensor) -> Tensor:
+    """[2, C]: the mean and the biased variance of x [B, C, *spatial]."""
+    x = x.to(compute_dtype(x.dtype))
+    variance, mean = torch.var_mean(x, [d for d in range(x.ndim) if d != 1], correction=0)
+    return torch.stack([mean, variance])
+
+
+def norm_relu(
+    x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, residual: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """masked_relu(norm(x)*weight + bias + residual) and the statistics of x, without gradient.
+
+    >>> x, mask = torch.tensor([[1.0], [3.0]]), torch.tensor([True])
+    >>> norm_relu(x, torch.ones(1), torch.zeros(1), mask, None, 0.0)[0]
+    tensor([[0.],
+            [1.]])
+    """
+    mean, variance = statistics = norm_statistics(x)
+    scale = weight * (variance + eps).rsqrt()
+    y = masked_relu(x, mask, scale, bias - mean * scale, residual)
+    return y, statistics.detach()
+
+
+def norm_relu_backward(
+    grad: Tensor,
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mask: Tensor,
+    statistics: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Derivatives of norm_relu: dx, dresidual, and d(weight, bias) [2, C]."""
+    mean, inverse = statistics[0], (statistics[1] + eps).rsqrt()
+    dz, _, _ = masked_relu_backward(grad, y, mask, None, None, False, False, False)
+    d, u = dz.to(weight.dtype).unsqueeze(0), x.to(weight.dtype).unsqueeze(0)
+    xhat = (u - _channelwise(mean, u)) * _channelwise(inverse, u)
+    dbias, dweight = _sum_channels(d), _sum_channels(d * xhat)
+    count = x.numel() // x.shape[1]
+    centred = d - _channelwise(dbias / count, d) - xhat * _channelwise(dweight / count, d)
+    dx = _channelwise(weight * inverse, d) * centred
+    return dx[0].to(grad.dtype), dz, torch.stack([dweight, dbias])
+
+
+# -------------------------------------------------------------------------- kinks (collapsed)
+
+
+def kink(c: Tensor, a: Tensor, mask: Tensor, fresh: bool) -> Tensor:
+    """mask · relu(-(c + a)) for c [n, T, B], a [n, B], mask [n, T]; c counts as 0 if fresh.
+
+    >>> kink(torch.zeros(1, 1, 1), torch.tensor([[-2.0]]), torch.tensor([[1]]), True)
+    tensor([[[2.]]])
+    """
+    z = a.unsqueeze(1).expand_as(c) if fresh else c + a.unsqueeze(1)
+    return torch.where(mask.bool().unsqueeze(2), torch.relu(-z), 0)
+
+
+# --------------------------------------------------------------------- effects of removals
 
 
 def saliency_backward(
@@ -241,7 +342,7 @@ def saliency_backward(
     residual: Tensor | None,
     absolute: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dx of a masked activation, and what removals change to first order, summed over the batch.
+    """dx of a masked activation, and the first-order effects of removals, summed over the batch.
 
     A removal adds min(z, 0) to the output of a kept unit, or poly(z) - relu(z) if there is coef:
     sums [*S] = sum of grad * added, or of |grad * added|, where the bit is 1; 0 where it is 0
@@ -249,12 +350,18 @@ def saliency_backward(
     z, g, bits = _sum(x, residual), grad.to(compute_dtype(grad.dtype)), mask.bool()
     added, other = z.masked_fill(z > 0, 0), g
     if coef is not None:
-        c0, c1, c2 = (c.reshape(-1, *(1,) * (z.ndim - 2)) for c in coef)
-        added = ((c2 * z + c1) * z + c0) - torch.relu(z)
+        _, c1, c2 = (c.reshape(-1, *(1,) * (z.ndim - 2)) for c in coef)
+        added = _poly(z, coef) - torch.relu(z)
         other = g * (2 * c2 * z + c1)
     dx = torch.where(bits, g.masked_fill(z <= 0, 0), other).to(grad.dtype)
     effect = (g * added).abs() if absolute else g * added
     return dx, _sum_batch(effect.masked_fill(~bits, 0))
+
+
+def _poly(z: Tensor, coef: Tensor) -> Tensor:
+    """c2*z² + c1*z + c0 for z [B, C, *spatial]."""
+    c0, c1, c2 = (c.reshape(-1, *(1,) * (z.ndim - 2)) for c in coef)
+    return (c2 * z + c1) * z + c0
 
 
 def _sum(x: Tensor, residual: Tensor | None) -> Tensor:

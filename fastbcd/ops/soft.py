@@ -1,12 +1,10 @@
-"""The activations that starting points train: SNL's soft ReLU and AutoReP's indicator.
+"""soft_relu and indicator_poly: the activations that SNL and AutoReP train.
 
-    soft_relu       y = a*relu(z) + (1 - a)*z             a real number a unit in place of the bit
-    indicator_poly  y = masked_poly(z), the bit of a unit decided by a number `aux`
+    soft_relu       y = a*relu(z) + (1 - a)*z             a real number per unit instead of a bit
+    indicator_poly  y = masked_poly(z), the bit of a unit decided by a real number `aux`
 
-Both take z = x + residual. Their operators are built like those of `ops.py`, which lists them
-with the masked activations: one node each to autograd and torch.compile, dense memory, a C++
-or a Triton kernel, or `reference.py`. The backward gives dx and the sum over the batch that a
-unit's own number needs in one pass, in a fixed order of summation.
+Both take z = x + residual. The backward computes dx and the sums over the batch in one pass, in a
+fixed order of summation.
 """
 
 from __future__ import annotations
@@ -17,16 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from fastbcd import kernels
-from fastbcd.kernels.geometry import (
-    Geometry,
-    compute_dtype,
-    dense,
-    geometry,
-    item_order,
-)
+from fastbcd.kernels.geometry import compute_dtype, dense, item_order
 from fastbcd.ops import reference
 from fastbcd.ops.arguments import check_arguments, check_channelwise, check_soft
+from fastbcd.ops.registry import (
+    Call,
+    contiguous,
+    define,
+    differentiate,
+    differentiated,
+    transformed,
+)
 
 
 def soft_relu(x: Tensor, alpha: Tensor, *, residual: Tensor | None = None) -> Tensor:
@@ -34,7 +33,7 @@ def soft_relu(x: Tensor, alpha: Tensor, *, residual: Tensor | None = None) -> Te
 
     Args:
         x: [B, *S].
-        alpha: [*S] floating-point, one number a unit; in x's memory order nothing is copied.
+        alpha: [*S] floating-point, one number per unit; not copied if in x's memory order.
         residual: added before the activation, shaped like x.
 
     Equivalent to: torch.where(z > 0, z, (1 - alpha) * z)
@@ -43,8 +42,8 @@ def soft_relu(x: Tensor, alpha: Tensor, *, residual: Tensor | None = None) -> Te
     tensor([[-0.0000, -1.5000,  3.0000]])
     """
     check_soft(x, alpha, residual)
-    alpha = alpha.to(compute_dtype(x.dtype))
-    return torch.ops.fastbcd.soft_relu.default(x, alpha, residual)
+    function = reference.soft_relu if transformed() else _soft_relu
+    return function(x, alpha.to(compute_dtype(x.dtype)), residual)
 
 
 def indicator_poly(
@@ -54,7 +53,7 @@ def indicator_poly(
 
     Args:
         x: [B, *S].
-        mask: [*S] bool or uint8: the bits as they stand. How they follow aux is the caller's.
+        mask: [*S] bool or uint8: the current bits. The caller derives them from aux.
         coef: [3, C] as in `masked_poly`.
         aux: [*S] floating-point. Its gradient is that of the bit, straight through:
             softplus(aux) * sum over the batch of grad * (relu(z) - poly(z))
@@ -72,139 +71,84 @@ def indicator_poly(
     check_soft(x, aux, residual, "aux")
     check_channelwise("coef", coef, x, (3, x.shape[1]))
     small = compute_dtype(x.dtype)
-    return torch.ops.fastbcd.indicator_poly.default(
-        x, mask, coef.to(small), aux.to(small), residual
-    )
+    function = reference.indicator_poly if transformed() else _indicator_poly
+    return function(x, mask, coef.to(small), aux.to(small), residual)
 
 
-# ------------------------------------------------------------------------------- operators
-
-_library = torch.library.Library("fastbcd", "FRAGMENT")
-_library.define("soft_relu(Tensor x, Tensor alpha, Tensor? residual) -> Tensor")
-_library.define(
-    "soft_relu_backward(Tensor grad, Tensor x, Tensor alpha, Tensor? residual) "
-    "-> (Tensor dx, Tensor dalpha)"
-)
-_library.define(
-    "indicator_poly(Tensor x, Tensor mask, Tensor coef, Tensor aux, Tensor? residual) -> Tensor"
-)
-_library.define(
-    "indicator_poly_backward(Tensor grad, Tensor x, Tensor mask, Tensor coef, Tensor aux, "
-    "Tensor? residual) -> (Tensor dx, Tensor dcoef, Tensor daux)"
-)
-
-
-def _lay_out(x: Tensor, units: Tensor, residual: Any, grad: Any = None) -> tuple[Any, ...]:
-    """x, units [*S], residual, grad as dense memory in one item order, x's own."""
+def _lay_out(x: Tensor, residual: Any, grad: Any = None) -> tuple[Any, ...]:
+    """x, residual and grad as dense memory in x's item order, and that order."""
     x = dense(x, 1)
     last = item_order(x, 1)
-    rest = (None if t is None else dense(t, 1, last) for t in (residual, grad))
-    return x, dense(units, 0, last), *rest
+    return x, *(None if t is None else dense(t, 1, last) for t in (residual, grad)), last
 
 
-def _geometry(x: Tensor, units: Tensor) -> Geometry:
-    return geometry(x, units, None, False)
+def _soft_forward(x, alpha, residual) -> Call:
+    x, residual, _, last = _lay_out(x, residual)
+    alpha = dense(alpha, 0, last)
+    return Call([torch.empty_like(x)], (x, alpha, residual), (x, alpha))
 
 
-def _soft_forward(x, alpha, residual) -> Tensor:
-    x, alpha, residual, _ = _lay_out(x, alpha, residual)
-    kernel = kernels.choose(x)
-    y = torch.empty_like(x)
-    if kernel is None:
-        y.copy_(reference.soft_relu(x, alpha, residual))
-    elif y.numel():
-        kernel.soft_forward(y, x, alpha, residual, _geometry(x, alpha))
-    return y
+def _soft_backward(grad, x, alpha, residual) -> Call:
+    x, residual, grad, last = _lay_out(x, residual, grad)
+    alpha = dense(alpha, 0, last)
+    outputs = [torch.empty_like(x), torch.empty_like(alpha)]
+    return Call(outputs, (grad, x, alpha, residual), (x, alpha))
 
 
-def _soft_backward(grad, x, alpha, residual) -> tuple[Tensor, Tensor]:
-    x, alpha, residual, grad = _lay_out(x, alpha, residual, grad)
-    kernel = kernels.choose(x)
-    dx, dalpha = torch.empty_like(x), torch.zeros_like(alpha)
-    if kernel is None:
-        _copy((dx, dalpha), reference.soft_relu_backward(grad, x, alpha, residual))
-    elif x.numel():
-        kernel.soft_backward(dx, dalpha, grad, x, alpha, residual, _geometry(x, alpha))
-    return dx, dalpha
+def _indicator_forward(x, mask, coef, aux, residual) -> Call:
+    x, residual, *_ = _lay_out(x, residual)
+    mask = dense(mask, 0)
+    inputs = (x, mask, contiguous(coef), None, None, residual)  # no scale, no shift
+    return Call([torch.empty_like(x)], inputs, (x, mask))
 
 
-def _indicator_forward(x, mask, coef, aux, residual) -> Tensor:
-    x, aux, residual, _ = _lay_out(x, aux, residual)
-    mask, kernel = dense(mask, 0), kernels.choose(x)
-    y = torch.empty_like(x)
-    if kernel is None:
-        y.copy_(reference.masked_poly(x, mask, coef, None, None, residual))
-    elif y.numel():
-        g = geometry(x, mask, residual, False)
-        kernel.poly_forward(y, x, mask, coef.contiguous(), None, None, residual, g)
-    return y
+def _indicator_backward(grad, x, mask, coef, residual) -> Call:
+    x, residual, grad, _ = _lay_out(x, residual, grad)
+    mask = dense(mask, 0)
+    dmask = x.new_empty_strided(x.shape[1:], x.stride()[1:], dtype=coef.dtype)
+    outputs = [torch.empty_like(x), coef.new_empty(coef.shape), dmask]
+    return Call(outputs, (grad, x, mask, contiguous(coef), residual), (x, mask))
 
 
-def _indicator_backward(grad, x, mask, coef, aux, residual) -> tuple[Tensor, Tensor, Tensor]:
-    x, aux, residual, grad = _lay_out(x, aux, residual, grad)
-    mask, coef, kernel = dense(mask, 0), coef.contiguous(), kernels.choose(x)
-    dx, dcoef, dmask = torch.empty_like(x), torch.zeros_like(coef), torch.zeros_like(aux)
-    if kernel is None:
-        found = reference.indicator_poly_backward(grad, x, mask, coef, aux, residual)
-        _copy((dx, dcoef, dmask), found)
-        return dx, dcoef, dmask
-    if x.numel():
-        g = geometry(x, mask, residual, False)
-        kernel.indicator_backward(dx, dcoef, dmask, grad, x, mask, coef, residual, g)
-    return dx, dcoef, softplus(aux).mul_(dmask)
+_soft_relu = define(
+    "soft_relu(Tensor x, Tensor alpha, Tensor? residual) -> Tensor",
+    _soft_forward, reference.soft_relu, "soft_relu_forward",
+)  # fmt: skip
+_soft_relu_backward = define(
+    "soft_relu_backward(Tensor grad, Tensor x, Tensor alpha, Tensor? residual) "
+    "-> (Tensor dx, Tensor dalpha)",
+    _soft_backward, reference.soft_relu_backward,
+)  # fmt: skip
+_indicator_poly = define(
+    "indicator_poly(Tensor x, Tensor mask, Tensor coef, Tensor aux, Tensor? residual) -> Tensor",
+    _indicator_forward, reference.masked_poly, "indicator_poly_forward",
+)  # fmt: skip
+_indicator_poly_backward = define(
+    "indicator_poly_backward(Tensor grad, Tensor x, Tensor mask, Tensor coef, Tensor? residual) "
+    "-> (Tensor dx, Tensor dcoef, Tensor dmask)",
+    _indicator_backward, reference.indicator_poly_backward,
+)  # fmt: skip
 
 
-def _copy(outputs: tuple, found: tuple) -> None:
-    for out, value in zip(outputs, found, strict=True):
-        out.copy_(value)
-
-
-# What each operator returns, for shape inference.
-
-
-def _forward_shape(x, *_) -> Tensor:
-    return torch.empty_like(dense(x, 1))
-
-
-def _soft_backward_shape(grad, x, alpha, residual) -> tuple[Tensor, ...]:
-    x, alpha, *_ = _lay_out(x, alpha, None)
-    return torch.empty_like(x), torch.empty_like(alpha)
-
-
-def _indicator_backward_shape(grad, x, mask, coef, aux, residual) -> tuple[Tensor, ...]:
-    x, aux, *_ = _lay_out(x, aux, None)
-    return torch.empty_like(x), torch.empty_like(coef.contiguous()), torch.empty_like(aux)
-
-
-for _name, _implementation, _fake in (
-    ("soft_relu", _soft_forward, _forward_shape),
-    ("soft_relu_backward", _soft_backward, _soft_backward_shape),
-    ("indicator_poly", _indicator_forward, _forward_shape),
-    ("indicator_poly_backward", _indicator_backward, _indicator_backward_shape),
-):
-    _library.impl(_name, _implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fastbcd::{_name}", _fake, lib=_library)
-
-
-# -------------------------------------------------------------------------------- autograd
-# dz goes to x and to the residual: one tensor serves both.
-
-
-def _soft_setup(ctx, inputs, output) -> None:
+def _setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _soft_grads(ctx, grad):
-    dx, dalpha = torch.ops.fastbcd.soft_relu_backward.default(grad, *ctx.saved_tensors)
+# dz is the gradient of x and of the residual: one tensor for both.
+
+
+def _soft_gradients(ctx, grad):
+    backward = reference.soft_relu_backward if differentiated() else _soft_relu_backward
+    dx, dalpha = backward(grad, *ctx.saved_tensors)
     return dx, dalpha, dx if ctx.needs_input_grad[2] else None
 
 
-def _indicator_grads(ctx, grad):
-    dx, dcoef, daux = torch.ops.fastbcd.indicator_poly_backward.default(grad, *ctx.saved_tensors)
-    return dx, None, dcoef, daux, dx if ctx.needs_input_grad[4] else None
+def _indicator_gradients(ctx, grad):
+    x, mask, coef, aux, residual = ctx.saved_tensors
+    backward = reference.indicator_poly_backward if differentiated() else _indicator_poly_backward
+    dx, dcoef, dmask = backward(grad, x, mask, coef, residual)
+    return dx, None, dcoef, softplus(aux) * dmask, dx if ctx.needs_input_grad[4] else None
 
 
-for _name, _gradients in (("soft_relu", _soft_grads), ("indicator_poly", _indicator_grads)):
-    torch.library.register_autograd(
-        f"fastbcd::{_name}", _gradients, setup_context=_soft_setup, lib=_library
-    )
+differentiate("soft_relu", _setup, _soft_gradients)
+differentiate("indicator_poly", _setup, _indicator_gradients)

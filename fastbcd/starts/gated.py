@@ -37,12 +37,8 @@ class SoftReLU(MaskedActivation):
         self.mask = _channels_last(mask.bool())
         self.alpha = nn.Parameter(self.mask.to(dtype))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, *shape] -> [B, *shape]."""
-        return ops.soft_relu(x, self.alpha * self.mask)
-
-    def with_residual(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The same of x + residual, in one pass."""
+    def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The activation of x + residual, [B, *shape]."""
         return ops.soft_relu(x, self.alpha * self.mask, residual=residual)
 
 
@@ -68,16 +64,10 @@ class IndicatorPoly(MaskedPoly):
         self.register_buffer("mean", torch.zeros_like(self.coef[0].detach()))
         self.register_buffer("var", torch.ones_like(self.coef[0].detach()))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [B, *shape] -> [B, *shape]."""
+    def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The activation of x + residual, [B, *shape]."""
         if self.measuring:
-            self._measure(x)
-        return ops.indicator_poly(x, self.mask, self.coef, self.aux)
-
-    def with_residual(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The same of x + residual, in one pass."""
-        if self.measuring:
-            self._measure(x + residual)
+            self._measure(x if residual is None else x + residual)
         return ops.indicator_poly(x, self.mask, self.coef, self.aux, residual=residual)
 
     @torch.no_grad()

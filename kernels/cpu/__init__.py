@@ -1,4 +1,4 @@
-"""The C++ kernels for CPU tensors (*.cpp), loaded as the ops `fastbcd_cpu::*`."""
+"""The C++ kernels for CPU tensors (*.cpp), loaded as the operators `fastbcd_cpu::*`."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ def _load() -> None:
 
 _load()
 _ops = torch.ops.fastbcd_cpu
-relu_forward = _ops.relu_forward.default
-relu_backward = _ops.relu_backward.default
-poly_forward = _ops.poly_forward.default
-poly_backward = _ops.poly_backward.default
-soft_forward = _ops.soft_forward.default
-soft_backward = _ops.soft_backward.default
-indicator_backward = _ops.indicator_backward.default
+masked_relu_forward = _ops.masked_relu_forward.default
+masked_relu_backward = _ops.masked_relu_backward.default
+masked_poly_forward = _ops.masked_poly_forward.default
+masked_poly_backward = _ops.masked_poly_backward.default
+soft_relu_forward = _ops.soft_relu_forward.default
+soft_relu_backward = _ops.soft_relu_backward.default
+indicator_poly_forward = masked_poly_forward
+indicator_poly_backward = _ops.indicator_poly_backward.default
 saliency_backward = _ops.saliency_backward.default
-kinks = _ops.kinks.default
+norm_relu_forward = _ops.norm_relu_forward.default
+norm_relu_backward = _ops.norm_relu_backward.default
+kink = _ops.kink.default
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 DESCRIPTION = f"C++, {_ops.instruction_set()}, {torch.get_num_threads()} threads"

@@ -1,9 +1,9 @@
-// What the operators of all .cpp files share: a call's tensors checked and turned into pointers,
-// the choice of a dtype and of an instruction set, the split over threads, the last stage of sums.
+// Shared by the operators of all .cpp files: the tensors of a call checked and turned into
+// pointers, the choice of a dtype and of an instruction set, the split over threads, the last
+// stage of sums.
 //
-// Geometry comes as int[]: trials, batch, channels, inner, channels_last, mask_last, x_shared,
-// residual_shared. Tensors are dense memory; only sizes and types are checked here, since
-// fastbcd/ops.py and fastbcd/soft.py are the callers and have checked the rest.
+// Geometry is passed as int[]: trials, batch, channels, inner, channels_last, mask_last, x_shared,
+// residual_shared. Device, dtype, size and memory layout of every tensor are checked against it.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -18,7 +18,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "problem.h"
+#include "geometry.h"
 
 // Where both_targets.h compiles the loops a second time, for AVX2.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -42,65 +42,102 @@ constexpr bool has_avx2 = false;
 
 inline Geometry geometry(const std::vector<int64_t>& v) {
   STD_TORCH_CHECK(v.size() == 8, "geometry has ", v.size(), " numbers instead of 8");
+  STD_TORCH_CHECK(std::min({v[0], v[1], v[2], v[3]}) > 0, "geometry has a size below 1");
   return {v[0], v[1], v[2], v[3], v[4] != 0, v[5] != 0, v[6] != 0, v[7] != 0};
 }
 
-inline void check(const char* name, const Tensor& t, int64_t numel, ScalarType type) {
+// Is t dense memory: [lead, C, inner], or [lead, inner, C] if last? t may have more dimensions.
+inline bool is_dense(const Tensor& t, int64_t lead, int64_t channels, int64_t inner, bool last) {
+  if (!last || channels == 1 || inner == 1) return t.is_contiguous();
+  auto sizes = t.sizes(), strides = t.strides();
+  int64_t dims = static_cast<int64_t>(sizes.size()), channel = 0;
+  for (int64_t before = 1; channel < dims && (before != lead || sizes[channel] != channels);)
+    before *= sizes[channel++];
+  if (channel == dims) return false;
+  int64_t expected = 1;
+  auto matches = [&](int64_t d) {
+    bool same = sizes[d] == 1 || strides[d] == expected;
+    expected *= sizes[d];
+    return same;
+  };
+  bool all = matches(channel);
+  for (int64_t d = dims - 1; d > channel; --d) all &= matches(d);
+  for (int64_t d = channel - 1; d >= 0; --d) all &= matches(d);
+  return all;
+}
+
+inline void check(const char* name, const Tensor& t, int64_t numel, ScalarType type, bool dense) {
   STD_TORCH_CHECK(t.is_cpu(), name, " is not on the CPU");
   STD_TORCH_CHECK(t.numel() == numel, name, " has ", t.numel(), " elements instead of ", numel);
   STD_TORCH_CHECK(t.scalar_type() == type, name, " has another dtype than the call");
+  STD_TORCH_CHECK(dense, name, " does not lie in memory as the call says");
 }
 
-template <class T>
-T* pointer(const char* name, const MaybeTensor& t, int64_t numel, ScalarType type) {
-  if (!t) return nullptr;
-  check(name, *t, numel, type);
-  return static_cast<T*>(t->data_ptr());
-}
-
-// The tensors of one call, checked against its geometry and turned into pointers.
+// The pointers of one call's tensors, each checked against its geometry; null for no tensor.
 template <class scalar, class compute>
 struct Arguments {
   Geometry g;
   ScalarType type, compute_type;
-  int64_t full = g.trials * g.batch * g.items(), single = g.batch * g.items();
 
-  scalar* stacked(const char* name, const MaybeTensor& t) const {
-    return pointer<scalar>(name, t, full, type);
+  // [T, B, n], or [B, n] if shared by the trials
+  scalar* items(const char* name, const MaybeTensor& t, bool shared = false) const {
+    int64_t lead = (shared ? 1 : g.trials) * g.batch;
+    return pointer<scalar>(name, t, lead, g.channels, g.inner, g.channels_last, type);
   }
-  scalar* maybe_shared(const char* name, const MaybeTensor& t, bool shared) const {
-    return pointer<scalar>(name, t, shared ? single : full, type);
-  }
+  // [rows, C]
   compute* by_channel(const char* name, const MaybeTensor& t, int64_t rows) const {
-    return pointer<compute>(name, t, rows * g.channels, compute_type);
+    return pointer<compute>(name, t, rows, g.channels, 1, false, compute_type);
+  }
+  // [n] in the memory order of x
+  compute* by_unit(const char* name, const MaybeTensor& t) const {
+    return pointer<compute>(name, t, 1, g.channels, g.inner, g.channels_last, compute_type);
+  }
+
+ private:
+  template <class T>
+  static T* pointer(const char* name, const MaybeTensor& t, int64_t lead, int64_t channels,
+                    int64_t inner, bool last, ScalarType expected) {
+    if (!t) return nullptr;
+    bool dense = is_dense(*t, lead, channels, inner, last);
+    check(name, *t, lead * channels * inner, expected, dense);
+    return static_cast<T*>(t->data_ptr());
   }
 };
 
-// The masks [T, n] in x's memory order: themselves, or transposed once into `scratch`.
-inline const uint8_t* ordered_mask(const Tensor& m, const Geometry& g, std::vector<uint8_t>& scratch) {
-  STD_TORCH_CHECK(m.numel() == g.trials * g.items(), "mask has ", m.numel(), " elements");
-  STD_TORCH_CHECK(m.element_size() == 1, "mask must be bool or uint8");
-  const uint8_t* mask = static_cast<const uint8_t*>(m.data_ptr());
-  if (g.mask_matches()) return mask;
-  scratch.resize(m.numel());
-  // x lies as rows of `width`, the mask as rows of `height`.
-  int64_t width = g.channels_last ? g.channels : g.inner;
-  int64_t height = g.channels_last ? g.inner : g.channels;
-  constexpr int64_t block = 32;
-  int64_t blocks = (height + block - 1) / block;
-  torch::stable::parallel_for(0, g.trials * blocks, 8, [&](int64_t begin, int64_t end) {
-    for (int64_t k = begin; k < end; ++k) {
-      const uint8_t* from = mask + k / blocks * g.items();
-      uint8_t* to = scratch.data() + k / blocks * g.items();
-      int64_t r0 = k % blocks * block, r1 = std::min(height, r0 + block);
-      for (int64_t c0 = 0; c0 < width; c0 += block)
-        for (int64_t r = r0; r < r1; ++r)
-          for (int64_t c = c0; c < std::min(width, c0 + block); ++c)
-            to[r * width + c] = from[c * height + r];
-    }
-  });
-  return scratch.data();
-}
+// The masks [T, n] in x's memory order: the tensor's own memory, or a transposed copy.
+class OrderedMask {
+ public:
+  OrderedMask(const Tensor& mask, const Geometry& g) {
+    ScalarType type = mask.scalar_type() == ScalarType::Bool ? ScalarType::Bool : ScalarType::Byte;
+    bool dense = is_dense(mask, g.trials, g.channels, g.inner, g.mask_last);
+    check("mask", mask, g.trials * g.items(), type, dense);
+    bits_ = static_cast<const uint8_t*>(mask.data_ptr());
+    if (g.mask_last == g.channels_last) return;
+    copy_.resize(mask.numel());
+    // x lies as rows of `width`, the mask as rows of `height`.
+    int64_t width = g.channels_last ? g.channels : g.inner;
+    int64_t height = g.channels_last ? g.inner : g.channels;
+    constexpr int64_t block = 32;
+    int64_t blocks = (height + block - 1) / block;
+    torch::stable::parallel_for(0, g.trials * blocks, 8, [&](int64_t begin, int64_t end) {
+      for (int64_t k = begin; k < end; ++k) {
+        const uint8_t* from = bits_ + k / blocks * g.items();
+        uint8_t* to = copy_.data() + k / blocks * g.items();
+        int64_t r0 = k % blocks * block, r1 = std::min(height, r0 + block);
+        for (int64_t c0 = 0; c0 < width; c0 += block)
+          for (int64_t r = r0; r < r1; ++r)
+            for (int64_t c = c0; c < std::min(width, c0 + block); ++c)
+              to[r * width + c] = from[c * height + r];
+      }
+    });
+    bits_ = copy_.data();
+  }
+  operator const uint8_t*() const { return bits_; }
+
+ private:
+  std::vector<uint8_t> copy_;
+  const uint8_t* bits_;
+};
 
 template <class F>
 void by_dtype(ScalarType type, const Geometry& g, F&& f) {

@@ -1,4 +1,4 @@
-// The inner loops of norms.cpp, included once per instruction set inside a namespace of its own.
+// The loops of norm.cpp, included once per instruction set inside a namespace of its own.
 // Memory lies as rows of C channels. Loops go over a tile, some whole rows, with one accumulator
 // an element, so that the compiler vectorises them whatever C is.
 

@@ -1,22 +1,22 @@
-// The backward of a masked activation that also says what each removal would cost, to first
-// order, as the operator `fastbcd_cpu::saliency_backward`.
+// The backward of a masked activation together with the first-order effect of each removal, as
+// the operator `fastbcd_cpu::saliency_backward`.
 //
-// Both come from one pass over grad and x. The sums over the batch follow its cut, which does not
-// depend on the number of threads, and are added up in the order of its chunks.
+// Both are computed in one pass over grad and x. The sums over the batch follow its cut, which does
+// not depend on the number of threads, and are added up in the order of its chunks.
 #include <memory>
 
 #include "arguments.h"
 
 namespace fastbcd {
 
-// Flat arrays in x's memory order; the residual may be null, and coef [3, C] but for poly.
+// Flat arrays in x's memory order; residual may be null; coef [3, C] is null for relu.
 template <class scalar, class compute>
 struct SaliencyBackward {
   Geometry g;
   scalar* dx;
   const scalar *grad, *x, *residual;
   const uint8_t* mask;
-  const compute *scale, *shift, *coef;  // no affine: scale and shift are null
+  const compute* coef;
   bool absolute;
   compute* sums;  // [chunks, n]
 };
@@ -32,20 +32,18 @@ void saliency_backward(
     Tensor dx, Tensor sums, Tensor grad, Tensor x, Tensor mask, MaybeTensor coef,
     MaybeTensor residual, bool absolute, std::vector<int64_t> numbers) {
   Geometry g = geometry(numbers);
-  std::vector<uint8_t> scratch;
-  const uint8_t* bits = ordered_mask(mask, g, scratch);
+  OrderedMask bits(mask, g);
   by_dtype(grad.scalar_type(), g, [&]<class scalar, class compute>(Arguments<scalar, compute> a) {
     Cut cut(g, 64);
     auto partial = std::make_unique_for_overwrite<compute[]>(cut.chunks * g.items());
     SaliencyBackward<scalar, compute> call{
-        g, a.stacked("dx", dx), a.stacked("grad", grad), a.stacked("x", x),
-        a.stacked("residual", residual), bits, nullptr, nullptr, a.by_channel("coef", coef, 3),
-        absolute, partial.get()};
+        g, a.items("dx", dx), a.items("grad", grad), a.items("x", x),
+        a.items("residual", residual), bits, a.by_channel("coef", coef, 3), absolute,
+        partial.get()};
     in_parallel(g, cut, [&](int64_t begin, int64_t end) {
       FASTBCD_RUN(saliency_backward, call, cut, begin, end);
     });
-    sum_chunks(
-        pointer<compute>("sums", sums, g.items(), a.compute_type), partial.get(), g, cut);
+    sum_chunks(a.by_unit("sums", sums), partial.get(), g, cut);
   });
 }
 

@@ -1,7 +1,7 @@
-// The inner loops of saliency.cpp, included once per instruction set inside a namespace of its own.
-#include "loops.h"
+// The loops of saliency.cpp, included once per instruction set inside a namespace of its own.
+#include "tiles.h"
 
-// What a removal adds to a kept unit's output, and with it dx and the sum over the batch:
+// What a removal adds to a kept unit's output; dx; the sum over the batch:
 // relu:  added = min(z, 0);          dz = 0 where the bit is 1 and z <= 0, else grad
 // poly:  added = poly(z) - relu(z);  dz = grad*(2*c2*z + c1) where the bit is 0
 // sum += grad*added, or its absolute value, where the bit is 1
@@ -35,7 +35,7 @@ void saliency_items(
   alignas(64) compute bound[Cut::tile];
   for (int64_t item = begin; item < end; ++item) {
     Part part(a.g, cut, item);
-    parameters.load(a, part.first, part.m);
+    if constexpr (poly) parameters.load_coef(a.coef, a.g, part.first, part.m);
     bound_tile(bound, a.mask + part.first, part.m);
     compute* sums = a.sums + part.chunk * a.g.items() + part.first;
     std::fill(sums, sums + part.m, compute(0));

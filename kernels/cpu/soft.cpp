@@ -1,8 +1,8 @@
-// The activations that SNL and AutoReP train, as operators `fastbcd_cpu::*`: the soft ReLU, whose
-// mask is a real number a unit, and the backward of the masked polynomial under an indicator.
+// soft_relu and the backward of indicator_poly as operators `fastbcd_cpu::*`: the activations that
+// SNL and AutoReP train. The forward of indicator_poly is that of masked_poly.
 //
-// Both sum over the batch for each unit on the way. The sums follow the cut of the batch, which
-// does not depend on the number of threads, and are added up in the order of its chunks.
+// Sums over the batch follow its cut, which does not depend on the number of threads, and are added
+// up in the order of its chunks.
 #include <memory>
 
 #include "arguments.h"
@@ -11,7 +11,7 @@ namespace fastbcd {
 
 // Flat arrays in x's memory order; the residual may be null.
 template <class scalar, class compute>
-struct SoftForward {
+struct SoftReluForward {
   Geometry g;
   scalar* y;
   const scalar *x, *residual;
@@ -19,7 +19,7 @@ struct SoftForward {
 };
 
 template <class scalar, class compute>
-struct SoftBackward {
+struct SoftReluBackward {
   Geometry g;
   scalar* dx;
   const scalar *grad, *x, *residual;
@@ -28,12 +28,12 @@ struct SoftBackward {
 };
 
 template <class scalar, class compute>
-struct IndicatorBackward {
+struct IndicatorPolyBackward {
   Geometry g;
   scalar* dx;
   const scalar *grad, *x, *residual;
   const uint8_t* mask;
-  const compute *scale, *shift, *coef;  // no affine: scale and shift are null
+  const compute* coef;  // [3, C]
   compute* sums;  // [4, chunks, n]: dc0, dc1, dc2, dm
 };
 
@@ -44,79 +44,75 @@ struct IndicatorBackward {
 
 namespace fastbcd {
 
-void soft_forward(
+void soft_relu_forward(
     Tensor y, Tensor x, Tensor alpha, MaybeTensor residual, std::vector<int64_t> numbers) {
   Geometry g = geometry(numbers);
   by_dtype(x.scalar_type(), g, [&]<class scalar, class compute>(Arguments<scalar, compute> a) {
-    SoftForward<scalar, compute> call{
-        g, a.stacked("y", y), a.stacked("x", x), a.stacked("residual", residual),
-        pointer<compute>("alpha", alpha, g.items(), a.compute_type)};
+    SoftReluForward<scalar, compute> call{
+        g, a.items("y", y), a.items("x", x), a.items("residual", residual),
+        a.by_unit("alpha", alpha)};
     Cut cut(g, 4 * torch::stable::get_num_threads());
     in_parallel(g, cut, [&](int64_t begin, int64_t end) {
-      FASTBCD_RUN(soft_forward, call, cut, begin, end);
+      FASTBCD_RUN(soft_relu_forward, call, cut, begin, end);
     });
   });
 }
 
-void soft_backward(
+void soft_relu_backward(
     Tensor dx, Tensor dalpha, Tensor grad, Tensor x, Tensor alpha, MaybeTensor residual,
     std::vector<int64_t> numbers) {
   Geometry g = geometry(numbers);
   by_dtype(grad.scalar_type(), g, [&]<class scalar, class compute>(Arguments<scalar, compute> a) {
     Cut cut(g, 64);
     auto sums = std::make_unique_for_overwrite<compute[]>(cut.chunks * g.items());
-    SoftBackward<scalar, compute> call{
-        g, a.stacked("dx", dx), a.stacked("grad", grad), a.stacked("x", x),
-        a.stacked("residual", residual),
-        pointer<compute>("alpha", alpha, g.items(), a.compute_type), sums.get()};
+    SoftReluBackward<scalar, compute> call{
+        g, a.items("dx", dx), a.items("grad", grad), a.items("x", x),
+        a.items("residual", residual),
+        a.by_unit("alpha", alpha), sums.get()};
     in_parallel(g, cut, [&](int64_t begin, int64_t end) {
-      FASTBCD_RUN(soft_backward, call, cut, begin, end);
+      FASTBCD_RUN(soft_relu_backward, call, cut, begin, end);
     });
-    sum_chunks(
-        pointer<compute>("dalpha", dalpha, g.items(), a.compute_type), sums.get(), g, cut);
+    sum_chunks(a.by_unit("dalpha", dalpha), sums.get(), g, cut);
   });
 }
 
-void indicator_backward(
+void indicator_poly_backward(
     Tensor dx, Tensor dcoef, Tensor dmask, Tensor grad, Tensor x, Tensor mask, Tensor coef,
     MaybeTensor residual, std::vector<int64_t> numbers) {
   Geometry g = geometry(numbers);
-  std::vector<uint8_t> scratch;
-  const uint8_t* bits = ordered_mask(mask, g, scratch);
+  OrderedMask bits(mask, g);
   by_dtype(grad.scalar_type(), g, [&]<class scalar, class compute>(Arguments<scalar, compute> a) {
     Cut cut(g, 64);
     int64_t row = cut.chunks * g.items();
     auto sums = std::make_unique_for_overwrite<compute[]>(4 * row);
-    IndicatorBackward<scalar, compute> call{
-        g, a.stacked("dx", dx), a.stacked("grad", grad), a.stacked("x", x),
-        a.stacked("residual", residual), bits, nullptr, nullptr, a.by_channel("coef", coef, 3),
-        sums.get()};
+    IndicatorPolyBackward<scalar, compute> call{
+        g, a.items("dx", dx), a.items("grad", grad), a.items("x", x),
+        a.items("residual", residual), bits, a.by_channel("coef", coef, 3), sums.get()};
     in_parallel(g, cut, [&](int64_t begin, int64_t end) {
-      FASTBCD_RUN(indicator_backward, call, cut, begin, end);
+      FASTBCD_RUN(indicator_poly_backward, call, cut, begin, end);
     });
     compute* coefs = a.by_channel("dcoef", dcoef, 3);
     torch::stable::parallel_for(0, 3, 1, [&](int64_t begin, int64_t end) {
       for (int64_t k = begin; k < end; ++k)
         sum_channels(coefs + k * g.channels, sums.get(), g, cut, k);
     });
-    sum_chunks(
-        pointer<compute>("dmask", dmask, g.items(), a.compute_type), sums.get() + 3 * row, g, cut);
+    sum_chunks(a.by_unit("dmask", dmask), sums.get() + 3 * row, g, cut);
   });
 }
 
 }  // namespace fastbcd
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastbcd_cpu, m) {
-  m.def("soft_forward(Tensor(a!) y, Tensor x, Tensor alpha, Tensor? residual, int[] geometry) "
+  m.def("soft_relu_forward(Tensor(a!) y, Tensor x, Tensor alpha, Tensor? residual, int[] geometry) "
         "-> ()");
-  m.def("soft_backward(Tensor(a!) dx, Tensor(b!) dalpha, Tensor grad, Tensor x, Tensor alpha, "
+  m.def("soft_relu_backward(Tensor(a!) dx, Tensor(b!) dalpha, Tensor grad, Tensor x, Tensor alpha, "
         "Tensor? residual, int[] geometry) -> ()");
-  m.def("indicator_backward(Tensor(a!) dx, Tensor(b!) dcoef, Tensor(c!) dmask, Tensor grad, "
+  m.def("indicator_poly_backward(Tensor(a!) dx, Tensor(b!) dcoef, Tensor(c!) dmask, Tensor grad, "
         "Tensor x, Tensor mask, Tensor coef, Tensor? residual, int[] geometry) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastbcd_cpu, CPU, m) {
-  m.impl("soft_forward", TORCH_BOX(&fastbcd::soft_forward));
-  m.impl("soft_backward", TORCH_BOX(&fastbcd::soft_backward));
-  m.impl("indicator_backward", TORCH_BOX(&fastbcd::indicator_backward));
+  m.impl("soft_relu_forward", TORCH_BOX(&fastbcd::soft_relu_forward));
+  m.impl("soft_relu_backward", TORCH_BOX(&fastbcd::soft_relu_backward));
+  m.impl("indicator_poly_backward", TORCH_BOX(&fastbcd::indicator_poly_backward));
 }

@@ -1,10 +1,9 @@
-// The inner loops of soft.cpp, included once per instruction set inside a namespace of its own.
-// No trials here: these activations are trained, one mask at a time.
-#include "loops.h"
+// The loops of soft.cpp, included once per instruction set inside a namespace of its own.
+#include "tiles.h"
 
 // y = z where z > 0, else (1 - a)*z
 template <bool residual, class scalar, class compute>
-void soft_forward_tile(
+void soft_relu_forward_tile(
     scalar* y, const scalar* x, const scalar* r, const compute* alpha, int64_t m) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < m; ++i) {
@@ -17,7 +16,7 @@ void soft_forward_tile(
 
 // dz = grad where z > 0, else grad*(1 - a);  da += 0 where z > 0, else grad*(-z)
 template <bool residual, class scalar, class compute>
-void soft_backward_tile(
+void soft_relu_backward_tile(
     scalar* dx, compute* dalpha, const scalar* grad, const scalar* x, const scalar* r,
     const compute* alpha, int64_t m) {
 #pragma GCC ivdep
@@ -33,7 +32,7 @@ void soft_backward_tile(
 
 // As poly in backward_tile, and for every unit  dm += grad*(relu(z) - poly(z)).
 template <bool residual, class scalar, class compute>
-void indicator_backward_tile(
+void indicator_poly_backward_tile(
     scalar* dx, compute (*sums)[Cut::tile], const scalar* grad, const scalar* x, const scalar* r,
     const compute* bound, const TileParameters<compute>& p, int64_t m) {
 #pragma GCC ivdep
@@ -57,13 +56,13 @@ void indicator_backward_tile(
 // ------------------------------------------------------------------------- over the work items
 
 template <bool residual, class scalar, class compute>
-void soft_forward_items(
-    const SoftForward<scalar, compute>& a, const Cut& cut, int64_t begin, int64_t end) {
+void soft_relu_forward_items(
+    const SoftReluForward<scalar, compute>& a, const Cut& cut, int64_t begin, int64_t end) {
   for (int64_t item = begin; item < end; ++item) {
     Part part(a.g, cut, item);
     for (int64_t b = part.b0; b < part.b1; ++b) {
       int64_t here = b * a.g.items() + part.first;
-      soft_forward_tile<residual>(
+      soft_relu_forward_tile<residual>(
           a.y + here, a.x + here, residual ? a.residual + here : nullptr, a.alpha + part.first,
           part.m);
     }
@@ -71,15 +70,15 @@ void soft_forward_items(
 }
 
 template <bool residual, class scalar, class compute>
-void soft_backward_items(
-    const SoftBackward<scalar, compute>& a, const Cut& cut, int64_t begin, int64_t end) {
+void soft_relu_backward_items(
+    const SoftReluBackward<scalar, compute>& a, const Cut& cut, int64_t begin, int64_t end) {
   for (int64_t item = begin; item < end; ++item) {
     Part part(a.g, cut, item);
     compute* sums = a.sums + part.chunk * a.g.items() + part.first;
     std::fill(sums, sums + part.m, compute(0));
     for (int64_t b = part.b0; b < part.b1; ++b) {
       int64_t here = b * a.g.items() + part.first;
-      soft_backward_tile<residual>(
+      soft_relu_backward_tile<residual>(
           a.dx + here, sums, a.grad + here, a.x + here, residual ? a.residual + here : nullptr,
           a.alpha + part.first, part.m);
     }
@@ -87,18 +86,18 @@ void soft_backward_items(
 }
 
 template <bool residual, class scalar, class compute>
-void indicator_backward_items(
-    const IndicatorBackward<scalar, compute>& a, const Cut& cut, int64_t begin, int64_t end) {
+void indicator_poly_backward_items(
+    const IndicatorPolyBackward<scalar, compute>& a, const Cut& cut, int64_t begin, int64_t end) {
   TileParameters<compute> parameters;
   alignas(64) compute sums[4][Cut::tile], bound[Cut::tile];
   for (int64_t item = begin; item < end; ++item) {
     Part part(a.g, cut, item);
-    parameters.load(a, part.first, part.m);
+    parameters.load_coef(a.coef, a.g, part.first, part.m);
     bound_tile(bound, a.mask + part.first, part.m);
     for (auto& row : sums) std::fill(row, row + part.m, compute(0));
     for (int64_t b = part.b0; b < part.b1; ++b) {
       int64_t here = b * a.g.items() + part.first;
-      indicator_backward_tile<residual>(
+      indicator_poly_backward_tile<residual>(
           a.dx + here, sums, a.grad + here, a.x + here, residual ? a.residual + here : nullptr,
           bound, parameters, part.m);
     }
@@ -109,25 +108,25 @@ void indicator_backward_items(
 }
 
 template <class scalar, class compute>
-void soft_forward(
-    const SoftForward<scalar, compute>& a, const Cut& cut, int64_t begin, int64_t end) {
-  auto run = a.residual ? soft_forward_items<true, scalar, compute>
-                        : soft_forward_items<false, scalar, compute>;
+void soft_relu_forward(
+    const SoftReluForward<scalar, compute>& a, const Cut& cut, int64_t begin, int64_t end) {
+  auto run = a.residual ? soft_relu_forward_items<true, scalar, compute>
+                        : soft_relu_forward_items<false, scalar, compute>;
   run(a, cut, begin, end);
 }
 
 template <class scalar, class compute>
-void soft_backward(
-    const SoftBackward<scalar, compute>& a, const Cut& cut, int64_t begin, int64_t end) {
-  auto run = a.residual ? soft_backward_items<true, scalar, compute>
-                        : soft_backward_items<false, scalar, compute>;
+void soft_relu_backward(
+    const SoftReluBackward<scalar, compute>& a, const Cut& cut, int64_t begin, int64_t end) {
+  auto run = a.residual ? soft_relu_backward_items<true, scalar, compute>
+                        : soft_relu_backward_items<false, scalar, compute>;
   run(a, cut, begin, end);
 }
 
 template <class scalar, class compute>
-void indicator_backward(
-    const IndicatorBackward<scalar, compute>& a, const Cut& cut, int64_t begin, int64_t end) {
-  auto run = a.residual ? indicator_backward_items<true, scalar, compute>
-                        : indicator_backward_items<false, scalar, compute>;
+void indicator_poly_backward(
+    const IndicatorPolyBackward<scalar, compute>& a, const Cut& cut, int64_t begin, int64_t end) {
+  auto run = a.residual ? indicator_poly_backward_items<true, scalar, compute>
+                        : indicator_poly_backward_items<false, scalar, compute>;
   run(a, cut, begin, end);
 }

@@ -1,4 +1,4 @@
-"""Triton kernels of the fused activations, for CUDA (or ROCm) tensors.
+"""The Triton kernels, for CUDA (or ROCm) tensors.
 
 With TRITON_INTERPRET=1 set before the import they are interpreted, on CPU tensors.
 """
@@ -9,23 +9,27 @@ import torch
 import triton
 
 from .. import INTERPRETED
-from .kinks import kinks
-from .poly import poly_backward, poly_forward
-from .relu import relu_backward, relu_forward
+from .indicator_poly import indicator_poly_backward
+from .kink import kink
+from .masked_poly import masked_poly_backward, masked_poly_forward
+from .masked_relu import masked_relu_backward, masked_relu_forward
 from .saliency import saliency_backward
-from .soft import indicator_backward, soft_backward, soft_forward
+from .soft_relu import soft_relu_backward, soft_relu_forward
+
+indicator_poly_forward = masked_poly_forward
 
 __all__ = [
     "DTYPES",
-    "indicator_backward",
-    "kinks",
-    "poly_backward",
-    "poly_forward",
-    "relu_backward",
-    "relu_forward",
+    "indicator_poly_backward",
+    "indicator_poly_forward",
+    "kink",
+    "masked_poly_backward",
+    "masked_poly_forward",
+    "masked_relu_backward",
+    "masked_relu_forward",
     "saliency_backward",
-    "soft_backward",
-    "soft_forward",
+    "soft_relu_backward",
+    "soft_relu_forward",
 ]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -1,16 +1,20 @@
-"""What the kernels share: which elements a program handles, its mask bits, and the launch.
+"""What the kernels share: the elements of a program, its mask bits, and the launch.
 
 A program handles a tile of an item's n elements, in a chunk of the batch. It reads the mask of
-its tile and the channel's parameters once, keeps them in registers, and walks over the items:
+its tile and the channel's parameters once, keeps them in registers, and loops over the items:
 
     program = tile + tiles * (chunk + chunks * trial)
 
-With x or residual shared by the trials it walks over all trials of an item as well, so that the
-shared tensor is read once; a tile's masks then lie packed, a bit a trial, in one int32.
+With x or residual shared by the trials it loops over all trials of an item as well, so that the
+shared tensor is read once; a tile's masks are then packed in one int32, one bit per trial.
 
-Sums over the batch come in two stages of fixed order, without atomics. A program adds up its
-own items, element by element, and writes partials[kind, slot, n]; torch.sum then adds the slots
-and the elements of a channel. The same call gives the same bits every time.
+Sums over the batch are computed in two stages of fixed order, without atomics. A program adds up
+its own items, element by element, and writes partials[kind, slot, n]; torch.sum then adds the
+slots and the elements of a channel. The same call gives the same bits every time.
+
+Kernels without trials still have the trial t = 0 in every offset. For an n that is not a multiple
+of 16, triton would otherwise learn that a unit's own parameter is aligned where the items are not,
+and would regroup the tile through shared memory.
 
 Offsets inside an item are int32; an item's own offset (trial * batch + b) * n is int64.
 """
@@ -27,30 +31,32 @@ from torch import Tensor
 from fastbcd.kernels.geometry import Geometry
 
 WARP_SIZE = 64 if torch.version.hip else 32
-THREADS = 128  # a program, fewer for an item that does not fill them
+THREADS = 128  # per program, fewer for an item that does not fill them
 WORD = 32  # trials whose bits fit one int32
-MAX_REGISTERS = 128  # a thread; without a bound ptxas aims at 40 in places, and spills
-# Arguments whose value makes no other code. `inner` must not: with one element a channel triton
-# would read parameters in vectors, and regroup an unaligned tile through shared memory for it.
+MAX_REGISTERS = 128  # per thread; without a bound ptxas aims at 40 in places, and spills
+# Arguments whose value does not specialise the code. For `inner` this is necessary: with one
+# element per channel triton would read parameters in vectors, and regroup an unaligned tile
+# through shared memory.
 OPAQUE = ("batch", "trials", "chunk", "inner")
-# Chunks grow only beyond so many programs (a large GPU has 132 processors), up to so many items.
-ELEMENTWISE = (16 * 132, 16)  # what a program reads once is then a small part of its traffic
-REDUCING = (4 * 132, 64)  # each program writes partial sums: better few programs
+# (programs, items): chunks grow only beyond that many programs (a large GPU has 132 processors),
+# up to that many items.
+ELEMENTWISE = (16 * 132, 16)  # what a program reads once is a small part of its traffic
+REDUCING = (4 * 132, 64)  # each program writes partial sums: fewer programs are better
 
 
 class Plan(NamedTuple):
     """How a kernel is launched: fixed rules, so that a call always sums in the same order."""
 
-    block: int  # elements a tile
+    block: int  # elements per tile
     num_warps: int
-    chunk: int  # batch items a program
+    chunk: int  # batch items per program
     slots: int  # (chunk, trial) pairs; each writes its own partial sums
     programs: int
-    all_trials: bool  # a program walks over all trials
+    all_trials: bool  # a program loops over all trials
 
 
 def plan(g: Geometry, itemsize: int, reduces: bool = False) -> Plan:
-    """The launch for tensors of `itemsize` bytes an element.
+    """The launch for tensors of `itemsize` bytes per element.
 
     A thread takes as many elements as fill a 128-bit access: 4 of fp32, 8 of 16-bit types. A
     kernel that reduces takes 4, the width of its fp32 partial sums: one width for all operands
@@ -69,23 +75,27 @@ def plan(g: Geometry, itemsize: int, reduces: bool = False) -> Plan:
 
 
 def launch(kernel: Any, p: Plan, g: Geometry, *tensors: Tensor | None, **own: bool) -> None:
-    """Run `kernel` on tensors, of which the optional ones may be None; `own` are its constants."""
-    options = {"num_warps": p.num_warps, "enable_fp_fusion": False}  # x*s + b rounds twice
+    """Run `kernel` on tensors, of which the optional ones may be None.
+
+    `own` are constants of this kernel alone; of the common ones it gets those that it takes.
+    """
+    constants = {
+        "CHANNELS_LAST": g.channels_last, "MASK_LAST": g.mask_last,
+        "X_SHARED": g.x_shared, "RESIDUAL_SHARED": g.residual_shared,
+        "ALL_TRIALS": p.all_trials, "PACKED": not p.all_trials or g.trials <= WORD,
+        "BLOCK": p.block, **own,
+    }  # fmt: skip
+    options = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    options |= {"num_warps": p.num_warps, "enable_fp_fusion": False}  # x*s + b rounds twice
     if WARP_SIZE == 32:  # CUDA
         options["maxnreg"] = MAX_REGISTERS
+    sizes = (g.channels * g.inner, g.batch, g.trials, p.chunk, g.channels, g.inner)
     with torch.cuda.device_of(tensors[0]):
-        kernel[(p.programs,)](
-            *tensors,
-            g.channels * g.inner, g.batch, g.trials, p.chunk, g.channels, g.inner,
-            CHANNELS_LAST=g.channels_last, MASK_LAST=g.mask_last,
-            X_SHARED=g.x_shared, RESIDUAL_SHARED=g.residual_shared,
-            ALL_TRIALS=p.all_trials, PACKED=not p.all_trials or g.trials <= WORD,
-            BLOCK=p.block, **own, **options,
-        )  # fmt: skip
+        kernel[(p.programs,)](*tensors, *sizes, **options)
 
 
 def new_partials(kinds: int, p: Plan, g: Geometry, like: Tensor) -> Tensor:
-    """[kinds, slots, n]: every program's sums over its items, an element apart."""
+    """[kinds, slots, n]: the sums of every program over its items, by element."""
     shape = (kinds, p.slots, g.channels * g.inner)
     return torch.empty(shape, dtype=torch.float32, device=like.device)
 
@@ -103,7 +113,7 @@ def reduce_slots(partials: Tensor, out: Tensor) -> None:
 
 
 def as_bytes(mask: Tensor) -> Tensor:
-    """The same memory, one byte a bit."""
+    """The same memory, one byte per bit."""
     return mask.view(torch.uint8)
 
 
@@ -171,7 +181,7 @@ def load_kept(mask_ptr, mask_offs, valid, t, n):
 def pack_masks(
     mask_ptr, mask_offs, valid, t0, t1, n, PACKED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """bits = sum of kept[t] << (t - t0): the masks of up to 32 trials in a register an element."""
+    """bits = sum of kept[t] << (t - t0): the masks of up to 32 trials, a register per element."""
     bits = tl.zeros([BLOCK], dtype=tl.int32)
     if PACKED:
         for t in range(t0, t1):

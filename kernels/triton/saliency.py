@@ -1,8 +1,7 @@
-"""The backward of a masked activation that also says what each removal would cost.
+"""The backward of a masked activation together with the first-order effect of each removal.
 
-z = x + residual, without trials. dx and the sums over the batch come from one pass over grad and
-x; the sums come in the two stages of common.py. As in soft.py the one trial t = 0 stands in every
-offset, so that triton does not regroup an unaligned tile through shared memory.
+z = x + residual, without trials. dx and the sums over the batch are computed in one pass over grad
+and x; the sums in the two stages of common.py.
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ from .common import (
 def saliency_backward_kernel(
     dx_ptr, partials_ptr, grad_ptr, x_ptr, mask_ptr, coef_ptr, residual_ptr,
     n, batch, trials, chunk, channels, inner,
-    CHANNELS_LAST: tl.constexpr, MASK_LAST: tl.constexpr,
-    X_SHARED: tl.constexpr, RESIDUAL_SHARED: tl.constexpr,
-    ALL_TRIALS: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr, ABSOLUTE: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, MASK_LAST: tl.constexpr, BLOCK: tl.constexpr,
+    ABSOLUTE: tl.constexpr,
 ):  # fmt: skip
-    """dx from grad and z; the partial sums of what removals change on the way."""
-    offs, slot, first, last, t, _ = locate(n, batch, trials, chunk, ALL_TRIALS, BLOCK)
+    """dx from grad and z, and the partial sums of the effects of removals."""
+    offs, slot, first, last, t, _ = locate(n, batch, trials, chunk, False, BLOCK)
     valid = offs < n
     mask_offs = mask_offsets(offs, channels, inner, CHANNELS_LAST, MASK_LAST)
     kept = load_kept(mask_ptr, mask_offs, valid, t, n)
@@ -55,7 +53,7 @@ def saliency_backward_kernel(
         if residual_ptr is not None:
             z += load(residual_ptr + item, offs, valid)
         grad = load(grad_ptr + item, offs, valid)
-        # added = min(z, 0), or poly(z) - relu(z); slope of what stands where the bit is 0
+        # added = min(z, 0), or poly(z) - relu(z); other: dz where the bit is 0
         if coef_ptr is None:
             added = tl.where(z > 0, 0.0, z)
             other = grad

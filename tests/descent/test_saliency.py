@@ -1,9 +1,8 @@
-"""saliency: kernels, formulas, finite differences, and whether it finds harmless removals."""
+"""saliency: its definition, finite differences, and whether it finds harmless removals."""
 
 from __future__ import annotations
 
 import math
-from itertools import product
 
 import pytest
 import torch
@@ -12,117 +11,32 @@ from torch import Tensor, nn
 
 import fastbcd
 from fastbcd import MaskedPoly, MaskedReLU
-from fastbcd.descent import effects
 from fastbcd.descent import saliency as saliencies
+from fastbcd.masking import activations
 from fastbcd.masking.masks import mask_modules
-from fastbcd.ops import reference
+from fastbcd.ops.saliency import saliency as saliency_op
+from fastbcd.ops.selfcheck import Case, arguments
 from helpers.nets import images, make, thinned
-from helpers.op_cases import SITES, Call, equal, make_call
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-ORDERS = ["contiguous", "channels_last", "sliced"]
 NETS = ["mlp", "resnet", "preactivation", "dense", "sizes", "poly", "mixture"]
 KINDS = pytest.mark.parametrize("kind", ["mean_abs", "abs_mean"])
-operator = torch.ops.fastbcd.saliency_backward.default
 
 
-# -------------------------------------------------------------------------------- the operator
-
-
-def arguments(call: Call, poly: bool, absolute: bool) -> tuple:
-    grad = torch.randn(call.x.shape, generator=torch.Generator().manual_seed(1))
-    grad = grad.to(call.x.device, call.x.dtype)
-    return grad, call.x, call.mask, call.coef if poly else None, call.residual, absolute
-
-
-def check(call: Call, poly: bool, absolute: bool) -> None:
-    given = arguments(call, poly, absolute)
-    dx, sums = operator(*given)
-    true_dx, true_sums = reference.saliency_backward(*given)
-    assert equal(dx, true_dx)
-    eps = torch.finfo(sums.dtype).eps
-    largest = 1 + true_sums.abs().max().item()
-    torch.testing.assert_close(sums, true_sums, rtol=8 * eps, atol=64 * eps * largest)
-
-
-@pytest.mark.usefixtures("nan_empty")
-@pytest.mark.parametrize("poly", [False, True])
-@pytest.mark.parametrize("site", SITES, ids=str)
-def test_kernels_equal_the_reference(poly, site, device) -> None:
-    for i, (dtype, order) in enumerate(product(DTYPES, ORDERS)):
-        if dtype == torch.float64 and device != "cpu":
-            continue
-        for residual, absolute in product((False, True), repeat=2):
-            call = make_call(
-                site, batch=5, dtype=dtype, order=order, residual=residual, affine=False,
-                mask_order=("channels_last", "uint8")[i % 2], device=device, seed=i,
-            )  # fmt: skip
-            check(call, poly, absolute)
-
-
-@pytest.mark.usefixtures("nan_empty")
-@pytest.mark.parametrize("poly", [False, True])
-@pytest.mark.parametrize(("site", "batch"), [((64, 32, 32), 19), ((5000,), 3), ((3, 45, 31), 33)])
-def test_larger_than_a_tile(poly, site, batch, device) -> None:
-    for order in ("contiguous", "channels_last"):
-        call = make_call(site, batch=batch, order=order, affine=False, device=device)
-        check(call, poly, absolute=True)
-
-
-@pytest.mark.parametrize("poly", [False, True])
-def test_special_values(poly, device) -> None:
-    """NaN, infinities and zeros go the way of the formula."""
-    call = make_call((16, 8, 8), special=True, affine=False, residual=False, device=device)
-    given = arguments(call, poly, True)
-    for found, true in zip(operator(*given), reference.saliency_backward(*given), strict=True):
-        torch.testing.assert_close(found, true, equal_nan=True, rtol=1e-5, atol=1e-3)
-
-
-@pytest.mark.parametrize("shape", [(2, 0, 3), (0, 3, 4), (2, 3, 0), (0, 0)])
-def test_zero_size(shape, device) -> None:
-    x, mask = torch.zeros(shape, device=device), torch.ones(shape[1:], dtype=torch.bool)
-    dx, sums = operator(x, x, mask.to(device), None, None, True)
-    assert (dx.shape, sums.shape) == (x.shape, mask.shape)
-    assert not sums.any()
-
-
-def test_opcheck(device) -> None:
-    for order, residual, poly in zip(ORDERS, (False, True, True), (True, False, True), strict=True):
-        call = make_call((3, 4, 2), order=order, affine=False, residual=residual, device=device)
-        torch.library.opcheck(operator, arguments(call, poly, True))
-
-
-def test_sums_do_not_depend_on_the_number_of_threads() -> None:
-    given = arguments(make_call((16, 32, 32), batch=50, affine=False), True, True)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(operator(*given)[1])
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(results[0], other) for other in results[1:])
-
-
-@pytest.mark.parametrize("poly", [False, True])
-def test_the_gradients_are_those_of_the_activation(poly) -> None:
-    call = make_call((3, 4, 2), affine=False)
-    coef = call.coef if poly else None
+@pytest.mark.parametrize("op", ["masked_relu", "masked_poly"])
+def test_the_gradients_are_those_of_the_activation(op) -> None:
+    given = arguments(Case(op, residual=True))
     anchor = torch.zeros((), requires_grad=True)
-    totals = torch.zeros(3, 4, 2, dtype=torch.float64)
+    coef = {"coef": given["coef"]} if op == "masked_poly" else {}
+    totals = torch.zeros(given["mask"].shape, dtype=torch.float64)
 
-    def graded(function) -> list[Tensor]:
-        x, residual = (t.clone().requires_grad_() for t in (call.x, call.residual))
-        y = function(x, residual)
+    def graded(function, *rest, **small) -> list[Tensor]:
+        x, residual = (given[n].clone().requires_grad_() for n in ("x", "residual"))
+        y = function(x, given["mask"], *rest, residual=residual, **coef, **small)
         y.sin().sum().backward()
         return [y.detach(), x.grad, residual.grad]
 
-    ours = graded(
-        lambda x, r: effects.collect(
-            x, call.mask, anchor, totals, absolute=False, coef=coef, residual=r
-        )
-    )
-    true = graded(lambda x, r: call.op(poly, x=x, residual=r))
+    ours = graded(saliency_op, anchor, totals, absolute=False)
+    true = graded(getattr(fastbcd.ops, op))
     assert all(torch.equal(a, b) for a, b in zip(ours, true, strict=True))
     assert anchor.grad is None
 
@@ -290,10 +204,10 @@ def test_the_net_is_as_it_was(trained) -> None:
 
 def test_the_net_is_as_it_was_after_an_error(trained, monkeypatch) -> None:
     net, data = trained
-    monkeypatch.setattr(saliencies.effects, "collect", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(activations, "saliency", lambda *a, **k: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         fastbcd.saliency(net, data.first(10))
-    assert all("forward" not in m.__dict__ for m in net.modules())
+    assert all("saliency_pass" not in m.__dict__ for m in net.modules())
     assert all(p.requires_grad for p in net.parameters())
 
 

@@ -1,4 +1,4 @@
-"""The rewriting for training: fewer calls, the same function."""
+"""fused: fewer calls, the same function."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import copy
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import fastbcd
-from fastbcd.graph import cpu_conv as convolution
+from fastbcd.graph import cpu_conv
 from fastbcd.graph.fuse import fused
-from fastbcd.graph.fuse_norm import NormActivation
+from fastbcd.graph.trace import trace
 from helpers.nets import images, make, thinned
 
 
@@ -69,53 +67,12 @@ def check_fused(net: nn.Module, count: int) -> None:
     assert len(called) == count
 
 
-@settings(max_examples=20, deadline=None)
-@given(
-    st.integers(1, 40), st.integers(1, 24), st.integers(1, 4), st.booleans(), st.booleans(),
-    st.floats(-100, 100),
-)  # fmt: skip
-def test_norm_and_activation_in_one_call(batch, channels, side, residual, same_grad, mean) -> None:
-    """Against double precision: no worse than torch's own batch norm, forward and backward."""
-    assume(batch * side > 1)
-    torch.manual_seed(0)
-    shape = (batch, channels, side, side)
-    x, r = torch.randn(shape) * 2 + mean, torch.randn(shape)
-    # The gradient of a sum is expanded, not dense.
-    grad = torch.ones(1).expand(shape) if same_grad else torch.randn(shape)
-    act = fastbcd.MaskedReLU(shape[1:])
-    act.mask.copy_(torch.rand(shape[1:]) < 0.5)
-    norm = nn.BatchNorm2d(channels)
-    nn.init.uniform_(norm.weight, -1, 1)
-    nn.init.uniform_(norm.bias, -1, 1)
-    found = []
-    for dtype, one_call in ((torch.float64, False), (torch.float32, False), (torch.float32, True)):
-        pair = NormActivation(copy.deepcopy(norm), copy.deepcopy(act)).to(dtype)
-        order = torch.channels_last if one_call else torch.contiguous_format
-        a, b = (t.detach().to(dtype).clone(memory_format=order).requires_grad_() for t in (x, r))
-        if one_call:
-            y = pair(a, b if residual else None)
-            assert type(y.grad_fn).__name__ == "_NormActivationBackward"
-        else:
-            y = pair.act(pair.norm(a) + b if residual else pair.norm(a))
-        y.backward(grad.to(dtype))
-        tensors = [y.detach(), a.grad, pair.norm.weight.grad, pair.norm.bias.grad,
-                   pair.norm.running_mean, pair.norm.running_var]  # fmt: skip
-        found.append(tensors + ([b.grad] if residual else []))
-        assert int(pair.norm.num_batches_tracked) == 1
-    # Where z is within rounding of 0 its ReLU may fall to either side.
-    edge = bool((found[0][0].abs() < 1e-5).logical_and(found[0][0] != 0).any())
-    for truth, plain, ours in zip(*found, strict=True):
-        size = truth.abs().max() + 1e-6
-        error = (ours - truth).abs().max() / size
-        assert edge or error <= 2 * (plain - truth).abs().max() / size + 1e-5
-
-
 @pytest.mark.parametrize(("stride", "kernel"), [(1, 3), (2, 3), (1, 5), (2, 1)])
 def test_better_convolutions_are_the_same(stride, kernel) -> None:
     torch.manual_seed(0)
     channels = 4 if kernel == 1 else 128
     conv = nn.Conv2d(channels, 8, kernel, stride, kernel // 2, bias=kernel == 3)
-    better = convolution.for_training(conv)
+    better = cpu_conv.for_training(conv)
     assert type(better) is not nn.Conv2d
     results = []
     for module in (conv, better):
@@ -137,7 +94,7 @@ def test_masks_set_later_reach_the_fused_net() -> None:
     torch.testing.assert_close(model.eval()(x), net.eval()(x))
 
 
-def test_an_untraceable_net_is_said_once() -> None:
+def test_an_untraceable_net_is_reported_once() -> None:
     class Odd(nn.Module):
         def forward(self, x):
             return x if x.sum() > 0 else -x
@@ -146,3 +103,31 @@ def test_an_untraceable_net_is_said_once() -> None:
     with pytest.warns(RuntimeWarning, match="Odd runs as it is"):
         assert fused(net)[0] is net
     assert fused(net)[1] == torch.contiguous_format
+
+
+class TakesResidual(nn.Module):
+    """A net that passes the residual to the activation itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(192, 6), fastbcd.MaskedReLU(6)
+
+    def forward(self, x):
+        y = self.linear(x.flatten(1))
+        return self.act(self.act(y, y), residual=self.linear(x.flatten(1)))
+
+
+def test_a_residual_passed_by_hand_is_an_addition_in_the_graph() -> None:
+    net = thinned(TakesResidual())
+    calls = [n for n in trace(net).nodes if n.target == "act"]
+    assert [len(n.args) + len(n.kwargs) for n in calls] == [1, 1]
+    x = images(4)[0]
+    torch.testing.assert_close(fused(net)[0](x), net(x))
+
+
+@pytest.mark.parametrize("act", [fastbcd.MaskedReLU, fastbcd.MaskedPoly])
+@pytest.mark.parametrize("residual", [2.0, torch.ones(6, 1, 1), torch.ones(2, 6, 4, 4).double()])
+def test_a_residual_is_added_like_any_tensor(act, residual) -> None:
+    """A number, a tensor that is broadcast, another dtype."""
+    act, x = thinned(act((6, 4, 4))), torch.randn(2, 6, 4, 4)
+    torch.testing.assert_close(act(x, residual), act(x + residual))

@@ -1,11 +1,11 @@
-"""The Triton kernels compiled for GPUs that need not be there, and what the machine code shows.
+"""The Triton kernels compiled for GPUs that need not be present, and their machine code.
 
-A case is run through the library's own launcher, with a driver that only compiles in place of
-triton's: what is looked at here is what a GPU would be given, down to the block size and to
-what triton knows about the alignment of each argument.
+A case runs through the op and the library's own launcher, with a driver that only compiles in
+place of triton's: the code is what a GPU would be given, down to the block size and to what triton
+knows about the alignment of each argument.
 
-Asserted of the code: no spills to local memory, no shared memory, every tensor accessed 128
-bits at a time where an item is a multiple of 16 elements, no fused multiply-add.
+Asserted: no spills to local memory, no shared memory, every tensor accessed 128 bits at a time
+where an item is a multiple of 16 elements, no fused multiply-add.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 
-from helpers.triton_cases import KERNELS, SOFT_KERNELS, Case, run, tensors
+from fastbcd import kernels
+from fastbcd.ops.kink import kink
+from fastbcd.ops.selfcheck import Case, arguments, results
+from helpers.op_cases import MASKED, UNSTACKED
 
 pytest.importorskip("triton.language", reason="triton is not installed")
-kernels = pytest.importorskip("fastbcd.kernels.triton")
+triton_kernels = pytest.importorskip("fastbcd.kernels.triton")
 
 import triton  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from fastbcd.kernels import INTERPRETED  # noqa: E402
+pytestmark = pytest.mark.skipif(
+    kernels.INTERPRETED, reason="TRITON_INTERPRET=1: nothing is compiled"
+)
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET=1: nothing is compiled")
-
-FULL = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 90)}
-PART = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (86, 100, 120)}
-HIP = GPUTarget("hip", "gfx942", 64)
+CUDA = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 86, 90, 100, 120)}
+TARGETS = {**CUDA, "gfx942": GPUTarget("hip", "gfx942", 64)}
 
 ALIGNED = (2, 2, 64, 8, 4)  # T, B, C, H, W
 SEVEN = (2, 2, 64, 7, 7)  # an item is a multiple of 16 elements, a channel is not
@@ -47,68 +50,54 @@ UNALIGNED = (2, 2, 7, 12, 13)
 FEATURES = (2, 2, 100)  # unaligned, no spatial sizes
 
 
-def variants(op: str, direction: str) -> list[Case]:
-    """What differs in the code: dtype, operands, memory orders, sharing, alignment."""
-    first = Case(op, direction, sizes=ALIGNED)
-    last = first._replace(last=True, mask_last=True)
-    both = first._replace(trials="both shared", mask_last=True)
-    common = [first, last._replace(mask_last=False), last._replace(trials="shared x"), both]
-    common += [first._replace(frozen=True)] if direction == "backward" else []
+def few(op: str) -> list[Case]:
+    """The cases of every target: each dtype, each memory order, shared and not."""
+    first = Case(op, affine=op in MASKED, residual=True, sizes=ALIGNED)
+    last = first._replace(order="channels_last")
+    if op not in MASKED:
+        return [last, last._replace(dtype="float16"), first._replace(dtype="bfloat16")]
+    return [
+        last,
+        last._replace(dtype="float16", trials="both shared"),
+        first._replace(dtype="bfloat16", frozen=True),
+    ]
+
+
+def many(op: str) -> list[Case]:
+    """Everything that differs in the code: dtype, operands, memory orders, sharing, alignment."""
+    affine = op in MASKED
+    first = Case(op, affine=affine, residual=True, sizes=ALIGNED)
+    last = first._replace(order="channels_last", mask_order="channels_last")
+    common = [first, last, last._replace(mask_order="contiguous")]
+    if affine:
+        both = first._replace(trials="both shared", mask_order="channels_last")
+        common += [last._replace(trials="shared x"), both, first._replace(frozen=True)]
     only_float32 = [
         first._replace(affine=False, residual=False),
         last._replace(residual=False),
-        last,
-        first._replace(mask_last=True),
-        last._replace(trials="shared residual"),
         first._replace(sizes=SEVEN),
-        first._replace(sizes=UNALIGNED, mask_last=True),
+        first._replace(sizes=UNALIGNED, mask_order="channels_last"),
         first._replace(sizes=FEATURES),
-        both._replace(sizes=MANY),
     ]
+    if affine:
+        only_float32 += [
+            first._replace(mask_order="channels_last"),
+            last._replace(trials="shared residual"),
+            both._replace(sizes=MANY),
+        ]
     half = [c._replace(dtype="float16") for c in (*common, last._replace(sizes=SMALL))]
     return [*common, *only_float32, *half, last._replace(dtype="bfloat16")]
 
 
-def part(op: str, direction: str) -> list[Case]:
-    case = Case(op, direction, sizes=ALIGNED, last=True)
-    return [
-        case,
-        case._replace(dtype="float16", trials="both shared"),
-        case._replace(dtype="bfloat16", last=False, frozen=direction == "backward"),
-    ]
-
-
-def soft_variants(op: str, direction: str) -> list[Case]:
-    """The kernels without trials and affine."""
-    first = Case(op, direction, affine=False, sizes=ALIGNED)
-    last = first._replace(last=True, mask_last=True)
-    common = [first, last]
-    common += [last._replace(mask_last=False)] if op != "soft" else []
-    only_float32 = [
-        first._replace(residual=False),
-        first._replace(sizes=SEVEN),
-        first._replace(sizes=UNALIGNED, mask_last=True),
-        first._replace(sizes=FEATURES),
-    ]
-    half = [c._replace(dtype="float16") for c in (*common, last._replace(sizes=SMALL))]
-    return [*common, *only_float32, *half, last._replace(dtype="bfloat16")]
-
-
-def soft_part(op: str, direction: str) -> list[Case]:
-    case = Case(op, direction, affine=False, sizes=ALIGNED, last=True)
-    return [case, case._replace(dtype="float16"), case._replace(dtype="bfloat16", last=False)]
-
-
-PARTS = [c for k in KERNELS for c in part(*k)] + [c for k in SOFT_KERNELS for c in soft_part(*k)]
+OPS = (*MASKED, *UNSTACKED)
 CASES = {
-    **{
-        name: [c for k in KERNELS for c in variants(*k)]
-        + [c for k in SOFT_KERNELS for c in soft_variants(*k)]
-        for name in FULL
-    },
-    **dict.fromkeys((*PART, "gfx942"), PARTS),
-}
-TARGETS = {**FULL, **PART, "gfx942": HIP}
+    name: list(dict.fromkeys(
+        case for op in OPS for case in few(op) + (many(op) if name in ("sm_80", "sm_90") else [])
+    ))
+    for name in TARGETS
+}  # fmt: skip
+# make test compiles these; the rest is long.
+QUICK = [("sm_90", case) for op in OPS for case in few(op)]
 
 
 class Offline:
@@ -127,24 +116,31 @@ class Offline:
         return 0
 
 
-def compile_case(case: Case, target: GPUTarget) -> Any:
-    """The kernel that the library would launch for this case on this GPU."""
-    compiled = []
+def compiled(target: GPUTarget, call: Any) -> dict[str, tuple[Any, int]]:
+    """{"forward" or "backward": (the kernel, its block)} that call() would launch on this GPU."""
+    found = {}
 
     def compile_only(self: JITFunction, grid: tuple[int, ...]) -> Any:
-        def call(*args: Any, **options: Any) -> None:
-            compiled.append((self.run(*args, grid=grid, warmup=True, **options), options["BLOCK"]))
+        def launch(*args: Any, **options: Any) -> None:
+            direction = "forward" if "forward" in self.fn.__name__ else "backward"
+            kernel = self.run(*args, grid=grid, warmup=True, **options)
+            found[direction] = kernel, options["BLOCK"]
 
-        return call
+        return launch
 
     with (
         mock.patch.object(triton.runtime.driver, "_active", Offline(target)),
         mock.patch.object(JITFunction, "__getitem__", compile_only),
-        mock.patch.object(kernels.common, "WARP_SIZE", target.warp_size),
+        mock.patch.object(triton_kernels.common, "WARP_SIZE", target.warp_size),
+        mock.patch.object(kernels, "module_for", return_value=triton_kernels),
     ):
-        run(case, tensors(case), kernels)
-    (only,) = compiled
-    return only
+        call()
+    return found
+
+
+@functools.cache
+def compile_case(name: str, case: Case) -> dict[str, tuple[Any, int]]:
+    return compiled(TARGETS[name], lambda: results(case, arguments(case)))
 
 
 class Code(NamedTuple):
@@ -167,23 +163,19 @@ class Code(NamedTuple):
 
 
 @functools.cache
-def code(name: str) -> dict[Case, Code | Exception]:
-    """All cases of one CUDA target. Compiled one by one, disassembled together: that is faster."""
+def code_of(name: str, case: Case) -> dict[str, Code]:
+    """The code of a case on a CUDA target, by direction."""
     target = TARGETS[name]
-    built: dict[Case, Any] = {}
-    for case in dict.fromkeys(CASES[name]):
-        try:
-            built[case] = compile_case(case, target)
-        except Exception as error:  # told by the case's own tests
-            built[case] = error
-    good = {case: k for case, k in built.items() if not isinstance(k, Exception)}
-    listings = disassemble([k.asm["cubin"] for k, _ in good.values()], target.arch)
-    for (case, (kernel, block)), listing in zip(good.items(), listings, strict=True):
+    built = compile_case(name, case)
+    assert set(built) == ({"backward"} if case.op.startswith("sal") else {"forward", "backward"})
+    listings = disassemble([k.asm["cubin"] for k, _ in built.values()], target.arch)
+    found = {}
+    for (direction, (kernel, block)), listing in zip(built.items(), listings, strict=True):
         threads = kernel.metadata.num_warps * target.warp_size
         resources = resource_usage(kernel.asm["cubin"])
         resources["SHARED"] += kernel.metadata.shared  # allocated at launch
-        built[case] = Code(resources, listing, kernel.asm["ttir"], block // threads)
-    return built
+        found[direction] = Code(resources, listing, kernel.asm["ttir"], block // threads)
+    return found
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:
@@ -228,92 +220,118 @@ def machine_code(cubin: bytes) -> bytes:
 
 
 def cuda_cases(*excluded: tuple[int, ...]) -> Any:
-    pairs = [(n, c) for n in (*FULL, *PART) for c in CASES[n] if c.sizes not in excluded]
-    return pytest.mark.parametrize(("name", "case"), pairs, ids=[f"{n}-{c}" for n, c in pairs])
+    pairs = [(n, c) for n in CUDA for c in CASES[n] if c.sizes not in excluded]
+    return pytest.mark.parametrize(
+        ("name", "case"),
+        [
+            pytest.param(n, c, id=f"{n}-{c}", marks=[] if (n, c) in QUICK else pytest.mark.long)
+            for n, c in pairs
+        ],
+    )
 
 
-def code_of(name: str, case: Case) -> Code:
-    found = code(name)[case]
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
-def reduces(case: Case) -> bool:
+def reduces(case: Case, direction: str) -> bool:
     """The call writes partial sums."""
     affine = case.affine and not case.frozen
-    return case.direction == "backward" and (case.op != "relu" or affine)
+    return direction == "backward" and (case.op != "masked_relu" or affine)
 
 
 @cuda_cases()
-def test_nothing_leaves_the_registers(name: str, case: Case):
-    resources = code_of(name, case).resources
-    assert resources == {**resources, "STACK": 0, "SHARED": 0, "LOCAL": 0}
-    assert resources["REG"] <= kernels.common.MAX_REGISTERS
-    memory = {"LDL", "STL", "LDS", "STS", "BAR"}
-    assert not memory & {i.split(".")[0] for i in code_of(name, case).instructions}
+def test_nothing_leaves_the_registers(name: str, case: Case) -> None:
+    for code in code_of(name, case).values():
+        assert code.resources == {**code.resources, "STACK": 0, "SHARED": 0, "LOCAL": 0}
+        assert code.resources["REG"] <= triton_kernels.common.MAX_REGISTERS
+        memory = {"LDL", "STL", "LDS", "STS", "BAR"}
+        assert not memory & {i.split(".")[0] for i in code.instructions}
 
 
 @cuda_cases(UNALIGNED, FEATURES)
-def test_accesses_are_wide(name: str, case: Case):
-    found = code_of(name, case)
-    half = case.dtype != "float32"
-    wide = 64 if half and reduces(case) else 128  # partial sums are fp32: 4 elements a thread
-    assert found.per_thread * (16 if half else 32) == wide
+def test_accesses_are_wide(name: str, case: Case) -> None:
+    for direction, code in code_of(name, case).items():
+        check_widths(case, direction, code)
 
-    backward, relu = case.direction == "backward", case.op == "relu"
+
+def check_widths(case: Case, direction: str, code: Code) -> None:
+    half, sums_too = case.dtype != "float32", reduces(case, direction)
+    wide = 64 if half and sums_too else 128  # partial sums are fp32: 4 elements per thread
+    assert code.per_thread * (16 if half else 32) == wide
+
+    backward, relu = direction == "backward", case.op == "masked_relu"
     tiles = 1 + (case.residual and not (relu and backward)) + backward  # x or y, residual, grad
-    tiles += backward and relu and reduces(case)  # x
+    tiles += relu and sums_too  # x
     parameters = case.affine * (1 if relu and backward else 2)
-    parameters += {"poly": 2 if backward else 3, "indicator": 3, "saliency_poly": 3}.get(case.op, 0)
-    in_order = case.last == case.mask_last
-    mask = 8 * found.per_thread if in_order else 8
-    masks = 1 if in_order else found.per_thread
-    if case.op == "soft":  # numbers of 32 bits instead of bytes, always in x's order
-        mask, masks = 128, found.per_thread * 32 // 128
-    parameter = 128 if case.last else 32
+    coefs = {"masked_poly": 2 if backward else 3, "indicator_poly": 3, "saliency_poly": 3}
+    parameters += coefs.get(case.op, 0)
+    in_order = case.order == case.mask_order
+    mask = 8 * code.per_thread if in_order else 8
+    masks = 1 if in_order else code.per_thread
+    if case.op == "soft_relu":  # numbers of 32 bits instead of bytes, always in x's order
+        mask, masks = 128, code.per_thread * 32 // 128
+    parameter = 128 if case.order == "channels_last" else 32
 
-    loads = found.widths("LDG")
+    loads = code.widths("LDG")
     assert loads.keys() <= {wide, mask, *([parameter] if parameters else [])}
     least = Counter({wide: tiles})
-    least[parameter] += parameters * found.per_thread * 32 // parameter
+    least[parameter] += parameters * code.per_thread * 32 // parameter
     least[mask] += masks
-    assert loads >= least, f"{loads}, at least {least}"
+    assert loads >= least, f"{direction}: {loads}, at least {least}"
 
-    stores = found.widths("STG")
-    sums = {"relu": 0, "poly": 3, "indicator": 4}.get(case.op, 1) + 2 * case.affine
-    sums *= reduces(case)
-    both = case.residual and not case.frozen and (case.op, "backward") in KERNELS  # dresidual
-    outputs = 1 + (backward and both)
+    stores = code.widths("STG")
+    sums = {"masked_relu": 0, "masked_poly": 3, "indicator_poly": 4}.get(case.op, 1)
+    sums = (sums + 2 * case.affine) * sums_too
+    # The op takes dx for the residual of a masked ReLU without a scale.
+    separate = case.op == "masked_poly" or case.affine or "shared " in case.trials
+    both = backward and case.residual and not case.frozen and case.op in MASKED and separate
     assert stores.keys() <= {wide, *([128] if sums else [])}
-    least = Counter({wide: outputs})
+    least = Counter({wide: 1 + both})
     least[128] += sums
-    assert stores >= least, f"{stores}, at least {least}"
+    assert stores >= least, f"{direction}: {stores}, at least {least}"
 
 
 @cuda_cases()
-def test_every_operation_rounds(name: str, case: Case):
-    arithmetic = [i for i in code_of(name, case).instructions if re.match(r"F(FMA|MUL|ADD)", i)]
-    assert not [i for i in arithmetic if i.startswith("FFMA") or "FTZ" in i]
-    assert arithmetic or (case.op == "relu" and not case.affine)
+def test_every_operation_rounds(name: str, case: Case) -> None:
+    for code in code_of(name, case).values():
+        arithmetic = [i for i in code.instructions if re.match(r"F(FMA|MUL|ADD)", i)]
+        assert not [i for i in arithmetic if i.startswith("FFMA") or "FTZ" in i]
+        assert arithmetic or (case.op == "masked_relu" and not case.affine)
 
 
 @cuda_cases()
-def test_offsets_of_items_are_64_bit(name: str, case: Case):
-    pattern = r"tt\.addptr %(\w+)_ptr, \S+ : !tt\.ptr<\w+>, (i\d+)"
-    found = re.findall(pattern, code_of(name, case).ttir)
-    assert ("alpha" if case.op == "soft" else "mask") in dict(found)
-    assert {width for pointer, width in found if pointer != "coef"} == {"i64"}
+def test_offsets_of_items_are_64_bit(name: str, case: Case) -> None:
+    for code in code_of(name, case).values():
+        pattern = r"tt\.addptr %(\w+)_ptr, \S+ : !tt\.ptr<\w+>, (i\d+)"
+        found = re.findall(pattern, code.ttir)
+        assert ("alpha" if case.op == "soft_relu" else "mask") in dict(found)
+        assert {width for pointer, width in found if pointer != "coef"} == {"i64"}
 
 
-@pytest.mark.parametrize("case", CASES["gfx942"], ids=str)
-def test_on_amd(case: Case):
-    text = compile_case(case, HIP)[0].asm["amdgcn"]
-    names = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
-    for resource in (*names, "group_segment_fixed_size"):
-        assert set(re.findall(rf"\.{resource}: +(\d+)", text)) == {"0"}, resource
-    stores = set(re.findall(r"(?:global|buffer)_store_(\w+)", text))
-    half = case.dtype != "float32" and reduces(case)
-    assert stores == ({"dwordx4", "dwordx2"} if half else {"dwordx4"})
-    assert "load_dwordx4" in text
-    assert not re.findall(r"v_(?:pk_)?fmac?_f32\w*", text)
+@pytest.mark.parametrize(
+    "case", [CASES["gfx942"][0], *(pytest.param(c, marks=pytest.mark.long)
+                                   for c in CASES["gfx942"][1:])], ids=str,
+)  # fmt: skip
+def test_on_amd(case: Case) -> None:
+    for direction, (kernel, _) in compile_case("gfx942", case).items():
+        text = kernel.asm["amdgcn"]
+        names = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
+        for resource in (*names, "group_segment_fixed_size"):
+            assert set(re.findall(rf"\.{resource}: +(\d+)", text)) == {"0"}, resource
+        stores = set(re.findall(r"(?:global|buffer)_store_(\w+)", text))
+        half = case.dtype != "float32" and reduces(case, direction)
+        assert stores == ({"dwordx4", "dwordx2"} if half else {"dwordx4"})
+        assert "load_dwordx4" in text
+        assert not re.findall(r"v_(?:pk_)?fmac?_f32\w*", text)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("name", [
+    n if n == "sm_90" else pytest.param(n, marks=pytest.mark.long) for n in TARGETS
+])  # fmt: skip
+def test_kink_neither_spills_nor_shares(name: str, fresh: bool) -> None:
+    mask = torch.zeros(33, 2, dtype=torch.uint8)
+    call = functools.partial(kink, torch.zeros(33, 2, 3), torch.zeros(33, 3), mask, fresh=fresh)
+    ((kernel, _),) = compiled(TARGETS[name], call).values()
+    assert kernel.metadata.shared == 0
+    if name in CUDA:
+        resources = resource_usage(kernel.asm["cubin"])
+        assert resources["STACK"] == resources["LOCAL"] == 0
+        assert resources["REG"] <= 40

@@ -1,4 +1,4 @@
-"""The Triton kernels executed on a CUDA device give what the reference gives, to the bit."""
+"""The Triton kernels executed on a CUDA device equal the reference, to the bit."""
 
 from __future__ import annotations
 
@@ -7,62 +7,47 @@ import torch
 
 from fastbcd.kernels.geometry import geometry, new_output
 from fastbcd.ops import reference
-from helpers.triton_cases import (
-    GROUPS,
-    Case,
-    Tensors,
-    differences,
-    expected,
-    grid,
-    odd_cases,
-    run,
-    tensors,
-)
+from fastbcd.ops.selfcheck import Case, arguments, compare, results
+from helpers.op_cases import MASKED, compare_out, grid, groups, odd_cases
 
 pytest.importorskip("triton.language", reason="triton is not installed")
 kernels = pytest.importorskip("fastbcd.kernels.triton")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-CASES = [*grid(), *odd_cases()]
-CHUNKS = {"one item a program": (10**9, 1), "two items a program": (1, 2)}
-
-
-def to(t: Tensors, device: str) -> Tensors:
-    return Tensors(*(v if v is None else v.to(device) for v in t))
+GROUPS = groups(("float32", "float16", "bfloat16"))
+ODD = list(odd_cases())
+CHUNKS = {"one item per program": (10**9, 1), "two items per program": (1, 2)}
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
-@pytest.mark.parametrize(
-    ("kernel", "dtype", "trials"), GROUPS, ids=["-".join((*k, d, t)) for k, d, t in GROUPS]
-)
-def test_kernels_equal_the_reference(monkeypatch, nan_empty, kernel, dtype, trials, chunks):
+@pytest.mark.parametrize(("op", "dtype", "trials"), GROUPS, ids=["-".join(g) for g in GROUPS])
+def test_kernels_equal_the_reference(monkeypatch, nan_empty, op, dtype, trials, chunks) -> None:
     monkeypatch.setattr(kernels.common, "ELEMENTWISE", CHUNKS[chunks])
     monkeypatch.setattr(kernels.common, "REDUCING", CHUNKS[chunks])
-    key = (*kernel, dtype, trials)
-    for case in (c for c in CASES if (c.op, c.direction, c.dtype, c.trials) == key):
-        t = tensors(case)
-        found = run(case, to(t, "cuda"), kernels)
-        assert not differences(found, expected(case, t)), case
+    odd = [c for c in ODD if (c.op, c.dtype, c.trials) == (op, dtype, trials)]
+    for case in grid(op, dtype, trials) + odd:
+        assert not compare(case, "cuda"), case
+        if op in MASKED:
+            assert not compare_out(case, "cuda"), case
 
 
-@pytest.mark.parametrize("op", ["relu", "poly", "soft", "indicator", "saliency", "saliency_poly"])
-def test_sums_are_the_same_every_time(op):
-    affine = op in ("relu", "poly")
-    case = Case(op, "backward", "float16", affine, sizes=(1, 64, 64, 32, 32))
-    t = to(tensors(case), "cuda")
-    once, again = run(case, t, kernels), run(case, t, kernels)
+@pytest.mark.parametrize("op", dict.fromkeys(op for op, _, _ in GROUPS))
+def test_sums_are_the_same_every_time(op) -> None:
+    case = Case(op, "float16", affine=op in MASKED, residual=True, sizes=(1, 64, 64, 32, 32))
+    given = arguments(case, "cuda")
+    once, again = results(case, given), results(case, given)
     for name, value in once.items():
         torch.testing.assert_close(value, again[name], rtol=0, atol=0, equal_nan=True)
 
 
 def huge_forward(sizes: tuple[int, ...], device: str) -> None:
-    """y [T, B, *S] with shared x, looked at in the first, the middle and the last trial."""
+    """y [T, B, *S] with shared x, compared in the first, the middle and the last trial."""
     trials, batch, *site = sizes
     x = torch.randn(batch, *site, device=device, dtype=torch.float16)
     mask = torch.rand(trials, *site, device=device) < 0.5
     y = new_output(x, mask, True)
-    kernels.relu_forward(y, x, mask, None, None, None, geometry(x, mask, None, True))
+    kernels.masked_relu_forward(y, x, mask, None, None, None, geometry(x, mask, True, True))
     for t in (0, trials // 2, trials - 1):
         assert torch.equal(y[t], reference.masked_relu(x, mask[t]))
 
@@ -73,13 +58,13 @@ def huge_in_place(sizes: tuple[int, ...], device: str) -> None:
     x = torch.full((trials, batch, *site), -1.0, device=device, dtype=torch.float16)
     mask = torch.zeros(trials, *site, device=device, dtype=torch.bool)
     mask[-1] = True
-    kernels.relu_forward(x, x, mask, None, None, None, geometry(x, mask, None, True))
+    kernels.masked_relu_forward(x, x, mask, None, None, None, geometry(x, mask, True))
     assert all((x[t] == -1).all() for t in range(trials - 1))
     assert (x[-1] == 0).all()
 
 
 @pytest.mark.parametrize("check", [huge_forward, huge_in_place])
-def test_past_2_to_the_31_elements(check):
+def test_past_2_to_the_31_elements(check) -> None:
     sizes = (33, 64, 64, 128, 128)  # 2.2 * 10**9 elements of fp16
     if torch.cuda.mem_get_info()[0] < 8 * 2**30:
         pytest.skip("needs 8 GiB of free device memory")
@@ -87,9 +72,6 @@ def test_past_2_to_the_31_elements(check):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_the_tensors_device_need_not_be_the_current_one():
-    case = Case("relu", "forward")
-    t = tensors(case)
+def test_the_tensors_device_need_not_be_the_current_one() -> None:
     with torch.cuda.device(0):
-        found = run(case, to(t, "cuda:1"), kernels)
-    assert not differences(found, expected(case, t))
+        assert not compare(Case("masked_relu"), "cuda:1")

@@ -8,76 +8,88 @@ import pytest
 import torch
 
 from fastbcd import MaskedPoly, MaskedReLU, ops
-from helpers.op_cases import TRIALS, equal, make_call
+from fastbcd.ops.selfcheck import TRIALS, Case, arguments, function_of, leaves
+from helpers.op_cases import DIFFERENTIABLE, MASKED, ORDERS, equal, truth
 
-BOTH = pytest.mark.parametrize("poly", [False, True], ids=["relu", "poly"])
-ORDERS = pytest.mark.parametrize("order", ["contiguous", "channels_last", "sliced"])
-
-
-@BOTH
-@ORDERS
-@pytest.mark.parametrize("trials", TRIALS)
-def test_opcheck(poly, order, trials, device) -> None:
-    for affine, residual in ((False, False), (True, True)):
-        call = make_call(
-            (3, 4, 2), trials=trials, order=order, affine=affine, residual=residual, device=device
-        )
-        leaves = call.leaves(poly)
-        a = call._replace(**leaves)
-        tail = (a.scale, a.shift, a.residual, a.trials)
-        op = torch.ops.fastbcd.masked_poly if poly else torch.ops.fastbcd.masked_relu
-        arguments = (a.x, a.mask, a.coef, *tail) if poly else (a.x, a.mask, *tail)
-        torch.library.opcheck(op.default, arguments)
-
-
-@BOTH
-@ORDERS
-def test_opcheck_backward_and_out(poly, order, device) -> None:
-    call = make_call((3, 4, 2), order=order, device=device)
-    y = call.op(poly)
-    tail = (call.scale, call.shift, call.residual, call.trials)
-    if poly:
-        torch.library.opcheck(
-            torch.ops.fastbcd.masked_poly_backward.default,
-            (torch.randn_like(y), call.x, call.mask, call.coef, *tail, True),
-        )
-        torch.library.opcheck(
-            torch.ops.fastbcd.masked_poly_out.default,
-            (call.x, call.mask, call.coef, *tail, torch.empty_like(y)),
-        )
-    else:
-        torch.library.opcheck(
-            torch.ops.fastbcd.masked_relu_backward.default,
-            (torch.randn_like(y), y, call.mask, call.x, call.scale, False, False, False, True),
-        )
-        torch.library.opcheck(
-            torch.ops.fastbcd.masked_relu_out.default,
-            (call.x, call.mask, *tail, torch.empty_like(y)),
-        )
+OPERATORS = torch.ops.fastbcd
+SITE = (2, 3, 3, 4, 2)
+# The arguments of each operator, by name.
+ARGUMENTS = {
+    "masked_relu": "x mask scale shift residual trials",
+    "masked_poly": "x mask coef scale shift residual trials",
+    "soft_relu": "x alpha residual",
+    "indicator_poly": "x mask coef aux residual",
+    "norm_relu": "x weight bias mask residual eps",
+    "masked_relu_out": "x mask scale shift residual trials out",
+    "masked_poly_out": "x mask coef scale shift residual trials out",
+    "masked_relu_backward": "grad y mask x scale trials x_shared residual_shared yes",
+    "masked_poly_backward": "grad x mask coef scale shift residual trials yes",
+    "soft_relu_backward": "grad x alpha residual",
+    "indicator_poly_backward": "grad x mask coef residual",
+    "norm_relu_backward": "grad y x weight mask statistics eps yes",
+    "saliency_backward": "grad x mask coef residual yes",
+}
 
 
-@BOTH
-@pytest.mark.parametrize("order", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("trials", ["single", "shared"])
-def test_compile_fullgraph(poly, order, trials, device) -> None:
-    call = make_call((4, 3, 3), order=order, trials=trials, device=device)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_opcheck(name, order, device) -> None:
+    stem = name.removesuffix("_backward").removesuffix("_out")
+    forward = name == stem
+    for full in (False, True):
+        for trials in ("none", TRIALS[ORDERS.index(order) + 2])[: 1 + (full and forward)]:
+            trials = trials if stem in MASKED else "none"
+            case = Case(stem, "float32", trials, order, affine=full, residual=full, sizes=SITE)
+            given = arguments(case, device)
+            y = torch.randn_like(given["grad"])
+            values = {
+                **given, **(leaves(case, given) if forward else {}), "trials": case.stacked,
+                "y": y, "out": y, "yes": True, "x_shared": False, "residual_shared": False,
+                "eps": 1e-5, "statistics": torch.rand(2, 3, device=device),
+            }  # fmt: skip
+            if name == "masked_relu_backward" and not full:
+                values["x"] = None
+            tensors = tuple(values[n] for n in ARGUMENTS[name].split())
+            torch.library.opcheck(getattr(OPERATORS, name).default, tensors)
 
-    def net(x, coef, scale, shift, residual):
-        y = call.op(poly, x=x * 2, coef=coef, scale=scale, shift=shift, residual=residual)
-        return y.tanh()
 
-    def run(function):
-        leaves = call._replace(coef=call.coef.clone()).leaves(True)
-        y = function(**leaves)
+@pytest.mark.parametrize("order", ORDERS[:2])
+@pytest.mark.parametrize("op", [*DIFFERENTIABLE, "shared"])
+def test_compile_fullgraph(op, order, device) -> None:
+    trials, op = ("shared x", "masked_relu") if op == "shared" else ("none", op)
+    case = Case(op, "float32", trials, order, affine=op in MASKED, residual=True,
+                sizes=(2, 3, 4, 3, 3))  # fmt: skip
+    given = arguments(case, device)
+    function = function_of(case, given)
+
+    torch._dynamo.reset()  # the limit of recompilations is one per code object
+
+    def net(inputs):
+        return function(**{**inputs, "x": inputs["x"] * 2}).tanh()
+
+    def run(net):
+        inputs = leaves(case, given)
+        y = net(inputs)
         y.square().sum().backward()
-        grads = [t.grad for n, t in leaves.items() if poly or n != "coef"]
-        return [y.detach(), *grads]
+        return [y.detach(), *(t.grad for t in inputs.values())]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # inductor's own deprecations
-        compiled = run(torch.compile(net, fullgraph=True))
+        compiled = run(torch.compile(net, fullgraph=True, backend="aot_eager"))
     for a, b in zip(compiled, run(net), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("op", ["masked_relu", pytest.param("masked_poly", marks=pytest.mark.long)])
+def test_compile_with_inductor(op, device) -> None:
+    given = arguments(Case(op, affine=True, residual=True, sizes=(1, 3, 4, 3, 3)), device)
+    function = function_of(Case(op), given)
+    inputs = {n: given[n] for n in ("x", "scale", "shift", "residual")}
+    inputs |= {"coef": given["coef"]} if op == "masked_poly" else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        y = torch.compile(lambda inputs: function(**inputs) + 1, fullgraph=True)(inputs)
+    torch.testing.assert_close(y, function(**inputs) + 1)
 
 
 @pytest.mark.parametrize("kind", [MaskedReLU, MaskedPoly])
@@ -94,23 +106,24 @@ def test_export(kind, device) -> None:
 
 
 def test_raw_operators_have_gradients() -> None:
-    """Calling torch.ops directly must not lose the gradient silently."""
-    call = make_call((3, 2), affine=False, residual=False)
-    x = call.x.clone().requires_grad_()
-    torch.ops.fastbcd.masked_relu.default(x, call.mask, None, None, None, False).sum().backward()
+    """Calling torch.ops directly does not lose the gradient."""
+    given = arguments(Case("masked_relu"))
+    x = given["x"].clone().requires_grad_()
+    OPERATORS.masked_relu.default(x, given["mask"], None, None, None, False).sum().backward()
     assert x.grad is not None
 
 
 def test_autocast(device) -> None:
-    """In a bf16 region the op takes what the convolution gives and keeps its dtype."""
-    call = make_call((4, 3, 3), dtype=torch.bfloat16, device=device)
+    """In a bf16 region the op takes the output of the convolution and keeps its dtype."""
+    case = Case("masked_relu", "bfloat16", affine=True)
+    given = arguments(case, device)
     with torch.autocast(device, dtype=torch.bfloat16):
-        assert equal(call.op(False), call.truth(False))
+        y = ops.masked_relu(given["x"], given["mask"], scale=given["scale"], shift=given["shift"])
+    assert equal(y, truth(case, given))
 
 
 def test_inference_mode(device) -> None:
-    call = make_call((4, 3, 3), device=device)
+    given = arguments(Case("masked_relu"), device)
     with torch.inference_mode():
-        x = call.x.clone()
-        y = ops.masked_relu(x, call.mask, out=x)
-    assert y is x
+        x = given["x"].clone()
+        assert ops.masked_relu(x, given["mask"], out=x) is x

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastbcd.ops.kink import kinks
+from fastbcd.ops.kink import kink
 from fastbcd.scoring.collapsed.build import PIECE, FormBuilder
 from fastbcd.scoring.collapsed.form import Form, find
 from fastbcd.scoring.collapsed.linear_rules import NotAffine
@@ -127,7 +127,7 @@ class Collapsed:
                     else:
                         z.addmm_(rows.T, earlier)
                     fresh = False
-            kinks(z.unflatten(1, (trials, batch)), at_sites[a:b], masks[a:b], fresh=fresh)
+            kink(z.unflatten(1, (trials, batch)), at_sites[a:b], masks[a:b], fresh=fresh)
         logits = (form.out[start:].T @ c).T.unflatten(0, (trials, batch)) + at_end
         return c, logits
 

@@ -1,4 +1,4 @@
-// One kernel call as the loops see it: flat arrays, sizes and memory orders (see fastbcd/layout.py).
+// One kernel call as the loops see it: flat arrays, sizes and memory orders (kernels/geometry.py).
 //
 //   x, residual [T or 1, B, n]    y, grad [T, B, n]    mask [T, n] bytes    n = channels * inner
 #pragma once
@@ -13,7 +13,6 @@ struct Geometry {
   bool channels_last, mask_last, x_shared, residual_shared;
 
   int64_t items() const { return channels * inner; }
-  bool mask_matches() const { return mask_last == channels_last; }
 };
 
 // A work item is a tile of an item's elements over a chunk of the batch, for all trials: what
@@ -41,26 +40,6 @@ struct Part {
       : first(item % cut.tiles * Cut::tile), m(std::min(Cut::tile, g.items() - first)),
         chunk(item / cut.tiles), b0(chunk * cut.per_chunk),
         b1(std::min(g.batch, b0 + cut.per_chunk)) {}
-};
-
-// scalar: the tensors' type. compute: float, or double for double.
-template <class scalar, class compute>
-struct Forward {
-  Geometry g;
-  scalar* y;
-  const scalar *x, *residual;  // residual may be null
-  const uint8_t* mask;  // in x's memory order
-  const compute *scale, *shift, *coef;  // null without affine; coef [3, C] for poly, else null
-};
-
-template <class scalar, class compute>
-struct Backward {
-  Geometry g;
-  scalar *dx, *dresidual;  // dresidual may be null
-  const scalar *grad, *y, *x, *residual;  // relu: y, and x if affine sums are wanted. poly: x
-  const uint8_t* mask;
-  const compute *scale, *shift, *coef;
-  compute* sums;  // [S, chunks, n] partial sums: (dc0, dc1, dc2,) dscale, dshift; or null
 };
 
 }  // namespace fastbcd

@@ -1,6 +1,6 @@
 """c = mask · relu(-(z + a)) over the output of a matrix product, in place.
 
-c is read and written once, its last two dimensions as one: side by side, 32 bits a thread.
+c is read and written once, its last two dimensions as one, 32 bits per thread.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ BLOCK, WARPS = 256, 4
 
 
 @triton.jit(do_not_specialize=("trials", "batch"))
-def kinks_kernel(
+def kink_kernel(
     c_ptr, a_ptr, mask_ptr, trials, batch, FRESH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One tile of a kink's T·B numbers."""
+    """One tile of the T·B values of a kink."""
     tiles = tl.cdiv(trials * batch, BLOCK)
     kink = (tl.program_id(0) // tiles).to(tl.int64)
     offs = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
@@ -32,12 +32,12 @@ def kinks_kernel(
     tl.store(c_ptr + c_offs, c, mask=valid)
 
 
-def kinks(c: Tensor, a: Tensor, mask: Tensor, fresh: bool) -> None:
+def kink(c: Tensor, a: Tensor, mask: Tensor, fresh: bool) -> None:
     """c [n, T, B] holds z (or nothing yet, if fresh); a [n, B]; mask uint8 [n, T]."""
     n, trials, batch = c.shape
     if not c.numel():
         return
     with torch.cuda.device_of(c):
-        kinks_kernel[(n * triton.cdiv(trials * batch, BLOCK),)](
+        kink_kernel[(n * triton.cdiv(trials * batch, BLOCK),)](
             c, a, mask, trials, batch, FRESH=fresh, BLOCK=BLOCK, num_warps=WARPS
         )

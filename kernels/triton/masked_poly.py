@@ -1,6 +1,6 @@
 """The masked polynomial: y = relu(z) where the bit is 1, else c2*z² + c1*z + c0.
 
-As in relu.py z = x*scale + shift + residual, and coef [3, C] = (c0, c1, c2).
+z = x*scale + shift + residual, coef [3, C] = (c0, c1, c2).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .common import (
 
 
 @triton.jit(do_not_specialize=OPAQUE)
-def poly_forward_kernel(
+def masked_poly_forward_kernel(
     y_ptr, x_ptr, mask_ptr, coef_ptr, scale_ptr, shift_ptr, residual_ptr,
     n, batch, trials, chunk, channels, inner,
     CHANNELS_LAST: tl.constexpr, MASK_LAST: tl.constexpr,
@@ -74,7 +74,7 @@ def poly_forward_kernel(
 
 
 @triton.jit(do_not_specialize=OPAQUE)
-def poly_backward_kernel(
+def masked_poly_backward_kernel(
     dx_ptr, dresidual_ptr, partials_ptr, grad_ptr, x_ptr, mask_ptr,
     coef_ptr, scale_ptr, shift_ptr, residual_ptr,
     n, batch, trials, chunk, channels, inner,
@@ -160,7 +160,7 @@ def poly_backward_kernel(
         store_partial(partials_ptr, 4, dshift, slot, offs, valid, n, BLOCK)
 
 
-def poly_forward(
+def masked_poly_forward(
     y: Tensor,
     x: Tensor,
     mask: Tensor,
@@ -172,10 +172,10 @@ def poly_forward(
 ) -> None:
     """Write y [T, B, n]. It may be x or residual itself, where that is not shared."""
     p = plan(g, x.element_size())
-    launch(poly_forward_kernel, p, g, y, x, as_bytes(mask), coef, scale, shift, residual)
+    launch(masked_poly_forward_kernel, p, g, y, x, as_bytes(mask), coef, scale, shift, residual)
 
 
-def poly_backward(
+def masked_poly_backward(
     dx: Tensor,
     dresidual: Tensor | None,
     dcoef: Tensor,
@@ -193,7 +193,7 @@ def poly_backward(
     p = plan(g, grad.element_size(), reduces=True)
     partials = new_partials(3 if daffine is None else 5, p, g, grad)
     tensors = (dx, dresidual, partials, grad, x, as_bytes(mask), coef, scale, shift, residual)
-    launch(poly_backward_kernel, p, g, *tensors)
+    launch(masked_poly_backward_kernel, p, g, *tensors)
     reduce_partials(partials[:3], dcoef, g)
     if daffine is not None:
         reduce_partials(partials[3:], daffine, g)

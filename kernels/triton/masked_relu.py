@@ -27,7 +27,7 @@ from .common import (
 
 
 @triton.jit(do_not_specialize=OPAQUE)
-def relu_forward_kernel(
+def masked_relu_forward_kernel(
     y_ptr, x_ptr, mask_ptr, scale_ptr, shift_ptr, residual_ptr,
     n, batch, trials, chunk, channels, inner,
     CHANNELS_LAST: tl.constexpr, MASK_LAST: tl.constexpr,
@@ -68,7 +68,7 @@ def relu_forward_kernel(
 
 
 @triton.jit(do_not_specialize=OPAQUE)
-def relu_backward_kernel(
+def masked_relu_backward_kernel(
     dx_ptr, dresidual_ptr, partials_ptr, grad_ptr, y_ptr, mask_ptr, x_ptr, scale_ptr,
     n, batch, trials, chunk, channels, inner,
     CHANNELS_LAST: tl.constexpr, MASK_LAST: tl.constexpr,
@@ -129,7 +129,7 @@ def relu_backward_kernel(
         store_partial(partials_ptr, 1, dshift, slot, offs, valid, n, BLOCK)
 
 
-def relu_forward(
+def masked_relu_forward(
     y: Tensor,
     x: Tensor,
     mask: Tensor,
@@ -140,10 +140,10 @@ def relu_forward(
 ) -> None:
     """Write y [T, B, n]. It may be x or residual itself, where that is not shared."""
     p = plan(g, x.element_size())
-    launch(relu_forward_kernel, p, g, y, x, as_bytes(mask), scale, shift, residual)
+    launch(masked_relu_forward_kernel, p, g, y, x, as_bytes(mask), scale, shift, residual)
 
 
-def relu_backward(
+def masked_relu_backward(
     dx: Tensor,
     dresidual: Tensor | None,
     daffine: Tensor | None,
@@ -155,10 +155,9 @@ def relu_backward(
     g: Geometry,
 ) -> None:
     """Write dx, and dresidual and daffine [2, C] = d(scale, shift) where they are given."""
-    g = g._replace(residual_shared=g.residual_shared and dresidual is not None)
     p = plan(g, grad.element_size(), reduces=daffine is not None)
     partials = None if daffine is None else new_partials(2, p, g, grad)
     tensors = (dx, dresidual, partials, grad, y, as_bytes(mask), x, scale)
-    launch(relu_backward_kernel, p, g, *tensors)
+    launch(masked_relu_backward_kernel, p, g, *tensors)
     if partials is not None and daffine is not None:
         reduce_partials(partials, daffine, g)
