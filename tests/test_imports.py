@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fastbcd
-from helpers.import_graph import Graph, cycle, import_graph, layer, modules, upward
+from helpers.import_graph import cycle, import_graph, layer, modules, upward
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,30 +32,13 @@ FILES = {
 GRAPH = import_graph(FILES)
 ROOMS = sorted({name.split(".")[1] for name in FILES if name.count(".") > 1} - {"kernels"})
 
-# Violations that are still there. An entry that is no longer needed fails the test.
-KNOWN = {
-    "fastbcd.ops.selfcheck -> fastbcd.descent.effects",
-    "fastbcd.ops.selfcheck -> fastbcd.graph.fuse_norm",
-    "fastbcd.ops.selfcheck -> fastbcd.masking.activations",
-}
-
 
 def test_imports_go_down() -> None:
-    assert upward(GRAPH, LAYERS) - KNOWN == set()
+    assert upward(GRAPH, LAYERS) == set()
 
 
 def test_no_cycles() -> None:
-    assert cycle(without(KNOWN)) == []
-
-
-@pytest.mark.parametrize("entry", sorted(KNOWN))
-def test_known_violations_are_still_there(entry) -> None:
-    needed = entry in upward(GRAPH, LAYERS) or cycle(without(KNOWN - {entry}))
-    assert needed, f"{entry} is gone: remove it from KNOWN"
-
-
-def without(known: set[str]) -> Graph:
-    return {m: {t for t in targets if f"{m} -> {t}" not in known} for m, targets in GRAPH.items()}
+    assert cycle(GRAPH) == []
 
 
 def test_kernels_import_only_kernels_and_runtime() -> None:

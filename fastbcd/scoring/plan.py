@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import NamedTuple
 
 import torch
 
 from fastbcd.runtime.ranks import world
+from fastbcd.runtime.warn_once import warn_once
 from fastbcd.scoring.collapsed.affine_net import AffineNet
 from fastbcd.scoring.collapsed.build import FormBuilder
 from fastbcd.scoring.collapsed.cache import (
@@ -29,7 +29,6 @@ from fastbcd.scoring.stacked import Stacked, peak_bytes, portions, stacked_multi
 
 WORTH = 2e10  # multiply-adds below which no form is built: the call takes a moment anyway
 ROWS = {"cpu": 1024, "cuda": 8192}  # hypotheses × images in a GEMM of collapsed
-_warned: set[str] = set()
 
 
 class Plan(NamedTuple):
@@ -80,7 +79,7 @@ def make_plan(request: Request, engine: str) -> Plan:
             raise ValueError(
                 f"engine={engine!r} cannot score {name}: {reason}; use engine='sequential'"
             ) from None
-        _warn_once(f"fastbcd scores {name} one hypothesis at a time: {reason}")
+        warn_once(f"fastbcd scores {name} one hypothesis at a time: {reason}")
         return sequential_plan(request, f"stacked cannot: {reason}")
 
 
@@ -163,9 +162,3 @@ def collapsed_plan(request: Request, program: Program, required: bool) -> Plan |
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB"
-
-
-def _warn_once(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(text, RuntimeWarning, stacklevel=4)

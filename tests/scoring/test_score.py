@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastbcd
 from fastbcd import Engine, ImageData, score
-from fastbcd.scoring import plan
+from fastbcd.runtime import warn_once
 from fastbcd.scoring.engine import Request
 from fastbcd.scoring.program import make_program
 from fastbcd.scoring.stacked import Stacked, first_change, peak_bytes, portions
@@ -168,7 +168,7 @@ def test_kinds_of_data_give_the_same_scores() -> None:
 
 
 def test_untraceable_nets_score_sequentially_and_say_so_once(monkeypatch) -> None:
-    monkeypatch.setattr(plan, "_warned", set())
+    monkeypatch.setattr(warn_once, "_issued", set())
     net, (x, labels) = make("untraceable"), images(7)
     removals = hypotheses(net, 3, 4)
     rows = naive(net, removals, x, labels)
