@@ -57,7 +57,8 @@ def compile_by_ninja(ninja: str, compiler, sources: list[str], **options) -> lis
     compiler._compile = write_rule  # compile() calls it for each source
     objects = type(compiler).compile(compiler, sources, **options)
     (folder / "build.ninja").write_text("\n".join(lines) + "\n")
-    subprocess.run([ninja, "-f", str(folder / "build.ninja")], check=True)
+    if subprocess.run([ninja, "-f", str(folder / "build.ninja")]).returncode:
+        raise RuntimeError(f"command {compiler.compiler_so_cxx[0]!r} failed")
     return objects
 
 
