@@ -10,7 +10,6 @@ from typing import Any
 
 from torch.utils import data as torch_data
 
-from fastbcd.data.arrays import Stats
 from fastbcd.data.cifar import CIFAR, find_cifar, read_cifar
 from fastbcd.data.images import ImageData
 from fastbcd.data.tiny_imagenet import read_tiny_imagenet
@@ -24,24 +23,23 @@ KNOWN: dict[str, tuple[tuple[float, ...], tuple[float, ...], int]] = {
 }
 
 
-def as_data(data: Any, mean: Stats = None, std: Stats = None) -> ImageData:
-    """Whatever `score` and `bcd` take, as ImageData.
+def as_data(data: Any) -> ImageData:
+    """What `score` and `bcd` take, as ImageData.
 
-    data: ImageData, an (images, labels) pair as for `ImageData.from_arrays` (also normalised
-    floats, which pass as they are), a Dataset or a DataLoader.
+    data: ImageData, an (images, labels) pair as for `ImageData.from_arrays`, a Dataset or a
+    DataLoader. Floats are used as they are.
 
     >>> as_data((torch.zeros(2, 3, 8, 8), torch.tensor([0, 1])))
     ImageData(2 × 3×8×8 float32, 2 classes, cpu)
     """
     if isinstance(data, ImageData):
-        given = {k: tuple(v) for k, v in (("mean", mean), ("std", std)) if v is not None}
-        return dataclasses.replace(data, **given) if given else data  # type: ignore[arg-type]
+        return data
     if isinstance(data, torch_data.DataLoader):
-        return ImageData.from_loader(data, mean, std)
+        return ImageData.from_loader(data)
     if isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[0], "shape"):
-        return ImageData.from_arrays(data[0], data[1], mean, std)
+        return ImageData.from_arrays(*data)
     if isinstance(data, torch_data.Dataset):
-        return ImageData.from_dataset(data, mean, std)
+        return ImageData.from_dataset(data)
     raise TypeError(
         f"data is a {type(data).__name__}; give ImageData, an (images, labels) pair of arrays, "
         f"a torch Dataset or a DataLoader"

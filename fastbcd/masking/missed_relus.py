@@ -1,4 +1,4 @@
-"""ReLUs that `convert` did not see: in another disguise, or inside a module that is one call."""
+"""ReLUs that `convert` did not find: written in another way, or inside a module of one call."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# What a ReLU looks like by the time it reaches the kernels: always, or if it cuts off below 0.
+# The operators that a ReLU ends in: always, or if their lower bound is 0.
 _ATEN_RELU = {"relu", "relu6"}
 _ATEN_BOUNDED = {"clamp", "clamp_min", "threshold", "hardtanh"}
 
 
 class _Watch(TorchDispatchMode):
-    """Notes every ReLU that reaches the kernels in another way than through a masked op."""
+    """Records every ReLU that is computed by another operator than a masked one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _Watch(TorchDispatchMode):
         name = func._schema.name.split("::")[1].rstrip("_")
         low, high = (*args[1:3], None, None)[:2]
         low = kwargs.get("min", low)
-        # clamp(0, 1) is something else than a ReLU; hardtanh(0, 6) is a ReLU6.
+        # clamp(0, 1) is no ReLU, but hardtanh(0, 6) is a ReLU6.
         one_sided = name != "clamp" or kwargs.get("max", high) is None
         bounded = name in _ATEN_BOUNDED and isinstance(low, (int, float)) and low == 0
         if name in _ATEN_RELU or (bounded and one_sided):
@@ -47,7 +47,7 @@ def run_watched(
             watch.place = name_of(n)
             return super().run_node(n)
 
-    # The fused path of transformer layers would hide their ReLU in one kernel.
+    # The fused path of transformer layers computes their ReLU inside one kernel.
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:

@@ -166,11 +166,11 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_datasets(transform):
     items = Items(RAW.images, RAW.labels, transform)
-    read = as_data(items, MEAN, STD)
+    read = ImageData.from_dataset(items, MEAN, STD)
     assert torch.equal(read.images, RAW.images)
     assert torch.equal(read.labels, RAW.labels)
     assert (read.mean, read.std) == (MEAN, STD)
-    loader = as_data(DataLoader(items, batch_size=5, shuffle=True), MEAN, STD)
+    loader = ImageData.from_loader(DataLoader(items, batch_size=5, shuffle=True), MEAN, STD)
     assert torch.equal(loader.images, RAW.images)
 
 
@@ -179,7 +179,7 @@ def test_one_bright_image_does_not_pass_for_another():
     images = RAW.images.clone()
     images[1] |= 128
     items = Items(images, RAW.labels, lambda x: (x / 255 - 0.5) / 0.5)
-    assert torch.equal(as_data(items, (0.5,) * 3, (0.5,) * 3).images, images)
+    assert torch.equal(ImageData.from_dataset(items, (0.5,) * 3, (0.5,) * 3).images, images)
 
 
 def test_grey_pictures():
@@ -251,6 +251,3 @@ def test_datasets_refused(read, message):
 
 def test_as_data_keeps_image_data():
     assert as_data(RAW) is RAW
-    other = as_data(RAW, mean=[0.0] * 3)
-    assert (other.mean, other.std) == ((0.0,) * 3, RAW.std)
-    assert other.images is RAW.images

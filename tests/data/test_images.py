@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data
 from helpers.image_cases import make
 
@@ -95,7 +96,7 @@ def test_floats_pass_as_they_are():
     corner = held.views(torch.arange(4), torch.zeros(4, dtype=torch.long), padding=1)
     assert torch.equal(corner[:, :, 1:, 1:], x[:, :, :-1, :-1])
     assert not corner[:, :, 0].any()
-    scaled = as_data((x.double(), [0, 1, 2, 1]), mean=(0.5,) * 3, std=(2.0,) * 3)
+    scaled = ImageData.from_arrays(x.double(), [0, 1, 2, 1], mean=(0.5,) * 3, std=(2.0,) * 3)
     ((batch, _),) = scaled.batches(4, dtype=torch.float64)
     torch.testing.assert_close(batch, (x.double() - 0.5) / 2)
 
