@@ -42,8 +42,14 @@ def accuracy(net: nn.Module, data: Any, batch_size: int = 500) -> float:
 def check_classes(net: nn.Module, data: ImageData, who: str) -> int:
     """How many classes `who` tells apart, found with one image; all labels must be among them."""
     check_device(net, data, who)
-    with eval_mode(net), torch.inference_mode():
-        logits = net(next(data.batches(1, dtype=dtype_of(net)))[0])
+    try:
+        with eval_mode(net), torch.inference_mode():
+            logits = net(next(data.batches(1, dtype=dtype_of(net)))[0])
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"{who} does not run on images of shape {list(data.images.shape[1:])}: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from error
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != 1:
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"{who} must return logits [B, classes]; for one image it returns {found}")
