@@ -22,7 +22,7 @@ from tqdm import tqdm
 from fastbcd.data.sources import as_data
 from fastbcd.masking.masks import MaskSet, masks, set_masks
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.runs.directory import RunDirectory, Unsaved, check_resume
+from fastbcd.runs.directory import RunDirectory, Unsaved, check_resume, open_run
 from fastbcd.runs.files import read_state
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_whole
@@ -111,7 +111,6 @@ class MaskTraining:
         given = snapshots.take(self.net)
         make(self.net)  # checks its settings before anything is written
         ranks.check_same("the weights and masks", given)
-        ranks.check_same("the labels", {"labels": self.data.labels})
         with closing(self._open()) as run:
             try:
                 return self._train(run, given, make)
@@ -235,15 +234,13 @@ class MaskTraining:
         run.save(record["number"], state, record)
 
     def _open(self) -> RunDirectory | Unsaved:
-        if self.run_dir is None:
-            return Unsaved()
         tuning = {k: v for k, v in dataclasses.asdict(self.tuning).items() if k != "teacher_cache"}
         common = {"batch_size": self.batch_size, "seed": self.seed, "finetune": tuning}
-        config = snapshots.run_config(
+        return open_run(
             self.name, {**self.settings, **common}, self.net, data=self.data, test=self.test,
+            run_dir=self.run_dir, resume=self.resume,
             teacher=None if self.teacher is None else snapshots.weights_mark(self.teacher),
         )  # fmt: skip
-        return RunDirectory(self.run_dir, config, self.resume)
 
     def _result(self, history: list[dict[str, Any]]) -> StartingPoint:
         final = history[-1]

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.runs.directory import RunDirectory, Unsaved, check_resume
+from fastbcd.runs.directory import RunDirectory, Unsaved, check_resume, open_run
 from fastbcd.runtime import ranks
 from fastbcd.scoring.accuracy import accuracy, check_classes
 from fastbcd.training.settings import Finetune
@@ -178,11 +178,9 @@ def describe(record: dict[str, Any], epochs: int) -> str:
 def _open(
     trainer: Trainer, test: ImageData | None, run_dir: Any, resume: str | bool
 ) -> RunDirectory | Unsaved:
-    if run_dir is None:
-        return Unsaved()
     names = ("epochs", "lr", "momentum", "weight_decay", "batch_size", "padding", "flip", "amp")
     settings = {n: v for n, v in dataclasses.asdict(trainer.settings).items() if n in names}
-    config = snapshots.run_config(
-        "dense", {**settings, "seed": trainer.seed}, trainer.net, data=trainer.data, test=test
-    )
-    return RunDirectory(run_dir, config, resume)
+    return open_run(
+        "dense", {**settings, "seed": trainer.seed}, trainer.net, data=trainer.data, test=test,
+        run_dir=run_dir, resume=resume,
+    )  # fmt: skip

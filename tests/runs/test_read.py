@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import warnings
 
 import pytest
 import torch
 
 import fastbcd
 from fastbcd.runs.read import read
-from helpers.run_cases import records, small_run
+from helpers.run_cases import records, small_net, small_run
 
 
 def test_a_finished_run(finished) -> None:
@@ -91,3 +92,58 @@ def test_masks_of_another_run_are_refused(finished, tmp_path) -> None:
         ValueError, match=r"start\.safetensors: previous is not the digest of config\.json"
     ):
         read(place)
+
+
+# ------------------------------------------------------------------------------------ load_run
+
+
+def test_the_net_of_a_run_is_built_again(tmp_path) -> None:
+    net = fastbcd.models.resnet20(10, image_size=28, in_channels=1, width=2, blocks=1)
+    data = fastbcd.load("fashion-mnist-mini").first(30)
+    count = fastbcd.masks(net).count()
+    options = {"drc": 50, "rt": 1, "finetune": None}
+    fastbcd.bcd(net, data, count - 100, run_dir=tmp_path / "bcd", **options)
+    fastbcd.train(net, data, epochs=1, run_dir=tmp_path / "dense", batch_size=16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        fastbcd.snl(
+            net, data, count - 300, max_epochs=1, batch_size=16, run_dir=tmp_path / "snl",
+            finetune=fastbcd.Finetune(epochs=1),
+        )  # fmt: skip
+        poly = fastbcd.to_poly(net)
+        fastbcd.autorep(
+            poly, data, count - 400, epochs=1, batch_size=16, run_dir=tmp_path / "autorep",
+            finetune=fastbcd.Finetune(epochs=1),
+        )  # fmt: skip
+    for kind, of in (("snl", net), ("autorep", poly)):
+        run = fastbcd.load_run(tmp_path / kind)
+        assert run.config["net"]["arch"]["name"] == "resnet20"
+        assert run.masks == fastbcd.masks(of)
+        assert bool(run.poly) == (kind == "autorep")
+        x = next(data.batches(4))[0]
+        with torch.no_grad():
+            assert torch.equal(run.model(x), of.eval()(x))
+    assert fastbcd.load_run(tmp_path / "bcd").masks.count() == count - 100
+    assert fastbcd.load_run(tmp_path / "dense").model is not None
+
+
+def test_a_given_net_is_filled(finished) -> None:
+    run = fastbcd.load_run(finished)
+    with pytest.raises(ValueError, match="a net of its own, which cannot be built from the run"):
+        run.model  # noqa: B018
+    net = small_net()
+    run = fastbcd.load_run(finished, model=net)
+    assert run.model is net
+    assert fastbcd.masks(net) == run.masks
+    assert run.masks.count() == 8
+    other = small_net()
+    other[0] = torch.nn.Conv2d(1, 2, 3, 4, 1)
+    with pytest.raises(ValueError, match=r"does not fit Sequential.*0\.weight has shape"):
+        fastbcd.load_run(finished, model=other)
+    with pytest.raises(ValueError, match=r"does not fit Linear"):
+        fastbcd.load_run(finished, model=torch.nn.Linear(2, 2))
+
+
+def test_the_last_stage_of_a_recipe_is_loaded(stages) -> None:
+    run = fastbcd.load_run(stages, model=small_net())
+    assert (run.kind, run.path.name, run.masks.count()) == ("bcd", "3-bcd", 20)
