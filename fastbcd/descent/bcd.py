@@ -270,7 +270,8 @@ class Descent:
         """Restore the last finished step, or save the start; the tensors of that state."""
         if run.state is None:
             tensors = snapshots.take(self.net)
-            run.save(0, tensors, {})
+            tested = self.test is not None and self.run_dir is not None
+            run.save(0, tensors, {"test_accuracy": accuracy(self.net, self.test)} if tested else {})
         else:
             tensors = run.state.tensors
             snapshots.restore(self.net, tensors)

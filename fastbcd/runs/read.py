@@ -38,6 +38,7 @@ class SavedRun:
     config: dict[str, Any]  # config.json
     history: list[dict[str, Any]]  # one record per step or epoch
     start: MaskSet  # before the first step
+    start_accuracy: float | None  # test accuracy of BCD's start in percent, if it was measured
     masks: MaskSet | None
     poly: tuple[str, ...]  # sites whose removed ReLUs are quadratics
     weights: dict[str, Tensor] | None = field(repr=False, default=None)
@@ -160,12 +161,14 @@ class Stages:
     def curve(self) -> list[tuple[int, float]]:
         """(ReLUs, test accuracy) of the start, if it was measured, and after each step of BCD."""
         history = self.bcd.history if self.bcd else []
-        steps = [
+        curve = [
             (s["after"], s["test_accuracy"]) for s in history if s["test_accuracy"] is not None
         ]
-        if steps and self.start and self.start.done and self.start.accuracy is not None:
-            return [(self.start.count, self.start.accuracy), *steps]
-        return steps
+        if curve and self.bcd and self.bcd.start_accuracy is not None:
+            curve.insert(0, (self.bcd.start.count(), self.bcd.start_accuracy))
+        elif curve and self.start and self.start.done and self.start.accuracy is not None:
+            curve.insert(0, (self.start.count, self.start.accuracy))
+        return curve
 
     def train_curve(self) -> list[tuple[int, float]]:
         """(ReLUs, accuracy on the train images that score), before each step of BCD."""
@@ -231,7 +234,8 @@ def _stage(folder: Path) -> SavedRun | None:
     now = None if weights is None else masks_of(weights, config)
     poly = quadratics(weights or {}, list(config["net"]["sites"]))
     kind = KINDS[config["format"].rpartition(" ")[0]]
-    stage = SavedRun(folder, kind, config, progress.records, start, now, poly, weights)
+    measured = progress.start.record.get("test_accuracy")
+    stage = SavedRun(folder, kind, config, progress.records, start, measured, now, poly, weights)
     _check_nested(stage)
     return stage
 

@@ -155,7 +155,7 @@ def test_the_first_epoch_of_training_is_plain_sgd() -> None:
 
 
 def test_ctrl_c_leaves_a_resumable_run_and_says_how_to_go_on(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(descent, "accuracy", interrupted_at(2, descent.accuracy))
+    monkeypatch.setattr(descent, "accuracy", interrupted_at(3, descent.accuracy))
     assert fastbcd_(f"{BCD} --quiet") == 130
     run_dir = "runs/bcd-my_nets.small-tiny-30"
     out = capsys.readouterr().out
@@ -222,7 +222,7 @@ def test_a_share_of_what_is_left_can_be_the_drc() -> None:
 def test_saliency_and_a_share_run_and_resume(monkeypatch, capsys) -> None:
     line = f"{BCD} --quiet --proposal saliency --saliency-temperature 0.5 --drc 40% --run-dir"
     with monkeypatch.context() as broken:
-        broken.setattr(descent, "accuracy", interrupted_at(2, descent.accuracy))
+        broken.setattr(descent, "accuracy", interrupted_at(3, descent.accuracy))
         assert fastbcd_(f"{line} cut") == 130
     assert len(records("cut")) == 1
     assert fastbcd_(f"{line} cut") == 0

@@ -97,6 +97,17 @@ def test_a_dense_run_beside_it_is_the_baseline(finished, tmp_path) -> None:
     assert page.row("dense accuracy")[1] == "not measured", "measured on other images"
 
 
+def test_the_start_is_on_the_curve(finished, page_of) -> None:
+    """A run of BCD alone: 98 ReLUs and their accuracy come first."""
+    net, data = small_net(), fastbcd.load("fashion-mnist-mini").first(48)
+    run = read(finished)
+    start = run.curve()[0]
+    assert start == (98, fastbcd.accuracy(net, data.first(20)))
+    page, _ = page_of(finished)
+    alt = next(i["alt"] for i in page.images if i["alt"].startswith("Test accuracy"))
+    assert f"from {start[1]:.2f} % at 98 ReLUs to" in alt
+
+
 def test_starting_points_and_dense_nets_alone(stages, page_of) -> None:
     page, _ = page_of(stages / "2-snl", stages / "1-dense")
     alt = next(i["alt"] for i in page.images if i["alt"].startswith("Test accuracy"))

@@ -21,7 +21,8 @@ def test_a_finished_run(finished) -> None:
     assert (found.name, stage.done, stage.count, stage.steps_to_go()) == ("whole", True, 8, 0)
     assert stage.start.count() == 98
     assert stage.history == records(finished)
-    assert found.curve() == [(r["after"], r["test_accuracy"]) for r in records(finished)]
+    steps = [(r["after"], r["test_accuracy"]) for r in records(finished)]
+    assert found.curve() == [(98, stage.start_accuracy), *steps]
 
 
 def test_an_unfinished_run(cut_short) -> None:
