@@ -66,7 +66,8 @@ def read_state(path: Path) -> State:
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error})") from error
     about = {key: metadata[key] for key in ("step", "record", "previous") if key in metadata}
-    if metadata.get("sha256") != _checksum(tensors, about):
+    expected = {"format": "fastbcd.state", **about, "sha256": _checksum(tensors, about)}
+    if metadata != expected or not {"step", "record"} <= about.keys():
         raise ValueError(f"{path} is damaged: its contents do not match their SHA-256")
     record = parse(about["record"].encode(), f"{path}: record")
     return State(int(about["step"]), tensors, record, about.get("previous"))
