@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import io
 import tarfile
-import zlib
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -19,7 +18,6 @@ from fastbcd.data.arrays import check_labels
 from fastbcd.data.unpickling import as_text, unpickle_arrays
 
 Arrays = tuple[np.ndarray, np.ndarray]  # images, uint8 [N,C,H,W], and labels, int64 [N]
-_DAMAGE = (OSError, EOFError, ValueError, zlib.error, tarfile.TarError)
 
 
 class Layout(NamedTuple):
@@ -147,7 +145,7 @@ def _members(path: Path, names: set[str]) -> dict[str, bytes]:
                         place = f"what follows {member.name}"
             while stream.read(1 << 20):  # to the end, where gzip has its checksum
                 pass
-    except _DAMAGE as error:
+    except Exception as error:  # damaged bytes can raise anything
         raise ValueError(
             f"{path} is damaged or cut short at {place} ({error}); get it again"
         ) from error

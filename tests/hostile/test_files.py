@@ -1,0 +1,198 @@
+"""Damaged and hostile files: a clear refusal or a sound result, in bounded memory, nothing run."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import pickle
+import random
+import resource
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+import fastbcd
+from fastbcd.data import cifar as cifar_files
+from fastbcd.data.images import ImageData
+from helpers import published_nets
+from helpers.archive_files import cifar, write_tar
+from helpers.hostile import seeds
+
+REFUSALS = (ValueError, TypeError, FileNotFoundError)  # what a reader may raise
+MEMORY = 512 << 20  # bytes that reading a file of some kilobytes may add to the process
+
+
+def peak() -> int:
+    """The most memory that the process has had, in bytes."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def damage(raw: bytes, rng: random.Random) -> bytes:
+    """Cut, flip, overwrite, insert, repeat or move parts of a file, a few times."""
+    data = bytearray(raw)
+    for _ in range(rng.choice([1, 1, 1, 2, 5])):
+        size = len(data)
+        at, length = rng.randrange(size + 1), min(rng.choice([1, 1, 2, 4, 8, 64, 1000]), size)
+        kind = rng.randrange(7)
+        if kind == 0:
+            del data[at:]
+        elif kind == 1 and at < size:
+            data[at] ^= 1 << rng.randrange(8)
+        elif kind == 2:
+            data[at : at + length] = rng.randbytes(length)
+        elif kind == 3:
+            data[at:at] = rng.randbytes(length)
+        elif kind == 4:
+            data[at:at] = data[at : at + length]
+        elif kind == 5:
+            other = rng.randrange(size + 1)
+            data[at : at + length] = data[other : other + length]
+        else:
+            data[at : at + length] = rng.choice([b"\xff", b"\x00", b"\x7f"]) * length
+        if not data:
+            return b""
+    return bytes(data)
+
+
+def repack(raw: bytes, rng: random.Random) -> bytes:
+    """A zip archive in which one member is damaged and the checksums are right again."""
+    result = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as old, zipfile.ZipFile(result, "w") as new:
+        names = old.namelist()
+        chosen = rng.choice(names)
+        for name in names:
+            content = old.read(name)
+            new.writestr(name, damage(content, rng) if name == chosen and content else content)
+    return result.getvalue()
+
+
+def checkpoint(**options) -> bytes:
+    stream = io.BytesIO()
+    torch.save({"state_dict": published_nets.snl("resnet18").state_dict()}, stream, **options)
+    return stream.getvalue()
+
+
+def npz(tmp_path) -> bytes:
+    stream = io.BytesIO()
+    np.savez(stream, images=np.zeros((3, 3, 4, 4), np.uint8), labels=np.arange(3), mean=np.ones(3))
+    return stream.getvalue()
+
+
+def archive(tmp_path, form: str) -> bytes:
+    _, folder, name, files, _ = cifar(form)
+    return write_tar(tmp_path / name, folder, files, compress=False).read_bytes()
+
+
+FORMATS = {
+    "checkpoint": (lambda _: checkpoint(), lambda path: fastbcd.load_snl(path)),
+    "old checkpoint": (
+        lambda _: checkpoint(_use_new_zipfile_serialization=False),
+        lambda path: fastbcd.load_snl(path),
+    ),
+    "npz": (npz, lambda path: ImageData.from_npz(path)),
+    "cifar pickles": (
+        lambda tmp_path: archive(tmp_path, "10 python"),
+        lambda path: cifar_files.read_cifar(path, 10, "train", 10),
+    ),
+    "cifar records": (
+        lambda tmp_path: archive(tmp_path, "100 binary"),
+        lambda path: cifar_files.read_cifar(path, 100, "test", 10),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_damaged_files(name, tmp_path) -> None:
+    write, read = FORMATS[name]
+    raw, path = write(tmp_path), tmp_path / "damaged"
+    path = path.with_suffix(".npz") if name == "npz" else path
+    refused = 0
+    for seed in seeds(40):
+        rng = random.Random(seed)
+        broken = repack(raw, rng) if raw[:2] == b"PK" and rng.random() < 0.5 else damage(raw, rng)
+        if name.startswith("cifar") and rng.random() < 0.5:
+            broken = gzip.compress(broken, 1)
+        path.write_bytes(broken)
+        before, message = peak(), str(path)
+        try:
+            result = read(path)
+        except REFUSALS as error:
+            refused, message = refused + 1, str(error)
+        else:
+            if isinstance(result, torch.nn.Module):
+                assert all(p.isfinite().all() for p in result.parameters())
+        assert str(path) in message
+        assert peak() - before < MEMORY
+    assert refused
+
+
+class Attack:
+    """Pickles as a call."""
+
+    def __init__(self, function, *arguments) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def test_pickles_that_run_code_are_refused_wherever_they_lie(tmp_path) -> None:
+    """A call is put at a random place of a file's contents; the file it would write stays away."""
+    mark = tmp_path / "run"
+    for seed in seeds(30):
+        rng = random.Random(seed)
+        attack = rng.choice([Attack(exec, f"open({str(mark)!r}, 'w')"), Attack(mark.touch)])
+        nested = rng.choice([attack, [attack], {"x": attack}, (1, [attack]), {attack: 1}])
+        place = rng.choice(["state_dict", "optimizer", "masks"])
+        content = {"state_dict": published_nets.snl("resnet18").state_dict(), place: nested}
+        torch.save(content, tmp_path / "c.pth", _use_new_zipfile_serialization=rng.random() < 0.5)
+        for load in (fastbcd.load_snl, fastbcd.load_relupruner):
+            with pytest.raises(REFUSALS, match=r"c\.pth"):
+                load(tmp_path / "c.pth")
+        batch = {"data": np.zeros((2, 3072), np.uint8), "labels": [0, 1]}
+        batch[rng.choice(["data", "labels", "filenames"])] = nested
+        protocol = rng.randrange(pickle.HIGHEST_PROTOCOL + 1)
+        (tmp_path / "test_batch").write_bytes(pickle.dumps(batch, protocol=protocol))
+        with pytest.raises(REFUSALS, match="test_batch"):
+            cifar_files.read_cifar(tmp_path, 10, "test", 2)
+        np.savez(tmp_path / "x.npz", images=np.array([nested], dtype=object), labels=[0])
+        with pytest.raises(REFUSALS, match=r"x\.npz"):
+            ImageData.from_npz(tmp_path / "x.npz")
+        assert not mark.exists()
+
+
+@pytest.mark.parametrize("form", ["gzip", "zip"])
+@pytest.mark.long
+def test_a_bomb_of_a_gibibyte_is_refused_in_little_memory(form, tmp_path) -> None:
+    path = tmp_path / ("bomb.npz" if form == "zip" else "bomb.tar.gz")
+    if form == "zip":
+        np.savez_compressed(path, images=np.zeros(1 << 30, np.uint8), labels=np.zeros(1, int))
+    else:
+        write_tar(path, "cifar-10-batches-bin", {"test_batch.bin": bytes(1 << 30)})
+    before = peak()
+    with pytest.raises(ValueError, match=r"bomb.*unpacks"):
+        ImageData.from_npz(path) if form == "zip" else cifar_files.read_cifar(path, 10, "test", 2)
+    assert peak() - before < MEMORY
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [((4, 1, 8, 8), r"\[1, 8, 8\].*3 channels"), ((4, 3, 9, 9), r"\[3, 9, 9\]: mask has shape")],
+)
+def test_images_that_the_net_does_not_take(shape, words) -> None:
+    net = fastbcd.models.resnet20(5, 8, width=4, blocks=1)
+    data = torch.randn(shape), torch.arange(4)
+    removals = torch.tensor([[0], [1]])
+    calls = [
+        lambda: fastbcd.score(net, removals, data),
+        lambda: fastbcd.accuracy(net, data),
+        lambda: fastbcd.saliency(net, data),
+        lambda: fastbcd.train(net, data, epochs=1),
+        lambda: fastbcd.bcd(net, data, budget=300, drc=100, rt=2),
+        lambda: fastbcd.snl(net, data, 300),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"the net does not run on images of shape {words}"):
+            call()
