@@ -30,7 +30,14 @@ from fastbcd.scoring.accuracy import accuracy, check_classes
 from fastbcd.starts.overlaps import Overlaps
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
-from fastbcd.training.trainer import NET, Trainer, check_trainable, cosine, repeatable
+from fastbcd.training.trainer import (
+    NET,
+    Trainer,
+    check_trainable,
+    cosine,
+    repeatable,
+    with_prefix,
+)
 
 DECIDED, TUNED, FINAL = "decided", "finetune", "final"  # phases; an epoch of masks has none
 
@@ -110,8 +117,8 @@ class MaskTraining:
         self._check()
         given = snapshots.take(self.net)
         make(self.net)  # checks its settings before anything is written
-        ranks.check_same("the weights and masks", given)
         with closing(self._open()) as run:
+            ranks.check_same("the weights and masks", given)
             try:
                 return self._train(run, given, make)
             except BaseException:
@@ -181,7 +188,7 @@ class MaskTraining:
         found["thresholded"] = accuracy(self.net, self.measured)
         decided = {"number": len(history) + 1, "phase": DECIDED, "count": chosen.count()}
         decided |= {"accuracy": found, "overlaps": seen.pairs(self.seed)}
-        self._save(run, decided, lambda: {NET + k: t for k, t in snapshots.take(self.net).items()})
+        self._save(run, decided, lambda: with_prefix(snapshots.take(self.net), NET))
 
     def _fine_tune(self, run: RunDirectory | Unsaved, logits: TeacherLogits | None) -> None:
         """What `Finetuner.run` does, with a record and a saved state per epoch."""

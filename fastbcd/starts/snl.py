@@ -78,9 +78,8 @@ def snl(
         "budget": budget, "lr": lr, "lambda0": lambda0, "kappa": kappa, "threshold": threshold,
         "max_epochs": max_epochs, "exact": exact,
     }  # fmt: skip
-    # Run directories of earlier versions have "watch" in their settings.
     training = MaskTraining(
-        name="snl", settings={**settings, "watch": None}, net=net, data=data, test=test,
+        name="snl", settings=settings, net=net, data=data, test=test,
         teacher=teacher, finetune=finetune, batch_size=batch_size, seed=seed, run_dir=run_dir,
         resume=resume, progress=progress,
     )  # fmt: skip

@@ -8,7 +8,6 @@ after three quarters of the epochs.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from contextlib import closing
@@ -20,11 +19,17 @@ from tqdm import tqdm
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.runs.directory import RunDirectory, Unsaved, check_resume, open_run
+from fastbcd.runs.directory import check_resume, open_run
 from fastbcd.runtime import ranks
 from fastbcd.scoring.accuracy import accuracy, check_classes
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Trainer, check_trainable, repeatable, without_prefix
+from fastbcd.training.trainer import (
+    Trainer,
+    check_trainable,
+    repeatable,
+    with_prefix,
+    without_prefix,
+)
 
 MILESTONES = (0.5, 0.75)
 DECAY = 10
@@ -82,20 +87,36 @@ def train(
     check_trainable(net, images, settings)
     if test is not None:
         check_classes(net, test, "the net, asked about the test set,")
+    names = ("epochs", "lr", "momentum", "weight_decay", "batch_size", "padding", "flip", "amp")
+    recorded = {"seed": seed} | {name: getattr(settings, name) for name in names}
     trainer, quiet = Trainer(net, images, settings, seed=seed), not progress or ranks.rank() > 0
-    with closing(_open(trainer, test, run_dir, resume)) as run:
-        good, momenta = _last_epoch(net, run)
+    with closing(
+        open_run("dense", recorded, net, data=images, test=test, run_dir=run_dir, resume=resume)
+    ) as run:
+        state = {} if run.state is None else run.state.tensors
+        good = {k: t for k, t in state.items() if not k.startswith(MOMENTUM)} or snapshots.take(net)
+        ranks.check_same("the weights", good)
+        if run.state is None:
+            run.save(0, good, {})
         record: dict[str, Any] = {}
+
+        def save(momenta: dict[str, Tensor]) -> dict[str, Tensor]:
+            tensors = snapshots.take(net)
+            ranks.check_same("the weights", tensors)
+            run.save(record["number"], {**tensors, **momenta}, record)
+            return tensors
+
         try:
             with trainer.session():
                 snapshots.restore(net, good)
-                trainer.load_optimizer(momenta)
+                trainer.load_optimizer(with_prefix(without_prefix(state, MOMENTUM), BUFFER))
                 for epoch in range(len(run.history), epochs):
                     record = _epoch(trainer, epoch, test, quiet)
                     if epoch + 1 < epochs:
-                        good = _save(run, net, record, _momenta(trainer))
-            if record:  # the last epoch: the optimizer's state is of no use any more
-                good = _save(run, net, record, {})
+                        buffers = without_prefix(trainer.optimizer_state(), BUFFER)
+                        good = save(with_prefix(buffers, MOMENTUM))
+            if record:  # of the last epoch, after which the optimizer's state is of no use
+                good = save({})
         except BaseException:
             snapshots.restore(net, good)
             raise
@@ -109,40 +130,6 @@ def rate(lr: float, epoch: int, epochs: int) -> float:
     [0.1, 0.1, 0.01, 0.01, 0.001, 0.001]
     """
     return lr / DECAY ** sum(epoch >= m * epochs for m in MILESTONES)
-
-
-def _last_epoch(
-    net: nn.Module, run: RunDirectory | Unsaved
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The net's and the optimizer's tensors at the start, or after the last finished epoch."""
-    momenta: dict[str, Tensor] = {}
-    if run.state is None:
-        good = snapshots.take(net)
-        run.save(0, good, {})
-    else:
-        found = without_prefix(run.state.tensors, MOMENTUM)
-        momenta = {BUFFER + name: t for name, t in found.items()}
-        good = {k: t for k, t in run.state.tensors.items() if not k.startswith(MOMENTUM)}
-    ranks.check_same("the weights", good)
-    return good, momenta
-
-
-def _save(
-    run: RunDirectory | Unsaved,
-    net: nn.Module,
-    record: dict[str, Any],
-    momenta: dict[str, Tensor],
-) -> dict[str, Tensor]:
-    """Save an epoch and return the net's tensors."""
-    good = snapshots.take(net)
-    ranks.check_same("the weights", good)
-    run.save(record["number"], {**good, **momenta}, record)
-    return good
-
-
-def _momenta(trainer: Trainer) -> dict[str, Tensor]:
-    buffers = without_prefix(trainer.optimizer_state(), BUFFER)
-    return {MOMENTUM + name: t for name, t in buffers.items()}
 
 
 def _epoch(trainer: Trainer, epoch: int, test: ImageData | None, quiet: bool) -> dict[str, Any]:
@@ -173,14 +160,3 @@ def describe(record: dict[str, Any], epochs: int) -> str:
         parts.append(f"test {record['test_accuracy']:.2f} %")
     parts.append(f"{sum(record['seconds'].values()):.1f} s")
     return f"epoch {record['number']} of {epochs}: {', '.join(parts)}"
-
-
-def _open(
-    trainer: Trainer, test: ImageData | None, run_dir: Any, resume: str | bool
-) -> RunDirectory | Unsaved:
-    names = ("epochs", "lr", "momentum", "weight_decay", "batch_size", "padding", "flip", "amp")
-    settings = {n: v for n, v in dataclasses.asdict(trainer.settings).items() if n in names}
-    return open_run(
-        "dense", {**settings, "seed": trainer.seed}, trainer.net, data=trainer.data, test=test,
-        run_dir=run_dir, resume=resume,
-    )  # fmt: skip

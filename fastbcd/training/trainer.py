@@ -198,8 +198,8 @@ class Trainer:
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the parameters, the buffers and the optimizer's tensors, on the CPU."""
-        net = {NET + name: t for name, t in snapshots.take(self.net).items()}
-        return net | {OPTIMIZER + name: t for name, t in self.optimizer_state().items()}
+        net = with_prefix(snapshots.take(self.net), NET)
+        return net | with_prefix(self.optimizer_state(), OPTIMIZER)
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Restore what `state` returned; tensors with another prefix are ignored."""
@@ -228,6 +228,11 @@ class Trainer:
 def training_dtype(net: nn.Module) -> torch.dtype:
     """The dtype that a net is trained in: float64 if it has it, else float32."""
     return torch.promote_types(dtype_of(net), torch.float32)
+
+
+def with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors with `prefix` before their names."""
+    return {prefix + name: t for name, t in tensors.items()}
 
 
 def without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

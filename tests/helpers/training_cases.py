@@ -6,6 +6,7 @@ See tests/training/test_processes.py.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ from fastbcd.runs.directory import RunDirectory
 from fastbcd.runtime import ranks
 from fastbcd.scoring.accuracy import accuracy
 from helpers.nets import make, thinned
-from helpers.rank_cases import on_ranks
+from helpers.rank_cases import on_ranks, said
 from helpers.run_cases import ends_well, fork
 from helpers.start_cases import QUICK, SHORT, data, state
 from helpers.train_cases import SMALL, pair
@@ -70,6 +71,17 @@ def autorep(folder: Path) -> Any:
     return result(start.model, counts=[r["count"] for r in start.history], kept=start.masks.count())
 
 
+def different(folder: Path) -> Any:
+    """Ranks with another budget, other images, or too small a batch."""
+    r = ranks.rank()
+    tiny = dataclasses.replace(SMALL, batch_size=1)
+    return [
+        said(lambda: fastbcd.snl(make("mlp"), data(61), 30 + r, **QUICK)),
+        said(lambda: fastbcd.train(make("mlp"), pair(41, seed=r), epochs=1)),
+        said(lambda: Finetuner(make("mlp"), pair(41), tiny)),
+    ]
+
+
 # ----------------------------------------------------------------------------- a killed run
 
 
@@ -102,6 +114,7 @@ def all_cases(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         case.__name__: [*two, one] for case, two, one in zip(cases, ranked, alone, strict=True)
     }
+    found["different"] = on_ranks(different, folder, 2)
     found["killed"] = not ends_well(fork(lambda: killed(folder / "long")))
     found["saved"] = len((folder / "long" / "history.jsonl").read_text().splitlines())
     found["straight"], found["resumed"] = long_run(None), long_run(folder / "long")

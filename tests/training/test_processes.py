@@ -34,6 +34,13 @@ def test_two_ranks_train_as_one(found, case) -> None:
             assert first[key] == pytest.approx(alone[key], rel=1e-4)
 
 
+def test_ranks_with_different_arguments_are_refused(found) -> None:
+    for budget, data, batch in found["different"]:
+        assert "settings.budget" in budget
+        assert "the digest of data.labels" in data
+        assert batch == "ValueError: 1 samples per batch are too few for 2 ranks"
+
+
 def test_a_killed_run_resumes_to_the_same_result(found) -> None:
     assert found["killed"]
     assert found["saved"] == 3 < len(found["straight"]["records"])
