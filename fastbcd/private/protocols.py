@@ -35,7 +35,7 @@ class Constant:
         return f"{'unknown' if self.value is None else format(self.value, ',g')} ({self.source})"
 
 
-UNKNOWN = Constant(None, "not stated by any source at hand")
+UNKNOWN = Constant(None, "not stated by any source")
 NO_SETUP = Constant(0, "nothing is set up")
 
 

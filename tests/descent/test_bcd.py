@@ -75,7 +75,7 @@ def algorithm_1(net, data, *, budget, drc, rt, adt, seed, train, when):
 
 
 def can_score(name: str, engine: str) -> bool:
-    """Some engines do not take some nets, and say so."""
+    """Some engines refuse some nets, with the reason."""
     net, data = problem(name, 4)
     try:
         fastbcd.score(net, torch.empty(0, 1, dtype=torch.int64), data, engine=engine)

@@ -46,7 +46,7 @@ def python2_batch(images, labels, key="labels", fortran=False):
 
 
 def python3_batch(images, labels, key="labels"):
-    """The same written anew by a Python 3 with its own numpy."""
+    """The same, written again by Python 3 with its own numpy."""
     return pickle.dumps(
         {"data": images.reshape(len(images), -1), key: np.array(labels)}, protocol=4
     )

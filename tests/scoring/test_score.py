@@ -38,7 +38,7 @@ def naive(net, removals, x, labels):
 
 
 def assert_same(found, rows) -> None:
-    """Equal counts, but for images whose two best logits tie within rounding; loss to 1e-5."""
+    """Equal counts, except for images whose two best logits tie within rounding; loss to 1e-5."""
     base, *rest = rows
     assert abs(found.base_correct - base[0]) <= base[2]
     assert found.base_loss == pytest.approx(base[1], abs=1e-5)

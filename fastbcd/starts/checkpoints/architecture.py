@@ -137,7 +137,7 @@ def _masks_by_site(
 
 
 def _recognise(weights: State, path: str) -> dict[str, Any]:
-    """The arguments of `models.build` but for the image size, told from names and shapes."""
+    """The arguments of `models.build` except the image size, inferred from names and shapes."""
     wide, plain = _blocks(weights, r"block(\d)\.layer"), _blocks(weights, r"layer(\d)")
     if not (wide or plain) or "conv1.weight" not in weights:
         raise _unknown(path, f"unknown: its first weights are {listed(list(weights), 4)}")

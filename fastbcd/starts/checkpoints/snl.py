@@ -37,7 +37,7 @@ def load_snl(
     """The net of a checkpoint of SNL or BCD: MaskedReLU sites, in eval mode, ready for `bcd`.
 
     A ReLU is kept where alpha > threshold, as SNL binarises. A file from before that step has soft
-    alphas: the net is the binarised one, and the report says so. `net.import_report` says what was
+    alphas: the net is the binarised one, as the report states. `net.import_report` says what was
     found and ignored.
 
     >>> net = load_snl("snl_best_checkpoint.pth.tar", image_size=32)  # doctest: +SKIP

@@ -69,7 +69,7 @@ def test_a_removal_shrinks_the_form(builds) -> None:
     net, data = thinned(make("resnet")), images(30)
     for step in range(3):
         ids = [masks(net).sample(120, seed=5, step=step, trial=t) for t in range(3)]
-        # Other batches each time, so that the affine part is computed anew.
+        # Other batches each time, so that the affine part is computed again.
         found = score(net, ids, data, Engine("collapsed", batch_size=7 + step))
         truth = score(net, ids, data, engine="sequential")
         assert found.correct.tolist() == truth.correct.tolist()
