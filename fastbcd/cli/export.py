@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    net, size = _from_run(options) if options.source.is_dir() else _from_masks(options)
+    net, size = _from_masks(options) if options.source.is_file() else _from_run(options)
     torch.manual_seed(0)
     off = private.export(net, torch.randn(2, *size), options.out)
     check = "not compared: onnxruntime is missing" if off is None else f"logits differ by {off:.1g}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ from fastbcd.data.images import ImageData
 from fastbcd.masking.masks import mask_modules, plain_names
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
+from fastbcd.scoring.accuracy import dtype_of
 from fastbcd.starts.checkpoints import files as checkpoints_files
 from fastbcd.training.settings import Finetune
 
@@ -163,9 +165,9 @@ def load_data(options: argparse.Namespace) -> tuple[ImageData, ImageData]:
 
 
 def check_device(name: str) -> None:
-    """Raise if tensors cannot be made on the device."""
+    """Raise if tensors with values cannot be made on the device."""
     try:
-        torch.empty(0, device=name)
+        torch.empty(0, device=name).tolist()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         raise ValueError(f"--device {name} cannot be used: {reason}; use --device cpu") from error
@@ -173,7 +175,7 @@ def check_device(name: str) -> None:
 
 def make_net(options: argparse.Namespace, example: Tensor, classes: int) -> nn.Module:
     """The net of --arch or --model for images like the example, with masks, without --weights."""
-    torch.manual_seed(options.seed)
+    torch.manual_seed(options.seed % 2**63)  # a seed beyond it is refused where it is used
     if options.model is None:
         replacement = {} if options.replacement == "identity" else {"replacement": "poly"}
         net = models.build(options.arch, classes, example.shape[-1], in_channels=example.shape[1],
@@ -183,7 +185,7 @@ def make_net(options: argparse.Namespace, example: Tensor, classes: int) -> nn.M
     try:
         mask_modules(net)
     except ValueError:
-        net = fastbcd.convert(net, example, replacement=options.replacement)
+        net = fastbcd.convert(net, example.to(dtype_of(net)), replacement=options.replacement)
     arch: Any = {"model": options.model, "replacement": options.replacement}
     net.arch = arch  # a run records it
     return net.to(options.device)
@@ -238,7 +240,7 @@ def call_model(name: str, example: Tensor) -> nn.Module:
         raise ValueError(f"--model {name} returned a {type(net).__name__}, no nn.Module")
     trial = _in_one_line(f"--model {name}: the net does not take images of {shape}")
     with trial, eval_mode(net.cpu()), torch.no_grad():
-        net(example)
+        net(example.to(dtype_of(net)))
     return net
 
 
@@ -280,7 +282,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if not path.exists():
         raise FileNotFoundError(f"there are no weights at {path}")
     if path.suffix == ".safetensors":
-        tensors = load_file(path)
+        try:
+            tensors = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
         return {short: tensors[name] for name, short in plain_names(tensors).items()}
     content = checkpoints_files.read(path)
     return checkpoints_files.state_of(content, str(path), ("state_dict", "model"))[0]

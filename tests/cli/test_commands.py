@@ -278,6 +278,9 @@ def test_an_adaptive_drc_follows_adt() -> None:
         (BCD.replace("my_nets:small", "my_nets:broken"), "calling it: KeyError: 'stem"),
         (BCD.replace("my_nets:small", "my_nets:sized"), "calling it: TypeError: sized() missing"),
         (BCD.replace("my_nets:small", "my_nets:coloured"), "does not take images of 1×28×28"),
+        (f"{BCD} --weights bad.safetensors", "bad.safetensors is not a readable safetensors file"),
+        (f"{BCD} --seed {10**20}", f"seed={10**20}"),
+        (f"{BCD} --device meta", "--device meta cannot be used: "),
         (f"{BCD} --device cuda", "--device cuda cannot be used: "),
         (f"{BCD} --device abacus", "--device abacus cannot be used: "),
         (BCD.replace("tiny.npz", "none.npz"), "--data none.npz: there is no file none.npz (here: "),
@@ -293,6 +296,7 @@ def test_errors_are_one_line(line, message, capsys) -> None:
     if "cuda" in line and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     Path("bad_nets.py").write_text("1 / 0")
+    Path("bad.safetensors").write_text("no tensors")
     assert fastbcd_(line) == 2
     lines = capsys.readouterr().err.splitlines()
     found = [text for text in lines if not text.startswith("fastbcd: warning: no --weights")]

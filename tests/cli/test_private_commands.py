@@ -139,6 +139,7 @@ def test_options_override_what_a_run_recorded(run, capsys) -> None:
     ("line", "message"),
     [
         ("cost nothing", "there is nothing at nothing"),
+        ("export nothing --out a.pt2", "there is nothing at nothing"),
         ("cost .", "holds no run that has begun"),
         ("cost my_nets.py", "is not a readable safetensors file"),
         ("export out --model my_nets:small --data fashion-mnist-mini --out a.txt", "must end in"),
