@@ -23,17 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from fastbcd.data import pixels
-from fastbcd.data.arrays import (
-    FLOATS,
-    Stats,
-    check_labels,
-    check_values,
-    image_tensor,
-    label_tensor,
-    read_dataset,
-    sampled,
-)
+from fastbcd.data import arrays, pixels
+from fastbcd.data.arrays import Stats, image_tensor, label_tensor
 from fastbcd.data.npz import npz_keys, read_npz
 from fastbcd.runtime.validate import check_whole
 
@@ -64,8 +55,8 @@ class ImageData:
         images = self.images
         if self.ids is None:
             object.__setattr__(self, "ids", torch.arange(len(images), device=images.device))
-        check_values("images", images)
-        if images.dtype != torch.uint8 and images.dtype not in FLOATS:
+        arrays.check_values("images", images)
+        if images.dtype != torch.uint8 and images.dtype not in arrays.FLOATS:
             raise TypeError(f"images are {images.dtype}; they must be uint8, float32 or float64")
         if images.ndim != 4 or 0 in images.shape[1:]:
             raise ValueError(
@@ -84,7 +75,7 @@ class ImageData:
                 raise ValueError(f"{name} has {len(values)} values for {images.shape[1]} channels")
             if not np.isfinite(values).all() or (name == "std" and min(values) <= 0):
                 raise ValueError(f"{name} is {tuple(values)}; it must be finite, and std above 0")
-        check_labels(self.labels.cpu().numpy(), self.classes, "labels")
+        arrays.check_labels(self.labels.cpu().numpy(), self.classes, "labels")
 
     # ------------------------------------------------------------------ where it comes from
 
@@ -145,7 +136,7 @@ class ImageData:
         """
         if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
             return cls.from_arrays(*dataset.tensors, mean=mean, std=std, classes=classes)
-        images, labels = read_dataset(dataset, mean, std)
+        images, labels = arrays.read_dataset(dataset, mean, std)
         return cls.from_arrays(images, labels, mean, std, classes=classes, layout="NCHW")
 
     @classmethod
@@ -153,7 +144,7 @@ class ImageData:
         cls, loader: Any, mean: Stats = None, std: Stats = None, classes: int | None = None
     ) -> ImageData:
         """From the dataset behind a DataLoader, in the dataset's order, whatever its shuffling."""
-        positions = sampled(loader)
+        positions = arrays.sampled(loader)
         data = cls.from_dataset(loader.dataset, mean, std, classes)
         return data if positions is None else data.subset(positions)
 

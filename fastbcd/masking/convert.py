@@ -84,7 +84,13 @@ def convert(
     graph = net.graph
     for node in list(graph.nodes):
         _dropout_as_module(graph, node, twin)
-    expected, shapes = _run(net, example_input)
+    try:
+        before = run_watched(net, example_input, _call_name)
+    except Exception as error:
+        raise ConversionError(
+            f"{type(twin).__name__} does not run on an input of shape "
+            f"{tuple(example_input.shape)}: {str(error).splitlines()[0]}"
+        ) from error
     found = [(node, _kind(node, twin)) for node in graph.nodes]
     wanted = [(n, k) for n, k in found if k and not skipped.matches(_call_name(n), k)]
     relu6 = [_call_name(node) for node, kind in wanted if issubclass(kind, nn.ReLU6)]
@@ -98,7 +104,7 @@ def convert(
         besides = f" besides those skipped ({skipped})" if skipped.entries else ""
         raise ConversionError(f"{type(model).__name__} has no ReLU to mask{besides}")
     for order, (node, name, inplace) in enumerate(calls):
-        shape = _neuron_shape(name, shapes[node], len(example_input))
+        shape = _neuron_shape(name, before.shapes[node], len(example_input))
         masked = activation(shape, device=example_input.device)
         masked.order = order
         owner, _, leaf = name.rpartition(".")
@@ -108,9 +114,9 @@ def convert(
         _replace_call(graph, node, twin, name=name, module=masked, inplace=inplace)
     graph.lint()
     net.recompile()
-    output, uncaptured = run_watched(net, example_input, _call_name)
+    after = run_watched(net, example_input, _call_name)
     modules = dict(net.named_modules())
-    for place, op in uncaptured:
+    for place, op in after.relus:
         kind = type(modules.get(place))
         if place not in skipped.names and not skipped.matches(place, kind):
             raise ConversionError(
@@ -118,7 +124,7 @@ def convert(
                 f"{BY_HAND}"
             )
     skipped.refuse_unknown([name for _, name, _ in calls])
-    if not same_outputs(output, expected):
+    if not same_outputs(after.output, before.output):
         raise ConversionError(
             f"{type(twin).__name__} gives other outputs after conversion: an in-place ReLU changes "
             f"a tensor that is used again through a view; use inplace=False, or {BY_HAND}"
@@ -210,27 +216,6 @@ def _dropout_as_module(graph: fx.Graph, node: fx.Node, twin: nn.Module) -> None:
     p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
     name = _free_name(twin, _owner(node), "dropout")
     _replace_call(graph, node, twin, name=name, module=_DROPOUTS[node.target](p).eval())
-
-
-def _run(net: fx.GraphModule, example_input: Tensor) -> tuple[Any, dict[fx.Node, tuple[int, ...]]]:
-    """The network's output, and the shape of every tensor in its graph."""
-    shapes: dict[fx.Node, tuple[int, ...]] = {}
-
-    class Run(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            result = super().run_node(n)
-            if isinstance(result, Tensor):
-                shapes[n] = tuple(result.shape)
-            return result
-
-    try:
-        with torch.no_grad():
-            return Run(net).run(example_input.clone()), shapes
-    except Exception as error:
-        raise ConversionError(
-            f"{type(net).__name__} does not run on an input of shape "
-            f"{tuple(example_input.shape)}: {str(error).splitlines()[0]}"
-        ) from error
 
 
 # ------------------------------------------------------------------------------- ReLU calls

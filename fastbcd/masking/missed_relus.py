@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -36,26 +36,34 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def run_watched(
-    net: fx.GraphModule, example_input: Tensor, name_of: Callable[[fx.Node], str]
-) -> tuple[Any, list[tuple[str, str]]]:
-    """The net's output, and (place, operator) of every ReLU computed besides the masked ones."""
-    watch = _Watch()
+class Watched(NamedTuple):
+    """What a net computes on an input."""
+
+    output: Any
+    shapes: dict[fx.Node, tuple[int, ...]]  # of every tensor in its graph
+    relus: list[tuple[str, str]]  # place and operator of every ReLU besides the masked ones
+
+
+def run_watched(net: fx.GraphModule, x: Tensor, name_of: Callable[[fx.Node], str]) -> Watched:
+    """Run the net node by node on a copy of x."""
+    watch, shapes = _Watch(), {}
 
     class Run(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             watch.place = name_of(n)
-            return super().run_node(n)
+            result = super().run_node(n)
+            if isinstance(result, Tensor):
+                shapes[n] = tuple(result.shape)
+            return result
 
     # The fused path of transformer layers computes their ReLU inside one kernel.
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad(), watch:
-            output = Run(net).run(example_input.clone())
+            return Watched(Run(net).run(x.clone()), shapes, watch.found)
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
-    return output, watch.found
 
 
 def same_outputs(a: Any, b: Any) -> bool:

@@ -77,17 +77,10 @@ class ResNet(nn.Module):
     arch: dict[str, Any] | None = None  # how a function of fastbcd.models built it
 
     def __init__(
-        self,
-        widths: Sequence[int],
-        blocks: int,
-        num_classes: int,
-        image_size: int,
-        in_channels: int = 3,
-        *,
-        stem_relu: bool = False,
-        shortcut: str = "projection",
+        self, widths: Sequence[int], blocks: int, num_classes: int, image_size: int,
+        in_channels: int = 3, *, stem_relu: bool = False, shortcut: str = "projection",
         replacement: str = "identity",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         check_sizes(
             blocks=blocks, num_classes=num_classes, image_size=image_size, in_channels=in_channels,
@@ -120,14 +113,9 @@ class ResNet(nn.Module):
 
 
 def resnet18(
-    num_classes: int = 10,
-    image_size: int = 32,
-    in_channels: int = 3,
-    *,
-    width: int = 64,
-    stem_relu: bool = False,
-    replacement: str = "identity",
-) -> ResNet:
+    num_classes: int = 10, image_size: int = 32, in_channels: int = 3, *, width: int = 64,
+    stem_relu: bool = False, replacement: str = "identity",
+) -> ResNet:  # fmt: skip
     """SNL's ResNet18: no max-pool, no stem ReLU; 491,520 ReLUs at 32×32, 1,966,080 at 64×64.
 
     stem_relu=True adds a ReLU after the stem: 557,056 at 32×32. width: channels of the first
@@ -149,14 +137,9 @@ def resnet18(
 
 
 def resnet20(
-    num_classes: int = 10,
-    image_size: int = 32,
-    in_channels: int = 3,
-    *,
-    width: int = 16,
-    blocks: int = 3,
-    replacement: str = "identity",
-) -> ResNet:
+    num_classes: int = 10, image_size: int = 32, in_channels: int = 3, *, width: int = 16,
+    blocks: int = 3, replacement: str = "identity",
+) -> ResNet:  # fmt: skip
     """The ResNet-20 of He et al. for CIFAR, with padded shortcuts: 188,416 ReLUs at 32×32.
 
     blocks: per stage, of three stages; 1 gives a ResNet-8, 9 a ResNet-56.

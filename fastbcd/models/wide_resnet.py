@@ -68,16 +68,9 @@ class WideResNet(nn.Module):
     arch: dict[str, Any] | None = None  # how a function of fastbcd.models built it
 
     def __init__(
-        self,
-        depth: int,
-        factor: int,
-        num_classes: int,
-        image_size: int,
-        in_channels: int = 3,
-        *,
-        final_relu: bool = False,
-        replacement: str = "identity",
-    ) -> None:
+        self, depth: int, factor: int, num_classes: int, image_size: int, in_channels: int = 3,
+        *, final_relu: bool = False, replacement: str = "identity",
+    ) -> None:  # fmt: skip
         super().__init__()
         check_sizes(
             depth=depth, factor=factor, num_classes=num_classes, image_size=image_size,
@@ -109,14 +102,9 @@ class WideResNet(nn.Module):
 
 
 def wide_resnet22_8(
-    num_classes: int = 10,
-    image_size: int = 32,
-    in_channels: int = 3,
-    *,
-    factor: int = 8,
-    final_relu: bool = False,
-    replacement: str = "identity",
-) -> WideResNet:
+    num_classes: int = 10, image_size: int = 32, in_channels: int = 3, *, factor: int = 8,
+    final_relu: bool = False, replacement: str = "identity",
+) -> WideResNet:  # fmt: skip
     """SNL's Wide-ResNet-22-8: 1,359,872 ReLUs at 32×32, 5,439,488 at 64×64.
 
     final_relu=True adds a ReLU after the last batch norm, as the original has it: 1,392,640 at

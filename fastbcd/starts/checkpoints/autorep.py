@@ -13,29 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd.starts.checkpoints.architecture import Expected, import_net
-from fastbcd.starts.checkpoints.files import (
-    CheckpointError,
-    ImportReport,
-    State,
-    read,
-    state_of,
-)
+from fastbcd.starts.checkpoints.files import CheckpointError, ImportReport, State, read, state_of
 
 _SHARED = re.compile(r"(?:(.*)\.)?((?:alpha_mask|alpha_aux|poly_para)_\d+_\d+|bn_\d+\..+|itr_cnt)$")
 _REFRESHED = 508  # iterations in which AutoReP refreshes coefficients; itr_cnt stops there
 
 
 def load_autorep(
-    path: str | os.PathLike[str],
-    *,
-    scale_x2: float | None = None,
-    clip2: float | None = None,
-    scale_x1: float = 1.0,
-    threshold: float = 3e-3,
-    arch: str | None = None,
-    num_classes: int | None = None,
-    image_size: int | None = None,
-) -> nn.Module:
+    path: str | os.PathLike[str], *, scale_x2: float | None = None, clip2: float | None = None,
+    scale_x1: float = 1.0, threshold: float = 3e-3, arch: str | None = None,
+    num_classes: int | None = None, image_size: int | None = None,
+) -> nn.Module:  # fmt: skip
     """The net of a checkpoint of AutoReP: MaskedPoly sites, in eval mode, ready for `bcd`.
 
     The file does not hold all of AutoReP's settings. These must be as they were in training:

@@ -20,12 +20,9 @@ from fastbcd.starts.checkpoints.files import (
 
 
 def load_relupruner(
-    path: str | os.PathLike[str],
-    *,
-    arch: str | None = None,
-    num_classes: int | None = None,
+    path: str | os.PathLike[str], *, arch: str | None = None, num_classes: int | None = None,
     image_size: int | None = None,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """The net of a checkpoint of ReLUPruner: MaskedReLU sites, in eval mode, ready for `bcd`.
 
     `net.import_report` says what was found and ignored.

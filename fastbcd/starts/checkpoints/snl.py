@@ -27,13 +27,9 @@ from fastbcd.starts.checkpoints.files import (
 
 
 def load_snl(
-    path: str | os.PathLike[str],
-    *,
-    arch: str | None = None,
-    num_classes: int | None = None,
-    image_size: int | None = None,
-    threshold: float = 1e-2,
-) -> nn.Module:
+    path: str | os.PathLike[str], *, arch: str | None = None, num_classes: int | None = None,
+    image_size: int | None = None, threshold: float = 1e-2,
+) -> nn.Module:  # fmt: skip
     """The net of a checkpoint of SNL or BCD: MaskedReLU sites, in eval mode, ready for `bcd`.
 
     A ReLU is kept where alpha > threshold, as SNL binarises. A file from before that step has soft
