@@ -21,9 +21,9 @@ from fastbcd import Finetuner
 from fastbcd.runs.directory import RunDirectory
 from fastbcd.runtime import ranks
 from fastbcd.scoring.accuracy import accuracy
+from helpers.kill_cases import fork, succeeds
 from helpers.nets import make, thinned
 from helpers.rank_cases import on_ranks, said
-from helpers.run_cases import ends_well, fork
 from helpers.start_cases import QUICK, SHORT, data, state
 from helpers.train_cases import SMALL, pair
 
@@ -115,7 +115,7 @@ def all_cases(folder: Path) -> dict[str, Any]:
         case.__name__: [*two, one] for case, two, one in zip(cases, ranked, alone, strict=True)
     }
     found["different"] = on_ranks(different, folder, 2)
-    found["killed"] = not ends_well(fork(lambda: killed(folder / "long")))
+    found["killed"] = not succeeds(fork(lambda: killed(folder / "long")))
     found["saved"] = len((folder / "long" / "history.jsonl").read_text().splitlines())
     found["straight"], found["resumed"] = long_run(None), long_run(folder / "long")
     found["again"] = long_run(folder / "long")

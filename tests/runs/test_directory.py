@@ -1,12 +1,10 @@
-"""Run directories: killed at any moment a run ends as if it had not been; damage is told."""
+"""Run directories: resuming, refusals, damaged files, full disks. Kills are in tests/hostile."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +18,6 @@ from fastbcd.runs.files import State, read_state, state_bytes
 from fastbcd.runtime.atomic_files import write_atomically
 from helpers.run_cases import contents, records, small_net, small_run
 
-CASES = Path(__file__).parents[1] / "helpers" / "run_cases.py"
 FAST = {"finetune": None, "drc": 30, "rt": 1, "test": None}
 
 
@@ -30,43 +27,6 @@ def config_of(**settings) -> dict:
     data = fastbcd.load("fashion-mnist-mini").first(4)
     settings = {**search, "proposal": "uniform", **settings}
     return snapshots.run_config("run", settings, small_net(), data=data, test=None)
-
-
-@pytest.fixture(scope="module")
-def children(tmp_path_factory) -> dict:
-    """What happened to child processes that were killed, or ran out of room."""
-    command = [sys.executable, str(CASES), str(tmp_path_factory.mktemp("children"))]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_killed_at_random_moments(children) -> None:
-    found = children["random"]
-    assert "failed" not in found, found["failed"]
-    assert found["kills"] >= 15
-    assert len(found["steps"]) > 1, "some kills fell between steps"
-
-
-def test_killed_between_any_two_operations(children) -> None:
-    """Before every rename, sync, removal and half of a write of three steps and their beginning."""
-    found = children["operations"]
-    assert "failed" not in found, found["failed"]
-    assert found["operations"] > 40
-
-
-def test_killed_while_the_history_is_mended(children) -> None:
-    found = children["mending"]
-    assert "failed" not in found, found["failed"]
-    assert found["operations"] > 4
-
-
-def test_a_disk_that_takes_no_more(children) -> None:
-    """A real limit on the size of files: the state does not fit."""
-    found = children["limit"]
-    assert "step 2 could not be written into the run directory" in found["error"]
-    assert "File too large" in found["error"]
-    assert (found["stands"], found["done"]) == (1, 5)
 
 
 # ------------------------------------------------------------------------------- resume
