@@ -84,7 +84,8 @@ class Trainer:
         tensors = (*self.net.parameters(), *self.net.buffers())
         narrow = [(t, t.dtype) for t in tensors if t.dtype in (torch.float16, torch.bfloat16)]
         turned = [p for p in self.net.parameters() if p.ndim == 4 and p.is_contiguous()]
-        with kept_memory(), train_mode(self.net, self.model):
+        own_precision = torch.autocast(self.data.device.type, enabled=False)
+        with kept_memory(), own_precision, train_mode(self.net, self.model):
             try:
                 for t, _ in narrow:
                     t.data = t.data.float()

@@ -167,3 +167,30 @@ def test_a_weight_that_is_not_finite_after_the_last_batch_is_named() -> None:
     net = make("mlp")
     with pytest.raises(FloatingPointError, match=r"the weight 1\.weight is not finite in epoch 0"):
         Finetuner(net, pair(), Finetune(epochs=1, lr=1e300, batch_size=40)).run(step=0)
+
+
+# -------------------------------------------------------------------------------- precision
+
+
+@pytest.fixture
+def ieee_convolutions():
+    place = torch.backends.cudnn.conv
+    before = place.fp32_precision
+    place.fp32_precision = "ieee"
+    yield place
+    place.fp32_precision = before
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_precision_set_by_the_user_is_restored(way, ieee_convolutions) -> None:
+    WAYS[way](make("mlp"), pair())
+    assert ieee_convolutions.fp32_precision == "ieee"
+
+
+def test_an_autocast_around_the_call_changes_nothing() -> None:
+    net, teacher = make("resnet"), make("resnet")
+    other = copy.deepcopy(net)
+    Finetuner(net, pair(), SMALL, teacher).run(step=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        Finetuner(other, pair(), SMALL, teacher).run(step=0)
+    assert_same(weights(net), weights(other))
