@@ -47,32 +47,26 @@ class GatheredReLU(nn.Module):
         return f"{len(self.kept):,} ReLUs"
 
 
-class GatheredPoly(nn.Module):
+class GatheredPoly(GatheredReLU):
     """ReLU at `kept`, c2*z² + c1*z + c0 at `removed`, coef [3, C] by the unit's `channel`."""
 
-    kept: Tensor
     removed: Tensor
     channel: Tensor
 
     def __init__(self, mask: Tensor, coef: nn.Parameter) -> None:
-        super().__init__()
+        super().__init__(mask)
         self.coef = coef
-        self.register_buffer("kept", mask.flatten().nonzero().flatten())
         self.register_buffer("removed", mask.logical_not().flatten().nonzero().flatten())
         self.register_buffer("channel", self.removed // mask[0].numel())
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, *shape] -> [B, *shape]."""
-        flat = x.flatten(1)
-        small = compute_dtype(x.dtype)
+        flat, small = x.flatten(1), compute_dtype(x.dtype)
         z = flat.index_select(1, self.removed).to(small)
         c0, c1, c2 = self.coef.to(small).index_select(1, self.channel)
         # c2*z² + c1*z + c0, in the order of operations of reference.py
         y = flat.index_copy(1, self.removed, ((c2 * z + c1) * z + c0).to(x.dtype))
-        if len(self.kept):
-            relus = torch.relu(flat.index_select(1, self.kept))
-            y = y.index_copy(1, self.kept, relus)
-        return y.reshape(x.shape)
+        return (super().forward(y) if len(self.kept) else y).reshape(x.shape)
 
     def extra_repr(self) -> str:
         return f"{len(self.kept):,} ReLUs, {len(self.removed):,} quadratics"
