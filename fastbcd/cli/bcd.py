@@ -34,7 +34,9 @@ FINETUNING: common.Values = {
     "epochs": (20, "per step; 0: no fine-tuning"),
     "lr": (1e-3, ""),
     "batch_size": (128, ""),
+    "momentum": (0.9, "of SGD"),
     "weight_decay": (5e-4, ""),
+    "padding": (4, "of the random crop"),
     **common.DISTILLATION,
 }
 # The options that can be given with --recipe; the recipe fixes the others.
@@ -145,6 +147,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--finetune-when", choices=WHEN, default="every_step", help="(%(default)s)")
     add("--teacher", type=Path, metavar="PATH", help="weights of the dense net (none)")
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="(%(default)s)")
+    add("--flip", action=argparse.BooleanOptionalAction, default=True, help="random flips")
+    add("--amp", action=argparse.BooleanOptionalAction, help="bfloat16 autocast (on CUDA only)")
     add("--compile", action="store_true", help="torch.compile the training step")
     return parser
 
@@ -158,7 +162,7 @@ def _run(options: argparse.Namespace) -> None:
         name = (options.model or options.arch) if plain else options.weights
         common.say(f"{name} on {options.data}: {masks.count():,} of {masks.total:,} ReLUs, test "
                    f"{accuracy:.2f} %")  # fmt: skip
-    tuning = common.chosen(options, (*FINETUNING, "optimizer", "compile"))
+    tuning = common.chosen(options, (*FINETUNING, "optimizer", "flip", "amp", "compile"))
     proposal = options.proposal
     if options.saliency_temperature is not None:
         proposal = fastbcd.Saliency(options.saliency_temperature)

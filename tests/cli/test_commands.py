@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import signal
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import fastbcd
+from fastbcd.cli import bcd as bcd_command
 from fastbcd.cli import demo
 from fastbcd.cli import main as cli
 from fastbcd.cli import options as common
@@ -252,6 +254,18 @@ def test_the_temperature_of_saliency_is_used(monkeypatch) -> None:
     assert [r["tried"] for r in records("default")] == [2, 2, 2]
     settings = json.loads(Path("default/config.json").read_text())["settings"]
     assert settings["proposal"]["temperature"] == fastbcd.Saliency().temperature
+
+
+def test_every_setting_of_the_fine_tuning_is_an_option() -> None:
+    line = f"{BCD} --quiet --epochs 1 --padding 1 --momentum 0.5 --no-flip --amp --run-dir tuned"
+    assert fastbcd_(line) == 0
+    tuning = json.loads(Path("tuned/config.json").read_text())["settings"]["finetune"]
+    assert {k: tuning[k] for k in ("padding", "momentum", "flip", "amp")} == {
+        "padding": 1, "momentum": 0.5, "flip": False, "amp": True,
+    }  # fmt: skip
+    options = vars(bcd_command._parser().parse_args(["--budget", "3"]))
+    fields = {field.name for field in dataclasses.fields(fastbcd.Finetune)}
+    assert fields - options.keys() == {"teacher_cache"}
 
 
 def test_an_adaptive_drc_follows_adt() -> None:
