@@ -305,5 +305,6 @@ def _graph_module(twin: nn.Module, graph: fx.Graph) -> fx.GraphModule:
 def _strip_prefixes(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Load a checkpoint of a wrapped model: prefixes that all its names have are removed."""
     if prefix == "" and not state_dict.keys() & module.state_dict().keys():
+        own = {plain: key for key, plain in plain_names(module.state_dict()).items()}
         for key, plain in plain_names(state_dict).items():
-            state_dict[plain] = state_dict.pop(key)
+            state_dict[own.get(plain, plain)] = state_dict.pop(key)

@@ -24,6 +24,7 @@ from fastbcd import (
     MaskSet,
     Site,
 )
+from fastbcd.masking.masks import plain_names
 
 
 def some_masks() -> MaskSet:
@@ -303,3 +304,64 @@ def test_a_copy_of_a_live_view_does_not_follow_the_net() -> None:
     net[1].mask.zero_()
     assert again.count() == 4
     assert before.copy() == before
+
+
+class Both(nn.Module):
+    """A net with parts called `fc` and `module.fc`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Sequential(nn.Linear(16, 20), MaskedReLU(20))
+        self.module = nn.ModuleDict({"fc": nn.Sequential(nn.Linear(20, 25), MaskedReLU(25))})
+        self.out = nn.Linear(25, 3)
+
+    def forward(self, x):
+        return self.out(self.module["fc"](self.fc(x.flatten(1))))
+
+
+def test_a_part_called_module_is_no_wrapper(tmp_path) -> None:
+    net, data = Both(), (torch.randn(20, 1, 4, 4), torch.arange(20) % 3)
+    assert fastbcd.masks(net).counts() == {"fc.1": 20, "module.fc.1": 25}
+    wrapped = nn.DataParallel(copy.deepcopy(net), device_ids=[])
+    assert fastbcd.masks(wrapped).counts() == fastbcd.masks(net).counts()
+    fastbcd.bcd(net, data, 5, drc=20, rt=1, finetune=None, run_dir=tmp_path / "run")
+    assert fastbcd.masks(net).count() == 5
+    other = fastbcd.load_run(tmp_path / "run", model=Both()).model
+    assert all(torch.equal(other.state_dict()[k], t) for k, t in net.state_dict().items())
+
+
+def test_only_module_names_are_loaded_as_they_are() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+
+        def forward(self, x):
+            return self.module(x)
+
+    net = fastbcd.convert(Inner(), torch.zeros(1, 4))
+    fresh = fastbcd.convert(Inner(), torch.zeros(1, 4))
+    fresh.load_state_dict(net.state_dict())
+    assert torch.equal(fresh.module[0].weight, net.module[0].weight)
+    fresh.load_state_dict({f"module.{k}": v for k, v in net.state_dict().items()})
+
+
+def test_names_that_collide_are_refused() -> None:
+    names = ["a._orig_mod.weight", "a.weight"]
+    with pytest.raises(ValueError, match=r"two tensors have the same name, 'a\.weight'"):
+        plain_names(names)
+
+
+def test_a_single_id_without_dimensions() -> None:
+    masks = MaskSet.full({"a": (4,)})
+    assert masks.without(torch.tensor(2)).bits.tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("seed", [2 * 10**13, 2**62, 2**63 - 1])
+def test_large_seeds(seed) -> None:
+    masks = MaskSet.full({"a": (40,)})
+    drawn = masks.sample(10, seed=seed, step=2**40, trial=3)
+    assert torch.equal(drawn, masks.sample(10, seed=seed, step=2**40, trial=3))
+    assert len(set(drawn.tolist())) == 10
+    with pytest.raises(ValueError, match="must lie in 0"):
+        masks.sample(10, seed=2**63, step=0, trial=0)

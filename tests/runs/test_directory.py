@@ -289,11 +289,22 @@ def test_an_error_lets_go_of_the_lock(tmp_path) -> None:
     RunDirectory(tmp_path, config_of(), "auto").close()
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path) -> None:
-    left = tmp_path / ".state.safetensors.123.tmp"
-    left.write_bytes(b"half")
+def test_only_what_a_killed_run_left_is_removed(tmp_path) -> None:
+    """Temporary files of the user stay, and a directory that is refused is not changed at all."""
+    own = [".notes.tmp", ".state.safetensors.mine.tmp", ".model.pt.123.tmp", "x.tmp"]
+    left = [".state.safetensors.123.tmp", ".history.jsonl.7.tmp"]
+    for name in (*own, *left):
+        (tmp_path / name).write_bytes(b"half")
+    with pytest.raises(FileExistsError, match="is not empty"):
+        RunDirectory(tmp_path, config_of(), "never")
+    assert {p.name for p in tmp_path.iterdir()} == {".lock", *own, *left}
     RunDirectory(tmp_path, config_of(), "auto").close()
-    assert not left.exists()
+    assert {p.name for p in tmp_path.iterdir()} == {".lock", "config.json", *own}
+    for name in left:
+        (tmp_path / name).write_bytes(b"half")
+    with pytest.raises(ValueError, match="holds another run"):
+        RunDirectory(tmp_path, config_of(drc=5), "auto")
+    assert {p.name for p in tmp_path.iterdir()} == {".lock", "config.json", *own, *left}
 
 
 def test_states_keep_every_dtype(tmp_path) -> None:
