@@ -7,7 +7,8 @@
 A *view* of an image is what a random crop with zero padding p and a horizontal flip can make of
 it: number v = (top·(2p+1) + left)·2 + flip, with top and left counted in the padded image, so
 there are (2p+1)²·2 of them (162 for p = 4). Which view a sample takes, and the order of samples,
-are pure functions of (seed, step, epoch, sample id): not of batches, devices or processes.
+are pure functions of (seed, step, epoch, sample id): not of batches, devices or processes. The
+padding is 0 before normalising: black for uint8 images, 0 for floats.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def test_bytes_are_normalised_only_by_what_is_given():
 
 @pytest.mark.parametrize("name", ["ToTensor", "scaled by 1/255", "Normalize", "random floats"])
 def test_float_datasets_are_used_as_they_are(name):
-    """In `as_data`, and through `score`: the net sees the floats of the Dataset."""
+    """In `as_data`, `score` and `bcd`: the net sees the floats of the Dataset."""
     random = torch.randn(12, 3, 6, 5, generator=torch.Generator().manual_seed(0))
     images = random if name == "random floats" else RAW.images
     transform = TRANSFORMS.get(name, lambda x: x)
@@ -79,6 +79,11 @@ def test_float_datasets_are_used_as_they_are(name):
         scores = fastbcd.score(net, removals, data)
         assert scores.base_correct == correct
         assert torch.equal(scores.loss, expected.loss)
+    finetune = fastbcd.Finetune(epochs=1, padding=1, batch_size=4)
+    options = {"budget": 2, "drc": 1, "rt": 2, "finetune": finetune, "test": items}
+    runs = [fastbcd.bcd(net, data, **options) for data in (items, (floats, RAW.labels))]
+    assert runs[0].masks == runs[1].masks
+    assert torch.equal(runs[0].model[1].weight, runs[1].model[1].weight)
 
 
 X = np.zeros((3, 3, 4, 4), np.uint8)

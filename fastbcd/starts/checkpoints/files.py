@@ -61,7 +61,10 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
             with zipfile.ZipFile(path) as archive:
                 unpacked = sum(member.file_size for member in archive.infolist())
             if unpacked > path.stat().st_size:  # torch.save does not compress
-                raise ValueError(f"it unpacks to {unpacked:,} bytes, more than the file has")
+                raise ValueError(
+                    f"it unpacks to {unpacked:,} bytes, more than the file has: write it with "
+                    f"torch.save, uncompressed"
+                )
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(_refusal(path, str(error))) from error
