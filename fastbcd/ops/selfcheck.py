@@ -32,6 +32,28 @@ OPS = {
     "indicator_poly": ("x", "coef", "aux", "residual"),
     "norm_relu": ("x", "weight", "bias", "residual"),
 }
+# The arguments of reference.<op> and of reference.<op>_backward, and the results of the latter.
+FORMULAS = {
+    "masked_relu": (
+        "x mask scale shift residual trials",
+        "grad y mask x_if_affine scale trials x_shared residual_shared",
+        "dx dresidual daffine",
+    ),
+    "masked_poly": (
+        "x mask coef scale shift residual trials",
+        "grad x mask coef scale shift residual trials",
+        "dx dresidual dcoef daffine",
+    ),
+    "soft_relu": ("x alpha residual", "grad x alpha residual", "dx dalpha"),
+    "indicator_poly": (
+        "x mask coef aux residual", "grad x mask coef residual", "dx dcoef dmask",
+    ),
+    "norm_relu": (
+        "x weight bias mask residual eps",
+        "grad y x weight mask statistics eps",
+        "dx dresidual dparameters",
+    ),
+}  # fmt: skip
 SALIENCY = ("saliency", "saliency_poly")  # of a masked ReLU, absolute; of a polynomial, signed
 TRIALS = ("none", "stacked", "shared x", "shared residual", "both shared")
 SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 6e4)
@@ -84,8 +106,15 @@ def comparisons(device: str) -> Iterator[tuple[str, list[str]]]:
 def compare(case: Case, device: str = "cpu", seed: int = 0, ulps: int = 0) -> list[str]:
     """The differences between an op and its reference, forward and backward."""
     given = arguments(case, device, seed)
-    found = results(case, given)
-    return differences(found, expected(case, given, found), ulps)
+    return disagreement(case, given, results(case, given), ulps)
+
+
+def disagreement(
+    case: Case, given: dict[str, Any], found: dict[str, Tensor], ulps: int = 0
+) -> list[str]:  # fmt: skip
+    """How the results `found` of an op differ from those of the reference."""
+    wanted = expected(case, given, found)
+    return differences(found, wanted, ulps, sums_only=case.op == "norm_relu")
 
 
 def arguments(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
@@ -150,13 +179,13 @@ def ordered(t: Tensor, site_dims: int, order: str) -> Tensor:
 
 def function_of(case: Case, given: dict[str, Any]) -> Callable[..., Any]:
     """The op of a case as a function of its differentiable arguments."""
-    trials = {"mask": given["mask"], "trials": case.stacked}
+    mask = given["mask"]
     functions: dict[str, Callable[..., Any]] = {
-        "masked_relu": partial(masked_relu, **trials),
-        "masked_poly": partial(masked_poly, **trials),
+        "masked_relu": partial(masked_relu, mask=mask, trials=case.stacked),
+        "masked_poly": partial(masked_poly, mask=mask, trials=case.stacked),
         "soft_relu": soft_relu,
-        "indicator_poly": partial(indicator_poly, mask=given["mask"]),
-        "norm_relu": lambda **a: norm_relu(mask=given["mask"], **a)[0],
+        "indicator_poly": partial(indicator_poly, mask=mask),
+        "norm_relu": lambda **a: norm_relu(mask=mask, **a)[0],
     }
     return functions[case.op]
 
@@ -181,8 +210,8 @@ def results(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
 
 def _saliency_arguments(case: Case, given: dict[str, Any]) -> tuple:
     poly = case.op == "saliency_poly"
-    grad, x, mask, coef, residual = (given[n] for n in ("grad", "x", "mask", "coef", "residual"))
-    return grad, x, mask, coef if poly else None, residual, not poly
+    coef = given["coef"] if poly else None
+    return given["grad"], given["x"], given["mask"], coef, given["residual"], not poly
 
 
 def expected(case: Case, given: dict[str, Any], found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -190,57 +219,47 @@ def expected(case: Case, given: dict[str, Any], found: dict[str, Tensor]) -> dic
     if case.op in SALIENCY:
         dx, sums = reference.saliency_backward(*_saliency_arguments(case, given))
         return {"dx": dx, "sums": sums}
-    x, mask, coef, residual = (given[n] for n in ("x", "mask", "coef", "residual"))
-    grad = given["grad"].expand_as(found["y"])
-    tail = (given["scale"], given["shift"], residual, case.stacked)
-    truth: dict[str, Any] = {}
-    if case.op == "masked_relu":
-        truth["y"] = reference.masked_relu(x, mask, *tail)
-        shared = [t is not None and is_shared(t, mask, case.stacked) for t in (x, residual)]
-        affine = x if case.affine else None
-        truth["dx"], truth["dresidual"], both = reference.masked_relu_backward(
-            grad, found["y"], mask, affine, given["scale"], case.stacked, *shared
-        )
-    elif case.op == "masked_poly":
-        truth["y"] = reference.masked_poly(x, mask, coef, *tail)
-        truth["dx"], truth["dresidual"], truth["dcoef"], both = reference.masked_poly_backward(
-            grad, x, mask, coef, *tail
-        )
-    if case.op.startswith("masked"):
-        truth["dscale"], truth["dshift"] = (None, None) if both is None else both
-    elif case.op == "soft_relu":
-        truth["y"] = reference.soft_relu(x, given["alpha"], residual)
-        backward = reference.soft_relu_backward(grad, x, given["alpha"], residual)
-        truth["dx"], truth["dalpha"] = backward
-        truth["dresidual"] = truth["dx"]
-    elif case.op == "indicator_poly":
-        truth["y"] = reference.masked_poly(x, mask, coef, None, None, residual)
-        dx, truth["dcoef"], dmask = reference.indicator_poly_backward(grad, x, mask, coef, residual)
-        truth["dx"] = truth["dresidual"] = dx
-        truth["daux"] = softplus(given["aux"]) * dmask
-    else:
-        parameters = (x, given["weight"], given["bias"], mask, residual, 1e-5)
-        truth["y"], statistics = reference.norm_relu(*parameters)
-        truth["dx"], truth["dresidual"], both = reference.norm_relu_backward(
-            grad, found["y"], x, given["weight"], mask, statistics, 1e-5
-        )
-        truth["dweight"], truth["dbias"] = both
+    x, mask, residual = given["x"], given["mask"], given["residual"]
+    values = {
+        **given, "y": found["y"], "grad": given["grad"].expand_as(found["y"]),
+        "trials": case.stacked, "x_shared": is_shared(x, mask, case.stacked),
+        "residual_shared": residual is not None and is_shared(residual, mask, case.stacked),
+        "x_if_affine": x if case.affine else None, "eps": 1e-5,
+    }  # fmt: skip
+    inputs, backward_inputs, outputs = (names.split() for names in FORMULAS[case.op])
+    y = getattr(reference, case.op)(*(values[n] for n in inputs))
+    if case.op == "norm_relu":
+        y, values["statistics"] = y
+    backward = getattr(reference, f"{case.op}_backward")
+    gradients = backward(*(values[n] for n in backward_inputs))
+    truth: dict[str, Any] = dict(zip(outputs, gradients, strict=True))
+    truth = {"y": y, "dresidual": truth["dx"], **truth}
+    for both, names in (("daffine", ("dscale", "dshift")), ("dparameters", ("dweight", "dbias"))):
+        if truth.get(both) is not None:
+            truth |= dict(zip(names, truth[both], strict=True))
+    if "dmask" in truth:
+        truth["daux"] = softplus(given["aux"]) * truth["dmask"]
     return {name: truth[name] for name in found}
 
 
 def differences(
-    found: dict[str, Tensor], wanted: dict[str, Tensor], ulps: int = 0
-) -> list[str]:  # fmt: skip
-    """How results differ: elementwise ones to the bit (or `ulps` in bf16), sums to rounding."""
+    found: dict[str, Tensor],
+    wanted: dict[str, Tensor],
+    ulps: int = 0,
+    sums_only: bool = False,
+) -> list[str]:
+    """How results differ: elementwise ones to the bit (or `ulps` in bf16), sums to rounding.
+
+    sums_only: every result depends on sums, as in a batch norm.
+    """
     lines = []
-    batch_norm = "dweight" in wanted  # all its values depend on sums
     for name, want in wanted.items():
         got = found[name]
         if got.shape != want.shape or got.dtype != want.dtype:
             lines.append(f"{name} is {got.dtype} {tuple(got.shape)}, not {tuple(want.shape)}")
             continue
         same = (got == want) | (got.isnan() & want.isnan())
-        if batch_norm or name not in ("y", "dx", "dresidual"):
+        if sums_only or name not in ("y", "dx", "dresidual"):
             channel = 0 if name in ("dalpha", "daux", "sums") or want.ndim == 1 else 1
             same |= _near(got.movedim(channel, 0), want.movedim(channel, 0)).movedim(0, channel)
         elif ulps and want.dtype == torch.bfloat16:

@@ -8,18 +8,14 @@ import pytest
 import torch
 
 from fastbcd import MaskedPoly, MaskedReLU, ops
-from fastbcd.ops.selfcheck import TRIALS, Case, arguments, function_of, leaves
+from fastbcd.ops.selfcheck import FORMULAS, TRIALS, Case, arguments, function_of, leaves
 from helpers.op_cases import DIFFERENTIABLE, MASKED, ORDERS, equal, truth
 
 OPERATORS = torch.ops.fastbcd
 SITE = (2, 3, 3, 4, 2)
 # The arguments of each operator, by name.
 ARGUMENTS = {
-    "masked_relu": "x mask scale shift residual trials",
-    "masked_poly": "x mask coef scale shift residual trials",
-    "soft_relu": "x alpha residual",
-    "indicator_poly": "x mask coef aux residual",
-    "norm_relu": "x weight bias mask residual eps",
+    **{op: FORMULAS[op][0] for op in DIFFERENTIABLE},
     "masked_relu_out": "x mask scale shift residual trials out",
     "masked_poly_out": "x mask coef scale shift residual trials out",
     "masked_relu_backward": "grad y mask x scale trials x_shared residual_shared yes",

@@ -1,0 +1,90 @@
+"""The C++ kernels built with -fsanitize=address: no op reads or writes beyond its memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TESTS = ["tests/ops/test_ops.py", "tests/ops/test_memory.py", "tests/ops/test_masked.py",
+         "tests/ops/test_norm.py", "tests/hostile/test_ops_fuzz.py"]  # fmt: skip
+WRITE_BEYOND = """
+import torch
+from fastbcd import kernels
+ops, x = torch.ops.fastbcd_cpu, torch.zeros(4096)
+x.untyped_storage().resize_(64)  # x still has 4096 elements
+mask = torch.ones(4096, dtype=torch.uint8)
+ops.masked_relu_forward.default(x, x, mask, None, None, None, [1, 1, 4096, 1, 0, 0, 0, 0])
+"""
+
+
+def libasan() -> str | None:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return None
+    found = subprocess.run(
+        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True
+    ).stdout.strip()
+    return found if Path(found).is_file() else None
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory) -> dict[str, str]:
+    """The environment of a process that uses kernels built with the sanitizer."""
+    library = libasan()
+    if library is None:
+        pytest.skip("g++ has no libasan")
+    source = tmp_path_factory.mktemp("sanitized")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    ignored = shutil.ignore_patterns("*.so", "build.json", "__pycache__")
+    for name in ("fastbcd", "kernels"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    flags = "-fsanitize=address -fno-omit-frame-pointer"
+    environment = {**os.environ, "CFLAGS": flags, "CXXFLAGS": flags, "LDFLAGS": flags}
+    done = subprocess.run(
+        [sys.executable, "setup.py", "build_py", "--build-lib", "out",
+         "build_ext", "--build-lib", "out", "--build-temp", "tmp"],
+        cwd=source, capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (built,) = (source / "out" / "fastbcd" / "kernels" / "cpu").glob("_kernels*.so")
+    assert b"__asan_report" in built.read_bytes()
+    return {
+        **os.environ,
+        "LD_PRELOAD": library,
+        "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",
+        "PYTHONPATH": os.pathsep.join([str(source / "out"), str(ROOT / "tests")]),
+        "PYTHONMALLOC": "malloc",
+    }
+
+
+def run(environment: dict[str, str], *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=cwd, capture_output=True, text=True,
+        timeout=7200,
+    )  # fmt: skip
+
+
+@pytest.mark.long
+def test_the_sanitizer_is_active(sanitized, tmp_path) -> None:
+    """A call that would read beyond its memory is found, so the next test can fail."""
+    done = run(sanitized, "-c", WRITE_BEYOND, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "AddressSanitizer" in done.stderr
+
+
+@pytest.mark.long
+def test_no_op_leaves_its_memory(sanitized, tmp_path) -> None:
+    where = "import fastbcd.kernels.cpu as c; print(c.__file__)"
+    assert str(ROOT) not in run(sanitized, "-c", where, cwd=tmp_path).stdout
+    paths = [str(ROOT / path) for path in TESTS]
+    quick = ("-m", "not long", "-x", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"))
+    environment = {**sanitized, "FASTBCD_HOSTILE_SECONDS": "0"}
+    done = run(environment, "-m", "pytest", *quick, *paths, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
