@@ -1,0 +1,62 @@
+"""Random networks of all accepted operations: every engine gives the logits of the plain net."""
+
+from __future__ import annotations
+
+import torch
+
+import fastbcd
+from fastbcd.scoring.score import prepared, read
+from helpers.hostile import seeds
+from helpers.nets import thinned
+from helpers.random_nets import random_net
+
+
+def differences(net, engine: str, seed: int) -> float | str:
+    """The largest relative difference from the net over random hypotheses, or why it refused."""
+    generator = torch.Generator().manual_seed(seed)
+    x = 3 * torch.randn(5, 4, 8, 8, generator=generator)
+    data = (x, torch.arange(5))
+    images, masks = read(net, data)
+    kept = masks.bits.nonzero().flatten()
+    removals = [kept[torch.rand(len(kept), generator=generator) < p] for p in (0.1, 0.5, 1.0)]
+    removals += [kept[-2:], kept[len(kept) // 2 :][:1]]
+    try:
+        with prepared(net, masks, removals, images, fastbcd.Engine(engine, batch_size=4)) as plan:
+            assert plan.engine.name == engine
+            work = plan.engine.prepare(dict(enumerate(removals)), 1 + seed % 4)
+            found: dict[int, torch.Tensor] = {}
+            with torch.inference_mode():
+                given = x.double().contiguous(memory_format=plan.engine.memory_format)
+                for numbers, logits in plan.engine.logits(given, work, True):
+                    found.update(zip(numbers, logits.clone(), strict=True))
+    except ValueError as error:
+        return str(error)
+    worst = 0.0
+    for number, logits in found.items():
+        fastbcd.set_masks(net, masks if number < 0 else masks.without(removals[number]))
+        with torch.no_grad():
+            truth = net(x.double())
+        worst = max(worst, float((logits - truth).abs().max() / truth.abs().max()))
+    fastbcd.set_masks(net, masks)
+    return worst
+
+
+def attack(seed: int, nonlinear: bool) -> dict[str, float | str]:
+    net = random_net(seed, steps=4 + seed % 9, nonlinear=nonlinear)
+    net = thinned(net, (0.02, 0.1, 0.5)[seed % 3])
+    found = {}
+    for engine in ("stacked", "collapsed"):
+        found[engine] = differences(net, engine, seed)
+        if isinstance(found[engine], float):
+            operations = [name for name, _ in net.ops]
+            assert found[engine] < 1e-9, f"seed {seed}, {engine}: {found[engine]} of {operations}"
+        else:
+            assert f"engine={engine!r} cannot score RandomNet: " in found[engine]
+    return found
+
+
+def test_random_nets() -> None:
+    """What an engine takes is exact; nets of accepted operations are nearly all taken."""
+    found = [attack(seed, nonlinear=seed % 4 == 3) for seed in seeds(32)]
+    taken = [sum(isinstance(f[e], float) for f in found) for e in ("stacked", "collapsed")]
+    assert len(found) < 32 or min(taken) > len(found) // 2
