@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbcd.masking.activations import MaskedReLU
+from fastbcd.masking.activations import MaskedPoly, MaskedReLU
 from fastbcd.masking.masks import MaskSet, mask_modules, masks
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
@@ -142,35 +142,25 @@ class Replacement:
     """AutoReP's mask training (a `Method`)."""
 
     def __init__(
-        self,
-        net: nn.Module,
-        *,
-        budget: int,
-        epochs: int,
-        lr: float,
-        lr_end: float,
-        penalty: float,
-        threshold: float,
-        paper_quirks: bool,
-        scale_x2: float,
-        seed: int,
-    ) -> None:
+        self, net: nn.Module, *, budget: int, epochs: int, lr: float, lr_end: float, penalty: float,
+        threshold: float, paper_quirks: bool, scale_x2: float, seed: int,
+    ) -> None:  # fmt: skip
         check_whole("epochs", epochs, 0)
         check_number("lr", lr, 0, strictly=True)
+        check_number("lr_end", lr_end, 0)
+        check_number("penalty", penalty, 0)
+        check_number("threshold", threshold, 0)
         check_number("scale_x2", scale_x2, 0)
-        for name, value in (("lr_end", lr_end), ("penalty", penalty), ("threshold", threshold)):
-            check_number(name, value, 0)
         self.budget, self.epochs, self.lr, self.lr_end = budget, epochs, lr, lr_end
         self.weight, self.threshold = penalty, threshold
         self.paper_quirks, self.scale_x2 = paper_quirks, scale_x2
         self.start = masks(net).copy()
         dtype, generator = training_dtype(net), torch.Generator().manual_seed(seed)
-        self.model = twin(
-            net,
-            lambda act: IndicatorPoly(
-                act, torch.rand(act.mask.shape, generator=generator).to(dtype)
-            ),
-        )
+
+        def indicator(act: MaskedPoly) -> IndicatorPoly:
+            return IndicatorPoly(act, torch.rand(act.mask.shape, generator=generator).to(dtype))
+
+        self.model = twin(net, indicator)
         self.acts: list[IndicatorPoly] = list(mask_modules(self.model).values())  # type: ignore
 
     def begin(self, history: list[dict[str, Any]]) -> None:

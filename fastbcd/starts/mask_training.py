@@ -35,6 +35,7 @@ from fastbcd.training.trainer import (
     Trainer,
     check_trainable,
     cosine,
+    epoch_line,
     repeatable,
     with_prefix,
 )
@@ -217,7 +218,7 @@ class MaskTraining:
     @contextmanager
     def _epoch(self, trainer: Trainer, epoch: int, what: str) -> Iterator[Any]:
         """Seeded by the epoch, with a bar."""
-        bar = tqdm(total=trainer.batches, disable=not self.progress, desc=what)
+        bar = tqdm(total=len(trainer.sizes), disable=not self.progress, desc=what)
         with bar, repeatable(self.data.device, self.seed, epoch):
             yield bar
 
@@ -227,7 +228,7 @@ class MaskTraining:
             record["test_accuracy"] = accuracy(net, self.test)
         record["seconds"] = {"epoch": time.perf_counter() - begin}
         if self.progress:
-            tqdm.write(describe(record))
+            tqdm.write(epoch_line(title(record), record))
 
     def _save(
         self,
@@ -269,21 +270,14 @@ def _start_of(run: RunDirectory, like: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: ranks.from_first(like[name]) for name in sorted(like)}
 
 
-def describe(record: dict[str, Any]) -> str:
-    """An epoch in one line.
+def title(record: dict[str, Any]) -> str:
+    """What an epoch's line begins with.
 
-    >>> describe({"epoch": 6, "count": 900, "decrease": 100, "lambda": 1e-5, "loss": 0.5})
-    'epoch 6: 900 ReLUs (-100), λ 1e-05, loss 0.5000'
+    >>> title({"epoch": 6, "count": 900, "decrease": 100, "lambda": 1e-5, "loss": 0.5})
+    'epoch 6: 900 ReLUs (-100), λ 1e-05'
     """
     if "count" in record:
         what = f"{record['count']:,} ReLUs ({-record['decrease']:+,}), λ {record['lambda']:.4g}"
     else:
         what = f"lr {record['lr']:.3g}"
-    parts = [f"epoch {record['epoch']}: {what}", f"loss {record['loss']:.4f}"]
-    if record.get("iou") is not None:
-        parts.append(f"IoU {record['iou']:.3f}")
-    if "test_accuracy" in record:
-        parts.append(f"test {record['test_accuracy']:.2f} %")
-    if "seconds" in record:
-        parts.append(f"{record['seconds']['epoch']:.1f} s")
-    return ", ".join(parts)
+    return f"epoch {record['epoch']}: {what}"

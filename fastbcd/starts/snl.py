@@ -115,17 +115,9 @@ class Selective:
     """SNL's mask training (a `Method`)."""
 
     def __init__(
-        self,
-        net: nn.Module,
-        *,
-        budget: int,
-        lr: float,
-        lambda0: float,
-        kappa: float,
-        threshold: float,
-        max_epochs: int,
-        exact: bool,
-    ) -> None:
+        self, net: nn.Module, *, budget: int, lr: float, lambda0: float, kappa: float,
+        threshold: float, max_epochs: int, exact: bool,
+    ) -> None:  # fmt: skip
         check_number("lr", lr, 0, strictly=True)
         check_number("lambda0", lambda0, 0)
         check_number("kappa", kappa, 1)

@@ -26,6 +26,7 @@ from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import (
     Trainer,
     check_trainable,
+    epoch_line,
     repeatable,
     with_prefix,
     without_prefix,
@@ -136,7 +137,7 @@ def _epoch(trainer: Trainer, epoch: int, test: ImageData | None, quiet: bool) ->
     """Train for one epoch and return its record."""
     begin, s = time.perf_counter(), trainer.settings
     lr = rate(s.lr, epoch, s.epochs)
-    bar = tqdm(total=trainer.batches, desc=f"epoch {epoch}", leave=False, disable=quiet)
+    bar = tqdm(total=len(trainer.sizes), desc=f"epoch {epoch}", leave=False, disable=quiet)
     with bar, repeatable(trainer.data.device, trainer.seed, epoch):
         loss = trainer.epoch(epoch, lr, bar=bar)
     tested = None if test is None else accuracy(trainer.net, test)
@@ -145,18 +146,5 @@ def _epoch(trainer: Trainer, epoch: int, test: ImageData | None, quiet: bool) ->
         "seconds": {"epoch": time.perf_counter() - begin},
     }  # fmt: skip
     if not quiet:
-        tqdm.write(describe(record, s.epochs))
+        tqdm.write(epoch_line(f"epoch {epoch + 1} of {s.epochs}: lr {lr:.3g}", record))
     return record
-
-
-def describe(record: dict[str, Any], epochs: int) -> str:
-    """An epoch in one line.
-
-    >>> describe({"number": 3, "lr": 0.1, "loss": 1.5, "test_accuracy": 40.0, "seconds": {}}, 9)
-    'epoch 3 of 9: lr 0.1, loss 1.5000, test 40.00 %, 0.0 s'
-    """
-    parts = [f"lr {record['lr']:.3g}", f"loss {record['loss']:.4f}"]
-    if record["test_accuracy"] is not None:
-        parts.append(f"test {record['test_accuracy']:.2f} %")
-    parts.append(f"{sum(record['seconds'].values()):.1f} s")
-    return f"epoch {record['number']} of {epochs}: {', '.join(parts)}"

@@ -70,7 +70,7 @@ class Finetuner:
         trainer.teacher_seconds = 0.0
         result = {"epochs": float(epochs)}
         bar = tqdm(
-            total=epochs * trainer.batches, desc="fine-tune", leave=False,
+            total=epochs * len(trainer.sizes), desc="fine-tune", leave=False,
             disable=not progress or ranks.rank() > 0,
         )  # fmt: skip
         with bar, trainer.session(), repeatable(self.data.device, self.seed, step):

@@ -65,6 +65,8 @@ class Trainer:
         seed: int = 0,
         fused_optimizer: bool = True,
     ) -> None:
+        if settings.batch_size < ranks.world():
+            raise ValueError(f"batch_size={settings.batch_size}; there are {ranks.world()} ranks")
         self.net, self.data, self.settings = net, data, settings
         self.teacher, self.seed, self.fused_optimizer = teacher, seed, fused_optimizer
         self.dtype = training_dtype(net)
@@ -119,9 +121,9 @@ class Trainer:
         return 2 * ranks.world() if trained else 1
 
     @property
-    def batches(self) -> int:
-        """The number of batches per epoch."""
-        return len(batch_sizes(len(self.data), self.settings.batch_size, self.smallest))
+    def sizes(self) -> list[int]:
+        """The sizes of an epoch's batches, over all ranks."""
+        return batch_sizes(len(self.data), self.settings.batch_size, self.smallest)
 
     def epoch(
         self,
@@ -145,7 +147,7 @@ class Trainer:
         targets = self._targets(step, epoch)
         amp = device.type == "cuda" if s.amp is None else s.amp
         watch = _FiniteWatch(self.trained, step, epoch)
-        sizes = batch_sizes(len(self.data), s.batch_size, self.smallest)
+        sizes = self.sizes
         batches = self.data.train_batches(
             s.batch_size, seed=self.seed, step=step, epoch=epoch, padding=s.padding, flip=s.flip,
             rank=ranks.rank(), world=world, smallest=self.smallest,
@@ -270,6 +272,22 @@ def loss_of(
     return loss + weight * temperature**2 * divergence
 
 
+def epoch_line(title: str, record: dict[str, Any]) -> str:
+    """An epoch's record in one line.
+
+    >>> epoch_line("epoch 3: lr 0.1", {"loss": 1.5, "test_accuracy": 40.0})
+    'epoch 3: lr 0.1, loss 1.5000, test 40.00 %'
+    """
+    parts = [title, f"loss {record['loss']:.4f}"]
+    if record.get("iou") is not None:
+        parts.append(f"IoU {record['iou']:.3f}")
+    if record.get("test_accuracy") is not None:
+        parts.append(f"test {record['test_accuracy']:.2f} %")
+    if "seconds" in record:
+        parts.append(f"{record['seconds']['epoch']:.1f} s")
+    return ", ".join(parts)
+
+
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
     """Seed torch's generators; on exit, restore their states."""
@@ -294,9 +312,8 @@ def check_trainable(
         raise TypeError(f"settings are {type(settings).__name__}; expected fastbcd.Finetune")
     if not len(data):
         raise ValueError("there are no images to train on")
-    for value, what in ((len(data), "images"), (settings.batch_size, "samples per batch")):
-        if value < ranks.world():
-            raise ValueError(f"{value} {what} are too few for {ranks.world()} ranks")
+    if len(data) < ranks.world():
+        raise ValueError(f"{len(data)} images are too few for {ranks.world()} ranks")
     check_classes(net, data, "the net")
     if not any(p.requires_grad for p in net.parameters()):
         raise ValueError("the net has no parameter to train; net.requires_grad_()")
@@ -329,41 +346,44 @@ class _FiniteWatch:
 
     def __init__(self, trained: dict[str, nn.Parameter], step: int, epoch: int) -> None:
         self.trained, self.step, self.epoch = trained, step, epoch
-        self.pending: list[tuple[Tensor, int, list[str], tuple[Tensor, ...]]] = []
+        self.pending: list[tuple[Tensor, Tensor, int]] = []
         self.checked, self.total, self.samples = 0, 0.0, 0
 
     def add(self, loss: Tensor, samples: int) -> None:
         """Call it after backward and before the optimizer's step."""
-        present = {n: p.grad for n, p in self.trained.items() if p.grad is not None}
-        largest = torch._foreach_norm(list(present.values()), math.inf)
-        self.pending.append((loss, samples, list(present), largest))
+        grads = [p.new_zeros(()) if p.grad is None else p.grad for p in self.trained.values()]
+        self.pending.append((loss, self._finite(grads), samples))
         if len(self.pending) == CHECK_EVERY:
             self.check()
 
     def check(self) -> None:
         if not self.pending:
             return
-        losses = ranks.all_sum(torch.stack([loss for loss, *_ in self.pending])).tolist()
-        for i, (_, _, names, largest) in enumerate(self.pending):
-            if not math.isfinite(losses[i]):
-                self._refuse(f"the loss ({losses[i]})", f"batch {self.checked + i}")
-            finite = torch.stack(largest).isfinite().tolist()
-            if not all(finite):
-                name = names[finite.index(False)]
+        losses, finite, sizes = zip(*self.pending, strict=True)
+        values = ranks.all_sum(torch.stack(losses)).tolist()
+        for i, (loss, fine) in enumerate(zip(values, torch.stack(finite).tolist(), strict=True)):
+            if not math.isfinite(loss):
+                self._refuse(f"the loss ({loss})", f"batch {self.checked + i}")
+            if not all(fine):
+                name = list(self.trained)[fine.index(False)]
                 self._refuse(f"the gradient of {name}", f"batch {self.checked + i}")
-        sizes = [samples for _, samples, *_ in self.pending]
-        self.total += sum(loss * size for loss, size in zip(losses, sizes, strict=True))
+        self.total += sum(loss * size for loss, size in zip(values, sizes, strict=True))
         self.samples += sum(sizes)
         self.checked += len(self.pending)
         self.pending.clear()
 
     def mean_loss(self) -> float:
         self.check()
-        largest = torch._foreach_norm([p.detach() for p in self.trained.values()], math.inf)
-        for name, value in zip(self.trained, largest, strict=True):
-            if not value.isfinite():
-                self._refuse(f"the weight {name}", "after the last batch")
+        fine = self._finite([p.detach() for p in self.trained.values()]).tolist()
+        if not all(fine):
+            name = list(self.trained)[fine.index(False)]
+            self._refuse(f"the weight {name}", "after the last batch")
         return self.total / self.samples
+
+    @staticmethod
+    def _finite(tensors: list[Tensor]) -> Tensor:
+        """Whether each tensor is finite, bool [n]."""
+        return torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite()
 
     def _refuse(self, what: str, where: str) -> None:
         raise FloatingPointError(

@@ -38,7 +38,7 @@ def test_ranks_with_different_arguments_are_refused(found) -> None:
     for budget, data, batch in found["different"]:
         assert "settings.budget" in budget
         assert "the digest of data.labels" in data
-        assert batch == "ValueError: 1 samples per batch are too few for 2 ranks"
+        assert batch == "ValueError: batch_size=1; there are 2 ranks"
 
 
 def test_a_killed_run_resumes_to_the_same_result(found) -> None:
