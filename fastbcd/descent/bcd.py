@@ -28,7 +28,7 @@ from fastbcd.descent.step import Clock, Step
 from fastbcd.descent.trainers import describe, trainer
 from fastbcd.masking.masks import MaskSet, masks, set_masks
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.runs.directory import RunDirectory, Unsaved, check_resume, open_run
+from fastbcd.runs.directory import RunDirectory, check_resume, open_run
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import keep_mode
 from fastbcd.scoring.accuracy import accuracy, check_classes
@@ -246,7 +246,7 @@ class Descent:
         step.seconds = seconds
         return step
 
-    def _save(self, step: Step, run: RunDirectory | Unsaved) -> dict[str, Tensor]:
+    def _save(self, step: Step, run: RunDirectory) -> dict[str, Tensor]:
         """Measure the test accuracy and make the step the last finished one; its tensors."""
         with Clock(step.seconds, "test"):
             if self.test is not None:
@@ -260,13 +260,13 @@ class Descent:
             self._print(str(step))
         return tensors
 
-    def _open(self) -> RunDirectory | Unsaved:
+    def _open(self) -> RunDirectory:
         return open_run(
             "run", {**self.search.describe(), **self.training}, self.net, data=self.data,
             test=self.test, run_dir=self.run_dir, resume=self.resume, engine=self.search.engine,
         )  # fmt: skip
 
-    def _resume(self, run: RunDirectory | Unsaved, bar: Any) -> dict[str, Tensor]:
+    def _resume(self, run: RunDirectory, bar: Any) -> dict[str, Tensor]:
         """Restore the last finished step, or save the start; the tensors of that state."""
         if run.state is None:
             tensors = snapshots.take(self.net)

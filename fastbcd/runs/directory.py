@@ -36,7 +36,6 @@ from fastbcd.runs.files import (
     line_digest,
     read_progress,
     state_bytes,
-    state_digest,
 )
 from fastbcd.runs.fingerprint import run_config
 from fastbcd.runtime import ranks
@@ -48,40 +47,29 @@ RESUME = {"auto": "auto", "must": "must", "never": "never", True: "must", False:
 _LEFTOVER = re.compile(rf"\.({'|'.join(map(re.escape, OWN))})\.\d+\.tmp")
 
 
-class Unsaved:
-    """A run without a directory: its history is kept in memory only."""
-
-    state: State | None = None
-
-    def __init__(self) -> None:
-        self.history: list[dict[str, Any]] = []
-
-    def save(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
-        """Keep the record; nothing is written."""
-        if step:
-            self.history.append(record)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 class RunDirectory:
     """A run on disk, open and locked by rank 0; every rank gets the same state.
 
+    path: None for a run whose history is kept in memory only.
     config: made by `fingerprint.run_config`; a directory of another run is refused.
     resume: "auto" resumes a run or begins one; "must" (True) refuses a directory without a run,
     "never" (False) one that is not empty.
     """
 
-    def __init__(self, path: str | os.PathLike[str], config: dict[str, Any], resume: Any) -> None:
-        self.path = Path(path)
+    def __init__(
+        self, path: str | os.PathLike[str] | None, config: dict[str, Any], resume: Any
+    ) -> None:
+        self.path, self.on_disk = Path(path or ""), path is not None
+        self.state: State | None = None
+        self.history: list[dict[str, Any]] = []
         self._lock = -1
         self._digest: str | None = None  # of the step before the next one; None in version 1
         self._read: dict[str, Tensor] = {}
+        if not self.on_disk:
+            return
         config = json.loads(as_json(config))  # tuples become lists, as they do on disk
         found = json.loads(ranks.on_first(lambda: self._open(config, check_resume(resume))))
-        self.history: list[dict[str, Any]] = found["history"]
-        self.state: State | None = None
+        self.history = found["history"]
         if found["step"] is not None:
             tensors = {
                 name: ranks.from_first(self._read[name] if ranks.rank() == 0 else _empty(*like))
@@ -92,7 +80,8 @@ class RunDirectory:
 
     def save(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         """Make `step` the last finished one. Step 0 is the start."""
-        ranks.on_first(lambda: self._save(step, tensors, record))
+        if self.on_disk:
+            ranks.on_first(lambda: self._save(step, tensors, record))
         if step:
             self.history.append(record)
 
@@ -180,7 +169,7 @@ class RunDirectory:
             content = state_bytes(state)
             write_atomically(path, lambda file: file.write(content), keep)
             if not step:
-                self._digest = self._digest and state_digest(state)
+                self._digest = self._digest and state.metadata()["sha256"]
                 return ""
             record.setdefault("seconds", {})["save"] = time.perf_counter() - begin
             self._digest = self._digest and line_digest(self._digest, record)
@@ -209,7 +198,7 @@ def open_run(
     resume: str | bool,
     engine: object = None,
     **more: Any,
-) -> RunDirectory | Unsaved:
+) -> RunDirectory:
     """Begin or resume a run, after a check that all ranks were given the same arguments.
 
     The arguments are those of `run_config`; engine: what must be the same on all ranks but is not
@@ -224,7 +213,7 @@ def open_run(
                     mark = ranks.digest({part: getattr(images, part)}).hex()
                     facts[f"the digest of {name}.{part}"] = mark[:16]
         ranks.check_facts(json.loads(as_json({"settings": settings, **facts, **config})))
-    return Unsaved() if run_dir is None else RunDirectory(run_dir, config, resume)
+    return RunDirectory(run_dir, config, resume)
 
 
 def check_resume(resume: Any) -> str:

@@ -37,6 +37,14 @@ class State(NamedTuple):
     record: dict[str, Any]
     previous: str | None = None  # the digest of what came before; None in version 1
 
+    def metadata(self) -> dict[str, str]:
+        """What its file holds beside the tensors; "sha256" is its digest."""
+        about = {"step": str(self.step), "record": as_json(self.record)}
+        about |= {} if self.previous is None else {"previous": self.previous}
+        text = json.dumps(about, sort_keys=True).encode()
+        digest = hashlib.sha256(ranks.digest(self.tensors) + text).hexdigest()
+        return {"format": "fastbcd.state", **about, "sha256": digest}
+
 
 class Progress(NamedTuple):
     """How far a run is: start, newest state, records, and the digest that the next step names."""
@@ -47,35 +55,24 @@ class Progress(NamedTuple):
     digest: str
 
 
-# ------------------------------------------------------------------------------- one state
-
-
 def state_bytes(state: State) -> bytes:
     """A state as the bytes of its file."""
-    about = _about(state)
-    metadata = {"format": "fastbcd.state", **about, "sha256": _checksum(state.tensors, about)}
-    return save(state.tensors, metadata)
+    return save(state.tensors, state.metadata())
 
 
 def read_state(path: Path) -> State:
     """What `state_bytes` made; ValueError if any of it was changed or is missing."""
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
+            found = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+        record = json.loads(found["record"])
+        state = State(int(found["step"]), tensors, record, found.get("previous"))
+    except (SafetensorError, KeyError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error})") from error
-    about = {key: metadata[key] for key in ("step", "record", "previous") if key in metadata}
-    expected = {"format": "fastbcd.state", **about, "sha256": _checksum(tensors, about)}
-    if metadata != expected or not {"step", "record"} <= about.keys():
+    if found != state.metadata():
         raise ValueError(f"{path} is damaged: its contents do not match their SHA-256")
-    record = parse(about["record"].encode(), f"{path}: record")
-    return State(int(about["step"]), tensors, record, about.get("previous"))
-
-
-def state_digest(state: State) -> str:
-    """The SHA-256 that the state's file holds."""
-    return _checksum(state.tensors, _about(state))
+    return state
 
 
 def newest_state(folder: Path) -> State | None:
@@ -89,16 +86,6 @@ def newest_state(folder: Path) -> State | None:
     return None
 
 
-def _about(state: State) -> dict[str, str]:
-    about = {"step": str(state.step), "record": as_json(state.record)}
-    return about if state.previous is None else {**about, "previous": state.previous}
-
-
-def _checksum(tensors: dict[str, Tensor], about: dict[str, str]) -> str:
-    text = json.dumps(about, sort_keys=True).encode()
-    return hashlib.sha256(ranks.digest(tensors) + text).hexdigest()
-
-
 def _way_out(damaged: Path, others: list[Path]) -> str:
     for path in others:
         try:
@@ -110,9 +97,6 @@ def _way_out(damaged: Path, others: list[Path]) -> str:
             f"again to resume from it"
         )
     return "No intact state is left beside it: begin again in another directory"
-
-
-# ------------------------------------------------------------------------------- the history
 
 
 def history_line(record: dict[str, Any], digest: str | None) -> bytes:
@@ -131,77 +115,58 @@ def read_progress(folder: Path, config: dict[str, Any]) -> Progress | None:
     A kill may leave the history one record behind the state, or with half a line at its end: the
     record is taken from the state. Lines after the state's step are left out.
     """
-    kind = KINDS[config["format"].rpartition(" ")[0]]
     state = newest_state(folder)
     if state is None:
         return None
-    # Read after the state: it is never behind it by more than one record.
-    path = folder / "history.jsonl"
+    first, path = folder / "start.safetensors", folder / "history.jsonl"
+    if state.step and not first.exists():
+        raise FileNotFoundError(f"{first} is missing: put it back; it is where the run began")
+    start = read_state(first) if state.step else state
+    chained, digests = version(config) > 1, [start.metadata()["sha256"]]
+    if chained and start.previous != config_digest(folder):
+        raise ValueError(f"{first}: previous is not the digest of config.json: {OTHER_RUN}")
+    # Read after the state: the history is never behind it by more than one record.
     lines = (path.read_bytes() if path.exists() else b"").split(b"\n")[:-1]
-    start = _start(folder, state)
-    digests = []
-    if version(config) > 1:
-        if start.previous != config_digest(folder):
-            raise ValueError(
-                f"{folder / STATES[-1]}: previous is not the digest of config.json: {OTHER_RUN}"
-            )
-        digests = [state_digest(start)]
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"
         record = parse(line, where)
-        digest = record.pop("digest", None) if isinstance(record, dict) else None
-        check_record(record, kind, where)
+        if isinstance(record, dict):
+            record.pop("digest", None)
+        check_record(record, KINDS[config["format"].rpartition(" ")[0]], where)
         if record["number"] != number:
             raise ValueError(f"{where}: number is {record['number']}, expected {number}")
-        if digests:
-            expected = line_digest(digests[-1], record)
-            if digest != expected or line + b"\n" != history_line(record, digest):
-                raise ValueError(f"{where}: digest does not match the line: {OTHER_RUN}")
-            digests.append(expected)
         records.append(record)
+        digests.append(line_digest(digests[-1], record))
+        if chained and line + b"\n" != history_line(record, digests[-1]):
+            raise ValueError(f"{where}: digest does not match the line: {OTHER_RUN}")
     if len(records) == state.step - 1:
         records.append(state.record)
-        digests += [line_digest(digests[-1], state.record)] if digests else []
+        digests.append(line_digest(digests[-1], state.record))
     if len(records) < state.step:
         raise ValueError(
             f"{path} has {len(records)} of the {state.step} records that the state has behind it; "
             f"put the file back, or begin again from these weights in another directory"
         )
-    _check_state(folder, state, records, digests)
-    return Progress(start, state, records[: state.step], digests[state.step] if digests else "")
-
-
-def _start(folder: Path, newest: State) -> State:
-    path = folder / STATES[-1]
-    if newest.step and not path.exists():
-        raise FileNotFoundError(f"{path} is missing: put it back; it is where the run began")
-    return read_state(path) if newest.step else newest
+    if state.step:
+        newest = next(folder / name for name in STATES if (folder / name).exists())
+        if chained and state.previous != digests[state.step - 1]:
+            raise ValueError(
+                f"{newest}: previous is not the digest of step {state.step - 1} in "
+                f"history.jsonl: {OTHER_RUN}"
+            )
+        ours, theirs = (_without_save(r) for r in (state.record, records[state.step - 1]))
+        for name, mine, other in differences(ours, theirs):
+            raise ValueError(
+                f"{newest}: record: {name} is {mine} and {other} in line {state.step} of "
+                f"history.jsonl: {OTHER_RUN}"
+            )
+    return Progress(start, state, records[: state.step], digests[state.step])
 
 
 def config_digest(folder: Path) -> str:
     """The SHA-256 of config.json."""
     return hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()
-
-
-def _check_state(
-    folder: Path, state: State, records: list[dict[str, Any]], digests: list[str]
-) -> None:
-    """Refuse a state that does not follow the history."""
-    if not state.step:
-        return
-    path = next(folder / name for name in STATES if (folder / name).exists())
-    if digests and state.previous != digests[state.step - 1]:
-        raise ValueError(
-            f"{path}: previous is not the digest of step {state.step - 1} in history.jsonl: "
-            f"{OTHER_RUN}"
-        )
-    ours, theirs = (_without_save(r) for r in (state.record, records[state.step - 1]))
-    for name, mine, other in differences(ours, theirs):
-        raise ValueError(
-            f"{path}: record: {name} is {mine} and {other} in line {state.step} of history.jsonl: "
-            f"{OTHER_RUN}"
-        )
 
 
 def _without_save(record: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from fastbcd.data.sources import as_data
 from fastbcd.masking.masks import MaskSet, masks, set_masks
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.runs.directory import RunDirectory, Unsaved, check_resume, open_run
+from fastbcd.runs.directory import RunDirectory, check_resume, open_run
 from fastbcd.runs.files import read_state
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_whole
@@ -141,7 +141,7 @@ class MaskTraining:
 
     def _train(
         self,
-        run: RunDirectory | Unsaved,
+        run: RunDirectory,
         given: dict[str, Tensor],
         make: Callable[[nn.Module], Method],
     ) -> StartingPoint:
@@ -150,7 +150,7 @@ class MaskTraining:
         elif _phase(run.history, FINAL):
             snapshots.restore(self.net, run.state.tensors)
             return self._result(run.history)
-        elif isinstance(run, RunDirectory):
+        else:
             snapshots.restore(self.net, _start_of(run, given))
         teacher = self.net if self.teacher is None else self.teacher  # it is copied
         logits = TeacherLogits.for_settings(teacher, self.data, self.tuning)
@@ -159,9 +159,7 @@ class MaskTraining:
         self._fine_tune(run, logits)
         return self._result(run.history)
 
-    def _train_masks(
-        self, run: RunDirectory | Unsaved, method: Method, logits: TeacherLogits | None
-    ) -> None:
+    def _train_masks(self, run: RunDirectory, method: Method, logits: TeacherLogits | None) -> None:
         """Train the masks to the end and write the bits into the net."""
         settings = dataclasses.replace(
             self.tuning, optimizer="adam", weight_decay=0.0, batch_size=self.batch_size
@@ -191,7 +189,7 @@ class MaskTraining:
         decided |= {"accuracy": found, "overlaps": seen.pairs(self.seed)}
         self._save(run, decided, lambda: with_prefix(snapshots.take(self.net), NET))
 
-    def _fine_tune(self, run: RunDirectory | Unsaved, logits: TeacherLogits | None) -> None:
+    def _fine_tune(self, run: RunDirectory, logits: TeacherLogits | None) -> None:
         """What `Finetuner.run` does, with a record and a saved state per epoch."""
         s, history = self.tuning, run.history
         trainer = self._trainer(self.net, s, logits)
@@ -232,7 +230,7 @@ class MaskTraining:
 
     def _save(
         self,
-        run: RunDirectory | Unsaved,
+        run: RunDirectory,
         record: dict[str, Any],
         tensors: Callable[[], dict[str, Tensor]],
     ) -> None:
@@ -241,7 +239,7 @@ class MaskTraining:
         ranks.check_same("the weights and masks", state)
         run.save(record["number"], state, record)
 
-    def _open(self) -> RunDirectory | Unsaved:
+    def _open(self) -> RunDirectory:
         tuning = {k: v for k, v in dataclasses.asdict(self.tuning).items() if k != "teacher_cache"}
         common = {"batch_size": self.batch_size, "seed": self.seed, "finetune": tuning}
         return open_run(
