@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import shlex
 import sys
@@ -309,6 +310,9 @@ def run_command(
     try:
         with ranks.joined():
             work()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         again = f"fastbcd {command} {shlex.join(given)}"
         if run_dir is not None and run_dir.exists():

@@ -23,9 +23,7 @@ from fastbcd.cli import demo
 from fastbcd.cli import main as cli
 from fastbcd.cli import options as common
 from fastbcd.descent import bcd as descent
-from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.files import read_state
-from fastbcd.training import dense
 from helpers import published_nets
 from helpers.start_cases import write_images
 
@@ -114,43 +112,6 @@ def test_train_then_bcd(capsys) -> None:
     assert int(weights("out")["2.mask"].sum()) == 30
     assert fastbcd_(line) == 0
     assert "the run in out is done: 3 steps, 30 ReLUs kept" in capsys.readouterr().out
-
-
-def test_training_resumes_to_the_same_weights(monkeypatch) -> None:
-    data = fastbcd.ImageData.from_npz("tiny.npz")
-    net, other = (common.find_function("my_nets:small")() for _ in range(2))
-    other.load_state_dict(net.state_dict())
-    net, other = (fastbcd.convert(n, torch.zeros(2, 1, 28, 28)) for n in (net, other))
-    whole = dense.train(net, data, epochs=4, test=data, seed=2, batch_size=16)
-    monkeypatch.setattr(dense, "accuracy", interrupted_at(3, dense.accuracy))
-    options = {"epochs": 4, "test": data, "seed": 2, "batch_size": 16, "run_dir": "d"}
-    with pytest.raises(KeyboardInterrupt):
-        dense.train(other, data, **options)
-    state = read_state(Path("d/state.safetensors"))
-    assert state.step == 2
-    assert all(torch.equal(state.tensors[k], v) for k, v in snapshots.take(other).items())
-    assert [name for name in state.tensors if name.startswith("momentum.")]
-    resumed = dense.train(other, data, **options)
-    for name, tensor in snapshots.take(net).items():
-        assert torch.equal(snapshots.take(other)[name], tensor)
-    for a, b in zip(whole.history, resumed.history, strict=True):
-        assert {**a, "seconds": None} == {**b, "seconds": None}
-
-
-def test_the_first_epoch_of_training_is_plain_sgd() -> None:
-    """One batch, no crops: the weights that a hand-written step gives."""
-    data = fastbcd.ImageData.from_npz("tiny.npz")
-    torch.manual_seed(0)
-    net = fastbcd.convert(common.find_function("my_nets:small")(), torch.zeros(2, 1, 28, 28))
-    other = fastbcd.convert(common.find_function("my_nets:small")(), torch.zeros(2, 1, 28, 28))
-    other.load_state_dict(net.state_dict())
-    dense.train(net, data, epochs=1, batch_size=64, padding=0, flip=False)
-    optimizer = torch.optim.SGD(other.parameters(), 0.1, 0.9, weight_decay=5e-4)
-    x, labels = next(data.batches(64))
-    torch.nn.functional.cross_entropy(other.train()(x), labels).backward()
-    optimizer.step()
-    for name, tensor in snapshots.take(other).items():
-        assert torch.allclose(snapshots.take(net)[name].double(), tensor.double(), atol=1e-6), name
 
 
 # ------------------------------------------------------------------------------- bcd

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -75,6 +77,16 @@ def test_cost_of_an_unfinished_start(tmp_path, monkeypatch, capsys) -> None:
             )  # fmt: skip
     assert fastbcd_(f"cost {tmp_path / 'snl'}") == 2
     assert "has no final masks yet: finish SNL first" in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads(run) -> None:
+    """`fastbcd cost RUN | head -1` is not an error."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "fastbcd", "cost", "out"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=600)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_export_command(run, capsys) -> None:
