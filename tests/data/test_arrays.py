@@ -33,12 +33,12 @@ def test_array_layouts(kind):
     assert first.labels.dtype == torch.int64
     grey = ImageData.from_arrays(kind(x[:, 0]), y)
     assert torch.equal(grey.images, first.images[:, :1])
-    # What only a caller can know: 3×3 images with their channels last.
+    # 3×3 images with their channels last need layout=.
     square = kind(x[:, :, :3, :3].copy())
     assert torch.equal(ImageData.from_arrays(square, y).images, torch.as_tensor(square))
     swapped = ImageData.from_arrays(square, y, layout="NHWC").images
     assert torch.equal(swapped, torch.as_tensor(square).permute(0, 3, 1, 2))
-    # Floats are never guessed at.
+    # The layout of floats is not guessed.
     assert (
         ImageData.from_arrays(kind(np.zeros((2, 8, 3, 3), np.float32)), y[:2]).images.shape[1] == 8
     )
@@ -118,7 +118,7 @@ def test_arrays_refused(images, labels, options, message):
         ImageData.from_arrays(images, labels, **options)
 
 
-def test_constructor_refuses_what_from_arrays_would_have_mended():
+def test_the_constructor_does_not_convert():
     images, labels = torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.tensor([0, 1])
     assert len(ImageData(images, labels, (0.0,), (1.0,), 2)) == 2
     with pytest.raises(ValueError, match=r"labels are torch.int32"):
@@ -179,7 +179,7 @@ def test_datasets(transform):
     assert torch.equal(loader.images, RAW.images)
 
 
-def test_one_bright_image_does_not_pass_for_another():
+def test_normalised_items_that_look_like_k_over_255():
     # Normalised with 0.5 and 0.5, bytes from 128 on become k/255 themselves.
     images = RAW.images.clone()
     images[1] |= 128
@@ -192,7 +192,7 @@ def test_grey_pictures():
     assert torch.equal(ImageData.from_dataset(items).images, RAW.images[:, :1])
 
 
-def test_tensor_dataset_is_its_pair():
+def test_tensor_dataset_shares_its_tensors():
     x = torch.randn(5, 3, 4, 4)
     read = as_data(TensorDataset(x, torch.arange(5)))
     assert read.images.data_ptr() == x.data_ptr()

@@ -45,7 +45,7 @@ def test_cifar_by_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("write", [python3_batch, scalar_batch])
-def test_cifar_pickles_written_anew(write, tmp_path):
+def test_cifar_pickles_of_python_3(write, tmp_path):
     _, folder, _, files, expected = cifar("10 python")
     images, labels = expected["test"]
     write_folder(tmp_path / folder, {**files, "test_batch": write(images, labels)})
@@ -54,7 +54,7 @@ def test_cifar_pickles_written_anew(write, tmp_path):
     assert y.tolist() == labels
 
 
-def test_plain_tar_is_read_too(tmp_path):
+def test_cifar_tar_without_compression(tmp_path):
     classes, folder, _, files, expected = cifar("10 binary")
     path = write_tar(tmp_path / "cifar.tar", folder, files, compress=False)
     assert np.array_equal(

@@ -14,7 +14,7 @@ from helpers.image_cases import make
 
 FORMATS = [torch.contiguous_format, torch.channels_last]
 SHAPES = [(1, 1, 4, 4), (5, 3, 8, 8), (7, 1, 5, 9), (4, 4, 7, 3), (9, 2, 1, 6)]
-# What the generator has to give on every machine and in every version, for 8 samples.
+# What the generator gives on every machine and in every version, for 8 samples.
 GOLDEN_VIEWS = [138, 112, 129, 123, 14, 54, 6, 40]
 GOLDEN_ORDER = [5, 3, 0, 6, 1, 7, 2, 4]
 EPOCH = {"seed": 3, "step": 5, "epoch": 7}
@@ -196,7 +196,7 @@ def test_large_seeds():
             images.train_batches(4, seed=seed, step=0, epoch=0)
 
 
-def test_random_numbers_stay_the_same_for_ever():
+def test_random_numbers_equal_recorded_ones():
     images = make(8)
     assert images.view_ids(seed=0, step=0, epoch=0).tolist() == GOLDEN_VIEWS
     assert images.order(seed=1, step=2, epoch=3).tolist() == GOLDEN_ORDER
@@ -280,7 +280,7 @@ def test_shards(n, world):
     assert all(s.mean == images.mean and s.classes == images.classes for s in shards)
 
 
-def test_parts_that_are_not_there():
+def test_parts_outside_the_data_are_refused():
     images = make(10)
     for rank, world in ((3, 3), (-1, 3), (0, 0)):
         with pytest.raises(ValueError, match=f"rank {rank} of world {world}"):

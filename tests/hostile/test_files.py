@@ -138,7 +138,7 @@ class Attack:
         return self.call
 
 
-def test_pickles_that_run_code_are_refused_wherever_they_lie(tmp_path) -> None:
+def test_pickles_that_run_code_are_refused_at_any_place(tmp_path) -> None:
     """A call is put at a random place of a file's contents; the file it would write stays away."""
     mark, state = tmp_path / "run", published_nets.snl("resnet18").state_dict()
     for seed in seeds(15):

@@ -234,7 +234,7 @@ def test_train_mode_follows(device) -> None:
     assert net.training
     assert not net.bn.training
     x = torch.randn(4, 3, 6, 6, device=device)
-    assert not torch.equal(net(x), net(x)), "dropout is live in train mode"
+    assert not torch.equal(net(x), net(x)), "dropout is on in train mode"
     net.eval()
     assert torch.equal(net(x), net(x))
     net.train()
@@ -254,7 +254,7 @@ def test_gradients_equal_the_models() -> None:
         torch.testing.assert_close(p.grad, q.grad, msg=name)
 
 
-def test_wrappers_are_taken_off() -> None:
+def test_wrappers_are_removed() -> None:
     model = randomize(Mixed()).eval()
     x = torch.randn(2, 3, 6, 6)
     plain = convert(model, x)

@@ -46,7 +46,7 @@ def test_published_totals() -> None:
 
 @pytest.mark.parametrize("name", models.NAMES)
 @pytest.mark.parametrize("option", [False, True])
-def test_sites_stand_in_the_order_of_execution(name, option) -> None:
+def test_sites_are_in_execution_order(name, option) -> None:
     extra = {"resnet18": "stem_relu", "wide_resnet22_8": "final_relu"}.get(name)
     net = small(name, **({extra: True} if option and extra else {}))
     called = []
