@@ -20,7 +20,7 @@ class Step:
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
     >>> run = fastbcd.bcd(net, data, budget=1, drc=2, rt=1, finetune=None)
     >>> print(run.history[1])  # doctest: +ELLIPSIS
-    step 2: 2 → 1 ReLUs, ... after 1, train ... → ... %, ... s
+    step 2: 2 → 1 ReLUs, ... after 1, train ... → ... %, ...
     """
 
     number: int
