@@ -158,6 +158,7 @@ class Trainer:
                 before_batch(epoch * len(sizes) + number)
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 logits = self.parallel(x)
+            torch.clear_autocast_cache()  # of weights, which only the outermost autocast clears
             target = None if targets is None else targets[indices]
             loss = loss_of(logits, labels, target, s.temperature, s.distill)
             # This rank holds len(x) of the batch's samples; gradients are averaged over ranks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -187,10 +188,31 @@ def test_precision_set_by_the_user_is_restored(way, ieee_convolutions) -> None:
     assert ieee_convolutions.fp32_precision == "ieee"
 
 
-def test_an_autocast_around_the_call_changes_nothing() -> None:
+@pytest.mark.parametrize("amp", [False, True])
+def test_an_autocast_around_the_call_changes_nothing(amp) -> None:
     net, teacher = make("resnet"), make("resnet")
-    other = copy.deepcopy(net)
-    Finetuner(net, pair(), SMALL, teacher).run(step=0)
+    other, settings = copy.deepcopy(net), dataclasses.replace(SMALL, amp=amp)
+    Finetuner(net, pair(), settings, teacher).run(step=0)
     with torch.autocast("cpu", torch.bfloat16):
-        Finetuner(other, pair(), SMALL, teacher).run(step=0)
+        Finetuner(other, pair(), settings, teacher).run(step=0)
     assert_same(weights(net), weights(other))
+
+
+def test_mixed_precision_equals_a_plain_loop_with_autocast() -> None:
+    net, data = make("resnet"), pair()
+    plain = copy.deepcopy(net).train()
+    optimizer = torch.optim.SGD(plain.parameters(), SMALL.lr, momentum=0.9, weight_decay=5e-4)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, SMALL.epochs)
+    for epoch in range(SMALL.epochs):
+        for x, labels, _, _ in data.train_batches(16, seed=0, step=0, epoch=epoch, padding=1):
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = plain(x)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(logits.float(), labels).backward()
+            optimizer.step()
+        schedule.step()
+    before, after = weights(make("resnet")), weights(plain)
+    Finetuner(net, data, dataclasses.replace(SMALL, amp=True)).run(step=0)
+    for key in ("7.weight", "4.conv2.weight"):
+        moved = (after[key] - before[key]).abs().max()
+        assert (weights(net)[key] - after[key]).abs().max() < 0.1 * moved, key
