@@ -29,7 +29,9 @@ _KINDS: dict[Any, type[nn.Module]] = {
 }  # fmt: skip
 _INPLACE = {F.relu_, torch.relu_, "relu_"}
 _DROPOUTS: dict[Callable, type[nn.Module]] = {
-    F.dropout: nn.Dropout, F.dropout2d: nn.Dropout2d, F.alpha_dropout: nn.AlphaDropout,
+    F.dropout: nn.Dropout, F.dropout1d: nn.Dropout1d, F.dropout2d: nn.Dropout2d,
+    F.dropout3d: nn.Dropout3d, F.alpha_dropout: nn.AlphaDropout,
+    F.feature_alpha_dropout: nn.FeatureAlphaDropout,
 }  # fmt: skip
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "AveragedModel")
 Skip = str | type[nn.Module]
@@ -76,7 +78,7 @@ def convert(
     activation = activation_type(replacement)
     if not isinstance(example_input, Tensor) or example_input.ndim < 2:
         raise ValueError("example_input must be a batch, a tensor of at least two dimensions")
-    skipped = _Skipped(skip)
+    entries = _entries(skip)
     twin = copy.deepcopy(_unwrap(model))
     modes = {name: module.training for name, module in twin.named_modules()}
     twin.eval()
@@ -91,17 +93,18 @@ def convert(
             f"{type(twin).__name__} does not run on an input of shape "
             f"{tuple(example_input.shape)}: {str(error).splitlines()[0]}"
         ) from error
-    found = [(node, _kind(node, twin)) for node in graph.nodes]
-    wanted = [(n, k) for n, k in found if k and not skipped.matches(_call_name(n), k)]
-    relu6 = [_call_name(node) for node, kind in wanted if issubclass(kind, nn.ReLU6)]
+    relus = [(node, _call_name(node), kind) for node in graph.nodes if (kind := _kind(node, twin))]
+    wanted = [(node, name, kind) for node, name, kind in relus if not _skips(entries, name, kind)]
+    relu6 = [name for _, name, kind in wanted if issubclass(kind, nn.ReLU6)]
     if relu6:
         raise ConversionError(
             f"{len(relu6)} ReLU6 calls cannot be masked, the first is {relu6[0]!r}: ReLU6 is "
             f"bounded on both sides; train with ReLU, or leave them as they are: skip=[nn.ReLU6]"
         )
-    calls = [(node, _call_name(node), _is_inplace(node, twin)) for node, _ in wanted]
+    calls = [(node, name, _is_inplace(node, twin)) for node, name, _ in wanted]
     if not calls:
-        besides = f" besides those skipped ({skipped})" if skipped.entries else ""
+        given = ", ".join(e if isinstance(e, str) else e.__name__ for e in entries)
+        besides = f" besides those skipped ({given})" if given else ""
         raise ConversionError(f"{type(model).__name__} has no ReLU to mask{besides}")
     for order, (node, name, inplace) in enumerate(calls):
         shape = _neuron_shape(name, before.shapes[node], len(example_input))
@@ -116,14 +119,22 @@ def convert(
     net.recompile()
     after = run_watched(net, example_input, _call_name)
     modules = dict(net.named_modules())
+    left = {name for _, name, kind in relus if _skips(entries, name, kind)}
     for place, op in after.relus:
-        kind = type(modules.get(place))
-        if place not in skipped.names and not skipped.matches(place, kind):
+        module = modules.get(place)
+        if place not in left and not _skips(entries, place, type(module)):
             raise ConversionError(
-                f"a ReLU was not captured: {place!r} ({kind.__name__}) computes {op} inside; "
-                f"{BY_HAND}"
+                f"a ReLU was not captured: {place!r} ({type(module).__name__}) computes {op} "
+                f"inside; {BY_HAND}"
             )
-    skipped.refuse_unknown([name for _, name, _ in calls])
+    left |= {place for place, _ in after.relus}
+    for entry in entries:
+        if isinstance(entry, str) and not any(fnmatchcase(name, entry) for name in left):
+            shown = [name for _, name, _ in relus]
+            raise ConversionError(
+                f"skip={entry!r} is the name of no ReLU; the ReLUs are "
+                f"{', '.join(shown[:20])}{', …' * (len(shown) > 20)}"
+            )
     if not same_outputs(after.output, before.output):
         raise ConversionError(
             f"{type(twin).__name__} gives other outputs after conversion: an in-place ReLU changes "
@@ -134,43 +145,22 @@ def convert(
     return net
 
 
-class _Skipped:
-    """The entries of skip=, those that matched a call, and the names of these calls."""
+def _entries(skip: Skip | Iterable[Skip]) -> tuple[Skip, ...]:
+    entries = (skip,) if isinstance(skip, str | type) else tuple(skip)
+    for entry in entries:
+        if not isinstance(entry, str) and not (
+            isinstance(entry, type) and issubclass(entry, nn.Module)
+        ):
+            raise TypeError(f"skip has {entry!r}; give names such as 'layer4.*', or module types")
+    return entries
 
-    def __init__(self, skip: Skip | Iterable[Skip]) -> None:
-        self.entries = (skip,) if isinstance(skip, str | type) else tuple(skip)
-        for entry in self.entries:
-            if not isinstance(entry, str) and not (
-                isinstance(entry, type) and issubclass(entry, nn.Module)
-            ):
-                raise TypeError(
-                    f"skip has {entry!r}; give names such as 'layer4.*', or module types"
-                )
-        self.found: set[Skip] = set()  # entries
-        self.names: set[str] = set()  # of calls
 
-    def __str__(self) -> str:
-        return ", ".join(e if isinstance(e, str) else e.__name__ for e in self.entries)
-
-    def matches(self, name: str, kind: type) -> bool:
-        """Is the call of this name, of this kind of module, to be skipped?"""
-        found = {
-            e
-            for e in self.entries
-            if (fnmatchcase(name, e) if isinstance(e, str) else issubclass(kind, e))
-        }
-        self.found |= found
-        self.names |= {name} if found else set()
-        return bool(found)
-
-    def refuse_unknown(self, names: list[str]) -> None:
-        """Refuse names in skip= that no ReLU has."""
-        for entry in self.entries:
-            if isinstance(entry, str) and entry not in self.found:
-                raise ConversionError(
-                    f"skip={entry!r} is the name of no ReLU; the ReLUs that are masked are "
-                    f"{', '.join(names[:20])}{', …' if len(names) > 20 else ''}"
-                )
+def _skips(entries: tuple[Skip, ...], name: str, kind: type) -> bool:
+    """Is the call of this name, of this kind of module, among those to skip?"""
+    return any(
+        fnmatchcase(name, entry) if isinstance(entry, str) else issubclass(kind, entry)
+        for entry in entries
+    )
 
 
 # ---------------------------------------------------------------------------------- tracing

@@ -244,6 +244,23 @@ def test_train_mode_follows(device) -> None:
     assert not torch.equal(net.bn.running_mean, before)
 
 
+@pytest.mark.parametrize(
+    "dropout",
+    [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout],
+)
+def test_functional_dropout_follows_train_mode(dropout) -> None:
+    class Net(nn.Module):
+        def forward(self, x):
+            return dropout(torch.relu(x), 0.5, training=self.training)
+
+    images = {F.dropout2d: (8, 4, 3, 3), F.dropout3d: (8, 4, 3, 3, 3)}
+    x = torch.randn(images.get(dropout, (8, 16, 9)))
+    net = convert(Net(), x)
+    assert not torch.equal(net(x), net(x))
+    net.eval()
+    assert torch.equal(net(x), torch.relu(x))
+
+
 def test_gradients_equal_the_models() -> None:
     model = randomize(Mixed()).eval()
     x = torch.randn(4, 3, 6, 6)
