@@ -25,6 +25,14 @@ def take(net: nn.Module) -> dict[str, Tensor]:
 
 def restore(net: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Write a snapshot back into the net, in place."""
+    check_fits(net, tensors)
+    with torch.no_grad():
+        for name, tensor in _tensors(net).items():
+            tensor.copy_(tensors[name])
+
+
+def check_fits(net: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Refuse a snapshot of another net, naming the first difference."""
     mine = _tensors(net)
     if mine.keys() != tensors.keys():
         first = min(mine.keys() ^ tensors.keys())
@@ -36,9 +44,6 @@ def restore(net: nn.Module, tensors: dict[str, Tensor]) -> None:
                 f"the snapshot is of another net: {name} has shape {tuple(tensors[name].shape)}, "
                 f"the net's has {tuple(tensor.shape)}"
             )
-    with torch.no_grad():
-        for name, tensor in mine.items():
-            tensor.copy_(tensors[name])
 
 
 def run_config(
@@ -73,8 +78,8 @@ def net_facts(net: nn.Module) -> dict[str, Any]:
     tensors = {
         name: f"{str(t.dtype)[6:]} {list(t.shape)}" for name, t in sorted(_tensors(net).items())
     }
-    inner = getattr(net, "module", net)  # DataParallel
-    arch = getattr(inner, "arch", None)
+    wrapped = type(net).__name__ in ("DataParallel", "DistributedDataParallel")
+    arch = getattr(net.module if wrapped else net, "arch", None)
     known = isinstance(arch, dict) and ("name" in arch or "model" in arch)
     return {
         "arch": arch if known else None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +54,13 @@ class SavedRun:
                 f"{self.path} is a run of {made}, which cannot be built from the run alone: build "
                 f"it as for the run and pass it, load_run(path, model=net)"
             )
+        try:
+            with torch.device("meta"):  # first without memory, as the record may be wrong
+                fingerprint.check_fits(models.build(**arch), self.weights or {})
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{self.path}: the recorded net {arch} does not fit: {error}"
+            ) from error
         return self.fill(models.build(**arch))
 
     def fill(self, net: nn.Module) -> nn.Module:
@@ -104,11 +112,11 @@ class SavedRun:
 
     def seconds(self) -> dict[str, float]:
         """Seconds spent, by phase, over all finished steps."""
-        spent: dict[str, float] = {}
+        spent: dict[str, float] = defaultdict(float)
         for record in self.history:
             for phase, value in record.get("seconds", {}).items():
-                spent[phase] = spent.get(phase, 0.0) + value
-        return spent
+                spent[phase] += value
+        return dict(spent)
 
     def steps_to_go(self) -> int | None:
         """An estimate of the number of steps that BCD has left; None before its first step.

@@ -186,7 +186,7 @@ def dies(folder: Path) -> Any:
 
     def accuracy(net: Any, data: Any) -> float:
         calls.append(1)
-        if len(calls) == 3 and ranks.rank() == 1:
+        if len(calls) == 4 and ranks.rank() == 1:
             os._exit(7)
         return real(net, data)
 

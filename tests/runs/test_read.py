@@ -148,3 +148,17 @@ def test_a_given_net_is_filled(finished) -> None:
 def test_the_last_stage_of_a_recipe_is_loaded(stages) -> None:
     run = fastbcd.load_run(stages, model=small_net())
     assert (run.kind, run.path.name, run.masks.count()) == ("bcd", "3-bcd", 20)
+
+
+def test_a_recorded_net_that_does_not_fit_is_refused(tmp_path) -> None:
+    """Also one that would take more memory than there is."""
+    net = fastbcd.models.resnet20(10, image_size=28, in_channels=1, width=2, blocks=1)
+    data = fastbcd.load("fashion-mnist-mini").first(30)
+    count = fastbcd.masks(net).count()
+    fastbcd.bcd(net, data, count - 50, drc=50, rt=1, finetune=None, run_dir=tmp_path)
+    run = fastbcd.load_run(tmp_path)
+    for wrong in ({"width": 10**6}, {"blocks": 2}, {"evil": 1}, {"name": "resnet99"}):
+        arch = {**net.arch, **wrong}
+        config = {**run.config, "net": {**run.config["net"], "arch": arch}}
+        with pytest.raises(ValueError, match=r"the recorded net .* does not fit"):
+            dataclasses.replace(run, config=config).model  # noqa: B018
