@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fastbcd.graph import cpu_conv
-from fastbcd.graph.trace import trace, without_inplace
+from fastbcd.graph.trace import forget_source, trace, without_inplace
 from fastbcd.masking.activations import MaskedActivation, MaskedReLU
 from fastbcd.ops import norm as ops_norm
 from fastbcd.runtime.module_mode import eval_mode, train_mode
@@ -103,6 +103,7 @@ def fused(net: nn.Module, train: bool = True) -> tuple[nn.Module, torch.memory_f
 
 def _rewrite(net: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     model = fx.GraphModule(net, graph, type(net).__name__)
+    forget_source(model)
     for node in list(graph.nodes):
         if node.op != "call_module":
             continue
@@ -118,6 +119,7 @@ def _rewrite(net: nn.Module, graph: fx.Graph) -> fx.GraphModule:
             model.set_submodule(node.target, better)
     graph.lint()
     model.recompile()
+    forget_source(model)
     return model
 
 

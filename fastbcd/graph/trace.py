@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import operator
 import threading
 from typing import Any
 
 from torch import fx, nn
+from torch.fx import graph_module
 
 from fastbcd.masking.activations import MaskedActivation
 
@@ -14,10 +16,25 @@ _LOCK = threading.RLock()
 
 
 class Tracer(fx.Tracer):
-    """torch.fx's tracer with masked activations as leaf calls. One thread traces at a time:
+    """torch.fx's tracer with masked activations as leaf calls.
 
-    torch.fx patches functions of the whole process while it traces.
+    torch.fx patches nn.Module for the whole process while it traces. So one thread traces at a
+    time, and modules that other threads call meanwhile run as usual.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self.thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, MaskedActivation) or super().is_leaf_module(m, module_qualified_name)
@@ -79,3 +96,13 @@ def without_inplace(net: nn.Module, original: fx.Graph) -> fx.Graph:
             later = {user for user in changed.users if order[user] > order[node]}
             changed.replace_all_uses_with(node, delete_user_cb=later.__contains__)
     return graph
+
+
+def forget_source(model: fx.GraphModule) -> None:
+    """Drop the generated source of a GraphModule, which torch.fx keeps for the whole process.
+
+    It serves tracebacks only, and a run would collect one for each step.
+    """
+    key = type(model).forward.__code__.co_filename
+    graph_module._loader.eval_cache.pop(key, None)
+    linecache.cache.pop(key, None)

@@ -61,7 +61,10 @@ def make_plan(request: Request, engine: str) -> Plan:
     if engine == "sequential":
         return sequential_plan(request, "asked for")
     name = type(request.net).__name__
+    dtype = request.example.dtype
     try:
+        if dtype not in (torch.float32, torch.float64):
+            raise NotTraceable(f"in {dtype} its logits would depend on the engine by rounding")
         program = make_program(request.net, request.example[:1])
         if engine == "stacked":
             return stacked_plan(request, program, "asked for")
@@ -107,8 +110,6 @@ def stacked_plan(request: Request, program: Program, why: str) -> Plan:
 
 def collapsed_plan(request: Request, program: Program, required: bool) -> Plan | str:
     """A plan with the cached form or a new one; or, unless required, why stacked is better."""
-    if request.example.dtype not in (torch.float32, torch.float64):
-        raise NotAffine(f"it computes in {request.example.dtype}; float32 or float64 is needed")
     builder = FormBuilder(AffineNet(program), request.masks, request.example)
     signature = Signature(program)
     form = cached_form(request.net, signature, request.masks)

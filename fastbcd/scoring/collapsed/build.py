@@ -22,6 +22,7 @@ from fastbcd.scoring.collapsed.tiles import LARGE, ImpulseBatch, Positions
 from fastbcd.scoring.stacked import peak_bytes
 
 PIECE = 32  # images at a time through the affine net
+KERNELS = 2**25  # bytes: oneDNN compiles a kernel for each shape of patch, and keeps it
 
 
 class FormBuilder:
@@ -68,9 +69,10 @@ class FormBuilder:
         return self.positions[IMAGE].count * (len(self.ids) + self.classes)
 
     def build_bytes(self) -> int:
-        """What `build` takes beside the form: a batch of impulses, and one site's rows twice."""
+        """What `build` takes beside the form: a batch of impulses, one site's rows, kernels."""
         largest = max(map(self._site_numbers, range(len(self.counts))), default=0)
-        return LARGE * peak_bytes(self.net.program) + largest * self.like.element_size()
+        kernels = KERNELS if self.like.device.type == "cpu" else 0
+        return LARGE * peak_bytes(self.net.program) + largest * self.like.element_size() + kernels
 
     def impulse_cost(self, source: int) -> int:
         """Predicted multiply-adds of one impulse at a source, from one in the middle."""

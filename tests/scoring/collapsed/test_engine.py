@@ -17,6 +17,7 @@ from fastbcd import (
 )
 from fastbcd.scoring import plan
 from fastbcd.scoring.collapsed import build as building
+from fastbcd.scoring.collapsed import cache, linear_rules
 from fastbcd.scoring.collapsed.cache import Signature, cached_form
 from fastbcd.scoring.collapsed.form import find
 from fastbcd.scoring.program import make_program
@@ -114,6 +115,98 @@ def test_changes_are_noticed(builds, change) -> None:
     assert len(builds) == 2
     assert torch.allclose(found.loss, truth.loss, atol=1e-5)
     assert not torch.equal(found.loss, before.loss)
+
+
+class ReadsMore(nn.Module):
+    """Computes with a buffer that is not saved, and with a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.act, self.head = MaskedReLU((4, 8, 8)), nn.Linear(4, 5)
+        self.register_buffer("gain", torch.rand(4, 1, 1), persistent=False)
+        self.factor = 1.0
+
+    def forward(self, x):
+        y = self.act(self.norm(self.first(x)) * self.gain)
+        return self.head(y.mean((2, 3)) * self.factor)
+
+
+@pytest.mark.parametrize("change", ["buffer", "eps", "attribute", "padding"])
+def test_changes_outside_the_state_dict_are_noticed(builds, change) -> None:
+    torch.manual_seed(0)
+    net, data = thinned(randomize(ReadsMore()).eval()), images(30)
+    ids = [masks(net).sample(9, seed=5, step=0, trial=t) for t in range(3)]
+    before = score(net, ids, data, engine="collapsed")
+    if change == "buffer":
+        net.gain.mul_(3)
+    elif change == "eps":
+        net.norm.eps = 2.0
+    elif change == "attribute":
+        net.factor = 2.5
+    else:
+        net.first.dilation, net.first.padding = (2, 2), (2, 2)
+    found = score(net, ids, data, engine="collapsed")
+    truth = score(net, ids, data, engine="sequential")
+    assert len(builds) == 2
+    assert torch.allclose(found.loss, truth.loss, atol=1e-5)
+    assert not torch.equal(found.loss, before.loss)
+
+
+def test_what_is_cached_is_checked(monkeypatch) -> None:
+    """A form and its cached parts that no longer belong to the net are refused."""
+    net, data = thinned(make("resnet")), images(30)
+    ids = [masks(net).sample(9, seed=5, step=0, trial=0)]
+    score(net, ids, data, engine="collapsed")
+    monkeypatch.setattr(cache.Signature, "equals", lambda *_: True)
+    form = cache._forms[net].form
+    x, at_sites, at_end = form.affine.entries[0]
+    form.affine.entries[0] = (x, at_sites + 1, at_end)
+    with pytest.raises(ValueError, match="from those of its collapsed form"):
+        score(net, ids, data, engine="collapsed")
+    assert score(net, ids, data, engine="collapsed").engine == "collapsed"  # it was built again
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act = nn.Conv2d(3, 6, 3, padding=1), MaskedReLU((6, 8, 8))
+        self.branch, self.last = nn.Conv2d(3, 3, 3, padding=1), MaskedReLU((3, 8, 8))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        kept, changed = self.act(self.first(x)).chunk(2, dim=1)
+        y = torch.cat([kept, self.last(self.branch(changed))], 1)
+        return self.head(y.mean((2, 3)))
+
+
+def test_tuples_are_followed() -> None:
+    torch.manual_seed(0)
+    net = thinned(Halves().double().eval(), 0.05)
+    x = images(7)[0].double()
+    assert worst_difference(net, engine_of(net, x), x, some_removals(net, 3, 3), 4) < 1e-12
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rule_that_loses_a_path_is_noticed(monkeypatch, lost) -> None:
+    """However small its effect on the logits is: impulses are compared at every site."""
+
+    def loses(step, context):
+        run = chunk(step, context)
+
+        def less(values, n):
+            parts = list(run(values, n))
+            parts[lost] = parts[lost]._replace(value=0 * parts[lost].value)
+            return tuple(parts)
+
+        return less
+
+    chunk = linear_rules.RULES["chunk"]
+    monkeypatch.setitem(linear_rules.RULES, "chunk", loses)
+    net = thinned(Halves().eval(), 0.05)
+    net.head.weight.data[:, :3] *= 1e-5  # the logits hardly depend on the first half
+    with pytest.raises(ValueError, match="an impulse arrives at node"):
+        score(net, [masks(net).sample(2, seed=0, step=0, trial=0)], images(9), engine="collapsed")
 
 
 def test_the_affine_part_is_computed_once(monkeypatch) -> None:
