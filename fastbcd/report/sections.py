@@ -195,9 +195,12 @@ def _ranges(lines: Sequence[Line]) -> str:
 # ------------------------------------------------------------------------------- summary
 
 
-def summary(runs: Sequence[Stages], about: Subject, given: float | None) -> Section:
-    """Settings and results, one column per run."""
-    columns = [_facts(run, about, baseline(run, runs, given)) for run in runs]
+def summary(runs: Sequence[Stages], about: Sequence[Subject], given: float | None) -> Section:
+    """Settings and results, one column per run; about: the net and data of each run."""
+    columns = [
+        _facts(run, named, baseline(run, runs, given))
+        for run, named in zip(runs, about, strict=True)
+    ]
     names = list(dict.fromkeys(name for column in columns for name in column))
     rows = [[name, *(column.get(name, "–") for column in columns)] for name in names]
     table = Table("", ["", *(run.name for run in runs)], rows, folded=False)
@@ -257,7 +260,7 @@ def _setting(value: Any) -> str:
     >>> _setting({"schedule": "Fraction", "share": 0.08, "least": 1})
     'Fraction (share 0.08, least 1)'
     """
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not value:
         return str(value)
     (_, name), *rest = value.items()
     return f"{name} ({', '.join(f'{k} {v}' for k, v in rest)})"

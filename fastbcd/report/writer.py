@@ -52,11 +52,12 @@ def write(
         raise ValueError(f"baseline={baseline}; give a test accuracy in percent, above 0")
     with figures.style():
         found = _distinct([read(run) for run in runs])
-        about = subject(found[0], arch, data)
+        subjects = [subject(run, arch, data) for run in found]
+        about = subjects[0]
         shared = [
             sections.accuracy(found, about),
             sections.relative(found, about, baseline),
-            sections.summary(found, about, baseline),
+            sections.summary(found, subjects, baseline),
             sections.between(found),
         ]
         parts = [("", [section for section in shared if section])]
@@ -68,7 +69,7 @@ def write(
         pictures = [s.picture for _, several in parts for s in several if s.picture]
         images = {picture.name: _png(picture.figure) for picture in pictures}
     notices = [text for run in found if (text := sections.unfinished(run))]
-    others = [run.name for run in found[1:] if subject(run, arch, data) != about]
+    others = [r.name for r, named in zip(found, subjects, strict=True) if named != about]
     if others:
         notices.append(f"Another net or data set than {found[0].name}: {', '.join(others)}.")
     text = page.render(

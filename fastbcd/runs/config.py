@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fastbcd.runs.version_1 import add_names
+
 KINDS = {"fastbcd.run": "bcd", "fastbcd.dense": "dense", "fastbcd.snl": "snl",
          "fastbcd.autorep": "autorep"}  # fmt: skip
 RECIPE = "fastbcd.recipe"
@@ -71,6 +73,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     for name, shape in config["net"]["sites"].items():
         if type(shape) is not list or any(type(n) is not int or n < 0 for n in shape):
             raise ValueError(f"{path}: net.sites.{name} is {_short(shape)}; expected a shape")
+    if version(config) == 1:
+        add_names(config)
     return config
 
 

@@ -134,6 +134,15 @@ def test_several_runs(finished, cut_short, page_of) -> None:
     assert page.row("state")[1:] == ["finished", "not finished"]
 
 
+def test_runs_of_different_nets(finished, resnet18, page_of) -> None:
+    """Each column of the summary names its own net and data; a notice says that they differ."""
+    page, _ = page_of(finished, resnet18)
+    net, other = page.row("net")[1:]
+    assert (net, other) == ("not recorded, 1 sites", "ResNet18, 16 sites")
+    assert page.row("data")[2].startswith("CIFAR-100; 50,000 train images 3×32×32")
+    assert "Another net or data set than whole: r18." in page.text
+
+
 def test_the_summary_of_three_runs_fits_a_screen(finished, cut_short, stages, page_of) -> None:
     """It takes both columns of the page, and every cell but a row's name may wrap."""
     page, _ = page_of(finished, cut_short, stages)
