@@ -51,7 +51,7 @@ def test_norm_and_activation_in_one_call(batch, channels, side, residual, same_g
         found.append(tensors + ([b.grad] if residual else []))
         assert int(pair.norm.num_batches_tracked) == 1
     for truth, plain, ours in zip(*found, strict=True):
-        size = truth.abs().max() + 1e-6
+        size = truth.abs().max() + 0.1  # a gradient may be 0 by cancellation of terms of size 1
         error = (ours - truth).abs().max() / size
         assert error <= 2 * (plain - truth).abs().max() / size + 1e-5
 
