@@ -59,7 +59,8 @@ def test_benchmarks_and_docs_import() -> None:
 import sys, pytest
 sys.path[:0] = {[str(folder) for folder in folders]}
 import {", ".join(sorted(names))}
-sys.exit(pytest.main(["--collect-only", "--benchmark-disable", "-p", "no:cacheprovider", "benchmarks"]))
+options = ["--collect-only", "--benchmark-disable", "-p", "no:cacheprovider"]
+sys.exit(pytest.main([*options, "benchmarks"]))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
