@@ -10,8 +10,10 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,17 @@ def different(folder: Path) -> Any:
     }
 
 
+def late(folder: Path) -> Any:
+    """Rank 1 does not make the call; rank 0 waits for a second only."""
+    if ranks.rank() == 1:
+        while not (folder / "late2.0").exists():
+            time.sleep(0.01)
+        return None
+    ranks.TIMEOUT = timedelta(seconds=1)
+    net, data = problem("mlp", 20)
+    return said(lambda: fastbcd.bcd(net, data, **BASE))
+
+
 def full_disk(folder: Path) -> Any:
     """Only rank 0 writes, but all ranks end with its error."""
     if ranks.rank() == 0:
@@ -229,7 +242,7 @@ def on_ranks(case: Callable[[Path], Any], folder: Path, world: int) -> list[Any]
 
 
 def all_cases(folder: Path) -> dict[str, Any]:
-    found = {c.__name__: on_ranks(c, folder, 2) for c in (collectives, different, full_disk)}
+    found = {c.__name__: on_ranks(c, folder, 2) for c in (collectives, different, late, full_disk)}
     for case in (scores, choices, untrained, salient, trained):
         found[case.__name__] = on_ranks(case, folder, 2) + on_ranks(case, folder, 1)
     found["dies"] = on_ranks(dies, folder, 2)

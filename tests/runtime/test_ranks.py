@@ -77,6 +77,10 @@ def test_ranks_that_were_given_different_arguments(found) -> None:
         assert first[name] == second[name]
 
 
+def test_a_rank_that_makes_another_call_is_not_waited_for_without_end(found) -> None:
+    assert "rank 0 waited 1 s for the other ranks: they have not made the same" in found["late"][0]
+
+
 def test_all_ranks_end_with_an_error_of_the_first(found) -> None:
     first, second = found["full_disk"]
     assert "No space left on device" in first
