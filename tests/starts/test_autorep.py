@@ -62,7 +62,7 @@ def test_the_quirks_are_the_authors() -> None:
 
 
 def test_hysteresis() -> None:
-    """m ← m·[aux > -thr] + (1-m)·[aux > thr]; a unit that was removed before never comes."""
+    """m ← m·[aux > -thr] + (1-m)·[aux > thr]; a removed unit stays removed."""
     poly = MaskedPoly(6)
     poly.mask[4:] = False
     act = IndicatorPoly(poly, torch.tensor([0.002, -0.002, -0.004, 0.5, 0.5, -0.5]))
@@ -237,7 +237,7 @@ def test_exact_budgets(budget) -> None:
     assert autorep(make("mlp"), data(), budget, **QUICK).masks.count() == budget
 
 
-def test_a_training_that_stays_above_the_budget_is_said() -> None:
+def test_a_training_that_stays_above_the_budget_warns() -> None:
     with pytest.warns(RuntimeWarning, match="after 1 epochs 50 bits are on, more than the budget"):
         autorep(make("mlp"), data(), 10, epochs=1, finetune=SHORT)
 
@@ -286,8 +286,8 @@ def test_what_bcd_removes_never_comes_back() -> None:
 # --------------------------------------------------------------------------------- resuming
 
 
-def test_an_interrupted_run_goes_on_to_the_same_result(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(module, "REFRESH", 12)  # the interruption falls into it
+def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(module, "REFRESH", 12)  # the interruption is within these iterations
     settings = {**QUICK, "finetune": Finetune(epochs=1, padding=1, teacher_cache=10**7)}
     straight = autorep(make("resnet"), data(), 200, **settings)
     with monkeypatch.context() as patch:

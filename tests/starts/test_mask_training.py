@@ -18,8 +18,8 @@ from helpers.start_cases import QUICK, data, same, state, stopped_at
 # --------------------------------------------------------------------------------- resuming
 
 
-def test_the_default_teacher_outlives_an_interruption(tmp_path, monkeypatch) -> None:
-    """It is the net as the run began, whatever weights the net has when the run goes on."""
+def test_the_default_teacher_is_the_net_at_the_start_of_the_run(tmp_path, monkeypatch) -> None:
+    """Whatever weights the net has when the run is resumed."""
     straight = snl(make("resnet"), data(), 250, **QUICK)
     net = make("resnet")
     given = state(net)
@@ -48,7 +48,7 @@ def test_another_run_in_the_directory_is_refused(tmp_path) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_the_fine_tune_is_finetuners(optimizer) -> None:
-    """An epoch at a time it does what Finetuner.run does in one go."""
+    """One epoch per call gives the same as Finetuner.run."""
     settings = Finetune(epochs=3, lr=0.01, padding=1, optimizer=optimizer, batch_size=32)
     net, train = thinned(make("resnet")), data()
     teacher, other = copy.deepcopy(net), copy.deepcopy(net)
@@ -63,7 +63,7 @@ def test_the_fine_tune_is_finetuners(optimizer) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_an_interrupted_fine_tune_goes_on(tmp_path, monkeypatch, optimizer) -> None:
+def test_an_interrupted_fine_tune_resumes(tmp_path, monkeypatch, optimizer) -> None:
     tune = Finetune(epochs=4, lr=0.01, padding=1, optimizer=optimizer, batch_size=32)
     settings = {**QUICK, "finetune": tune}
     straight = snl(make("resnet"), data(), 700, **settings)

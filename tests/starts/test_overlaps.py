@@ -1,4 +1,4 @@
-"""Overlaps: masks of epochs far apart, kept evenly, after a resume too."""
+"""Overlaps: stored masks are evenly spread over the epochs, also after resuming."""
 
 from __future__ import annotations
 

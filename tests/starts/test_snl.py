@@ -1,4 +1,4 @@
-"""snl: the published formulas and schedule, exact budgets, bad input."""
+"""snl: the published algorithm, exact budgets, bad input, the command."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_the_mask_training_is_the_published_one(name) -> None:
     assert max(lambdas) > lambdas[0]
     assert min(counts) < counts[0]
     for record, count in zip(start.history, counts, strict=True):
-        assert abs(record["count"] - count) <= 2  # rounding decides on a unit at the threshold
-    # A convolution's bias before a batch norm has a gradient of pure rounding, which Adam blows up.
+        assert abs(record["count"] - count) <= 2  # units at the threshold, by rounding
+    # The gradient of a convolution's bias before a batch norm is rounding, which Adam amplifies.
     noise = ("0.bias", "running_mean") if name == "resnet" else ()
     for key, value in student.state_dict().items():
         if not key.endswith(("alphas", "num_batches_tracked", *noise)):
@@ -191,7 +191,7 @@ def test_a_budget_that_is_met_trains_nothing_but_fine_tunes() -> None:
     assert start.masks.count() == 50
 
 
-def test_too_few_epochs_are_said() -> None:
+def test_too_few_epochs_warn() -> None:
     for exact, count in ((True, 5), (False, 50)):
         with pytest.warns(RuntimeWarning, match="more than the budget of 5"):
             start = snl(make("mlp"), data(), 5, max_epochs=1, exact=exact, finetune=None)
@@ -213,7 +213,7 @@ def test_a_given_teacher_is_used() -> None:
     assert not same(state(ours[0].model), state(ours[1].model))
 
 
-def test_layout_of_the_weights_is_given_back() -> None:
+def test_weights_keep_their_memory_format() -> None:
     net = make("resnet")
     snl(net, data(), 300, **QUICK)
     assert all(p.is_contiguous() for p in net.parameters())
@@ -278,7 +278,7 @@ def test_the_command(tmp_path, capsys) -> None:
     shown = capsys.readouterr()
     assert "20 ReLUs after" in shown.out
     assert "λ 0.003" in shown.out + shown.err
-    assert cli.main([*line, "--budget", "20", "--quiet"]) == 0  # done: said again
+    assert cli.main([*line, "--budget", "20", "--quiet"]) == 0  # a finished run is reported again
     assert "20 ReLUs after" in capsys.readouterr().out
     assert cli.main([*line, "--budget", "99"]) == 2
     assert "the net keeps 50 ReLUs" in capsys.readouterr().err

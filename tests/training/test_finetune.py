@@ -1,4 +1,4 @@
-"""Fine-tuning: the numbers of a plain trainer, to the last bit the same when repeated."""
+"""Fine-tuning equals a plain trainer and repeats to the last bit."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_bfloat16_trains_about_the_same() -> None:
 
 @pytest.mark.parametrize("name", ["resnet", "dense", "poly"])
 def test_repeats_to_the_last_bit(name) -> None:
-    """Also with dropout (in `dense`), and whether the teacher's logits are known or not."""
+    """Also with dropout (in `dense`), and with the teacher's logits cached or not."""
     net, teacher, data = thinned(make(name)), make(name), pair(150)
     start = weights(net)
     tuner = Finetuner(net, data, SMALL, teacher, seed=5)
@@ -178,10 +178,10 @@ def test_repeats_to_the_last_bit(name) -> None:
     tuner.run(step=1)
     second = weights(net)
     net.load_state_dict(start)
-    tuner.run(step=0)  # the logits are known by now
+    tuner.run(step=0)  # the logits are cached now
     assert_same(first, weights(net))
     torch.manual_seed(99)
-    Finetuner(net, data, SMALL, teacher, seed=5).run(step=1)  # as after a restart: nothing is
+    Finetuner(net, data, SMALL, teacher, seed=5).run(step=1)  # as after a restart: nothing is cached
     assert_same(second, weights(net))
     net.load_state_dict(start)
     Finetuner(net, data, SMALL, teacher, seed=6).run(step=0)

@@ -1,4 +1,4 @@
-"""The teacher's logits: those of its forward, each view once."""
+"""TeacherLogits: equal to the teacher's forward pass, each view computed once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_teacher_logits_are_those_of_its_forward() -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet", "mlp", "dense"])
-def test_a_lookup_does_not_depend_on_what_is_known(name) -> None:
+def test_a_lookup_does_not_depend_on_what_is_cached(name) -> None:
     data, teacher = pair(BATCH + 30), make(name)
     views = [data.view_ids(seed=0, step=0, epoch=e, padding=1) for e in range(4)]
     cold = [TeacherLogits(teacher, data, padding=1).epoch(v) for v in views]
@@ -57,7 +57,7 @@ def test_a_teacher_with_dependent_rows_sees_images_one_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 50 * 18 * 4 + 77 * 20])
-def test_a_limited_cache_is_exact_and_says_so_once(limit, recwarn) -> None:
+def test_a_limited_cache_is_exact_and_warns_once(limit, recwarn) -> None:
     data, teacher = pair(50), make("mlp")
     full = TeacherLogits(teacher, data, padding=1)
     cache = TeacherLogits(teacher, data, padding=1, limit=limit)
@@ -71,7 +71,7 @@ def test_a_limited_cache_is_exact_and_says_so_once(limit, recwarn) -> None:
     assert f"{cache.used}" in said[0]
 
 
-def test_the_teacher_is_copied_and_left_alone() -> None:
+def test_the_teacher_is_not_changed() -> None:
     net, teacher = make("mlp"), make("mlp").train()
     before = weights(teacher)
     tuner = Finetuner(net, pair(), SMALL, teacher)
@@ -80,7 +80,7 @@ def test_the_teacher_is_copied_and_left_alone() -> None:
     assert_same(before, weights(teacher))
 
 
-def test_one_channel_does_not_slow_the_teacher(recwarn) -> None:
+def test_images_of_one_channel_are_batched(recwarn) -> None:
     """Its strides are ambiguous: they must be the same in every batch."""
     data = fastbcd.load("fashion-mnist-mini").first(40)
     torch.manual_seed(0)
