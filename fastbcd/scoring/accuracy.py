@@ -1,4 +1,4 @@
-"""How good a network is: its accuracy, and the checks that its logits fit the labels."""
+"""The accuracy of a network, and the checks that its logits fit the labels."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fastbcd.runtime.module_mode import eval_mode
 
 
 def accuracy(net: nn.Module, data: Any, batch_size: int = 500) -> float:
-    """Percent of the images whose largest logit is at their label, in eval mode.
+    """The percentage of images whose largest logit is that of their label, in eval mode.
 
-    With several ranks each counts its part of the data, and all return the whole's accuracy.
+    With several ranks each counts its part of the data, and all return the same accuracy.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> 0.0 <= accuracy(net, (torch.randn(8, 1, 2, 2), torch.arange(8) % 3)) <= 100.0
@@ -40,7 +40,7 @@ def accuracy(net: nn.Module, data: Any, batch_size: int = 500) -> float:
 
 
 def check_classes(net: nn.Module, data: ImageData, who: str) -> int:
-    """How many classes `who` tells apart, found with one image; all labels must be among them."""
+    """The number of logits of `who` for one image; refuses labels that are out of range."""
     check_device(net, data, who)
     try:
         with eval_mode(net), torch.inference_mode():
@@ -67,16 +67,16 @@ def check_device(net: nn.Module, data: ImageData, who: str) -> None:
     """Refuse data and a net that are on different devices."""
     device = device_of(net)
     if device is not None and device != data.device:
-        raise ValueError(f"the data is on {data.device} and {who} on {device}; data.to(device)")
+        raise ValueError(
+            f"the data is on {data.device} and {who} on {device}; move one of them with .to(device)"
+        )
 
 
 def device_of(net: nn.Module) -> torch.device | None:
-    """Where the net's first tensor lies; None for a net without any."""
-    for tensor in (*net.parameters(), *net.buffers()):
-        return tensor.device
-    return None
+    """The device of the net's first tensor; None for a net without tensors."""
+    return next((t.device for t in (*net.parameters(), *net.buffers())), None)
 
 
 def dtype_of(net: nn.Module) -> torch.dtype:
-    """What the net calculates in: the dtype of its first weights."""
+    """The dtype of the net's first floating-point parameter; float32 if there is none."""
     return next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)

@@ -33,7 +33,7 @@ from fastbcd.runtime import ranks
 from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.module_mode import train_mode
 from fastbcd.runtime.tf32 import repeatable_convolutions
-from fastbcd.scoring.accuracy import check_classes, device_of, dtype_of
+from fastbcd.scoring.accuracy import check_classes, dtype_of
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
 
@@ -325,10 +325,6 @@ def check_trainable(
     if teacher is net or shared is not None:
         what = "is the net itself" if teacher is net else f"shares {shared!r} with the net"
         raise ValueError(f"the teacher {what}; it must stay fixed: copy.deepcopy(net)")
-    if (device := device_of(teacher)) not in (None, data.device):
-        raise ValueError(
-            f"the teacher is on {device} and the data on {data.device}; teacher.to(device)"
-        )
     check_same_classes(net, data, teacher)
 
 

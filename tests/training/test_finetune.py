@@ -181,7 +181,7 @@ def test_repeats_to_the_last_bit(name) -> None:
     tuner.run(step=0)  # the logits are cached now
     assert_same(first, weights(net))
     torch.manual_seed(99)
-    Finetuner(net, data, SMALL, teacher, seed=5).run(step=1)  # as after a restart: nothing is cached
+    Finetuner(net, data, SMALL, teacher, seed=5).run(step=1)  # nothing is cached
     assert_same(second, weights(net))
     net.load_state_dict(start)
     Finetuner(net, data, SMALL, teacher, seed=6).run(step=0)
@@ -252,7 +252,7 @@ def test_bad_input() -> None:
     other = nn.Sequential(nn.Flatten(), nn.Linear(192, 7))
     with pytest.raises(ValueError, match="teacher has 7 classes and the net 5"):
         Finetuner(net, data, SMALL, other)
-    with pytest.raises(ValueError, match="teacher is on meta and the data on cpu"):
+    with pytest.raises(ValueError, match="data is on cpu and the teacher on meta"):
         Finetuner(net, data, SMALL, nn.Linear(192, 5, device="meta"))
     with pytest.raises(ValueError, match="the net on meta"):
         Finetuner(nn.Linear(192, 5, device="meta"), data, SMALL)
