@@ -51,7 +51,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 class Site(NamedTuple):
-    """One place where ReLUs stand: flat ids start .. start + numel - 1.
+    """One call of ReLU in the net; its neurons have the flat ids start .. start + numel - 1.
 
     >>> Site("layer1.relu", shape=(64, 8, 8), start=0).numel
     4096
@@ -105,7 +105,7 @@ class MaskSet:
         return {s.name: int(b.sum()) for s, b in zip(self.sites, self.split(), strict=True)}
 
     def split(self) -> list[Tensor]:
-        """The bits as one tensor a site, in the site's shape."""
+        """The bits as one tensor per site, in the site's shape."""
         parts = self.bits.split([s.numel for s in self.sites])
         return [p.view(s.shape) for p, s in zip(parts, self.sites, strict=True)]
 
@@ -196,13 +196,15 @@ class MaskSet:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                if metadata.get("format") != "fastbcd.masks":
-                    raise ValueError(f"{path} holds no masks: write them with MaskSet.save")
-                bits = file.get_tensor("bits")
-                shapes = {name: tuple(shape) for name, shape in json.loads(metadata["sites"])}
+                bits = file.get_tensor("bits") if "bits" in file.keys() else None  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-        return MaskSet(make_sites(shapes), bits.bool())
+        if metadata.get("format") != "fastbcd.masks" or bits is None:
+            raise ValueError(f"{path} holds no masks: write them with MaskSet.save")
+        try:
+            return MaskSet(make_sites(dict(json.loads(metadata["sites"]))), bits.bool())
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: its masks are damaged: {error}") from error
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MaskSet):
@@ -263,12 +265,12 @@ def set_masks(net: nn.Module, masks: MaskSet) -> None:
 def mask_modules(net: nn.Module) -> dict[str, MaskedActivation]:
     """The net's masked activations by name, in execution order.
 
-    `convert` numbers what it places; activations placed by hand come in the order of
+    `convert` numbers the activations that it places; those placed by hand are in the order of
     `named_modules`.
     """
     modules = {n: m for n, m in net.named_modules() if isinstance(m, MaskedActivation)}
-    tensors = [name for name, _ in (*net.named_parameters(), *net.named_buffers())]
-    plain = plain_names(tensors)
+    buffers = net.named_buffers(remove_duplicate=False)
+    plain = plain_names(name for name, _ in (*net.named_parameters(), *buffers))
     found = {
         plain[f"{name}.mask".lstrip(".")].removesuffix("mask").rstrip("."): module
         for name, module in modules.items()
@@ -282,11 +284,13 @@ def mask_modules(net: nn.Module) -> dict[str, MaskedActivation]:
 
 
 def make_sites(shapes: dict[str, tuple[int, ...]]) -> tuple[Site, ...]:
-    """Sites laid end to end in the given order."""
-    sites, start = [], 0
+    """Sites with consecutive ids in the given order."""
+    sites: list[Site] = []
     for name, shape in shapes.items():
+        if any(n < 0 for n in shape):
+            raise ValueError(f"site {name!r} has shape {tuple(shape)}")
+        start = sites[-1].start + sites[-1].numel if sites else 0
         sites.append(Site(name, tuple(int(n) for n in shape), start))
-        start += sites[-1].numel
     return tuple(sites)
 
 
@@ -299,8 +303,8 @@ def _distinct(n: int, k: int, seed: int, step: int, trial: int) -> np.ndarray:
     if k > n // 2:
         left_out = _distinct(n, n - k, seed, step, trial)
         return np.delete(np.arange(n), left_out)
-    # A counter-based generator: (seed; step, trial) names the stream. Only its raw 64-bit
-    # output is used, which numpy promises never to change.
+    # A counter-based generator: (seed; step, trial) selects the stream. Only its raw 64-bit
+    # output is used, which is the same in every version of numpy.
     stream = np.random.Philox(key=_words(seed), counter=_words(trial) + _words(step))
     drawn = np.empty(0, dtype=np.int64)
     while len(drawn) < k:

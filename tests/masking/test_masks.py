@@ -365,3 +365,26 @@ def test_large_seeds(seed) -> None:
     assert len(set(drawn.tolist())) == 10
     with pytest.raises(ValueError, match="must lie in 0"):
         masks.sample(10, seed=2**63, step=0, trial=0)
+
+
+@pytest.mark.parametrize(
+    "sites",
+    ["[", "[" * 9999, "3", "{}", '[["a", 4]]', '[["a", [5]]]', '[["a", [-1, -4]]]', '[["a", "4"]]',
+     '[["a", [4], 1]]', '[["a", [10000000000000000]]]', '[[["a"], [4]]]'],
+)  # fmt: skip
+def test_damaged_metadata_of_a_mask_file(sites, tmp_path) -> None:
+    path = tmp_path / "m.safetensors"
+    metadata = {"format": "fastbcd.masks", "version": "1", "sites": sites}
+    save_file({"bits": torch.ones(4, dtype=torch.uint8)}, path, metadata)
+    with pytest.raises(ValueError, match=r"m\.safetensors: its masks are damaged"):
+        MaskSet.load(path)
+    del metadata["sites"]
+    save_file({"bits": torch.ones(4, dtype=torch.uint8)}, path, metadata)
+    with pytest.raises(ValueError, match=r"m\.safetensors: its masks are damaged: 'sites'"):
+        MaskSet.load(path)
+
+
+def test_two_activations_with_one_mask() -> None:
+    net = nn.Sequential(nn.Linear(4, 3), MaskedReLU(3), nn.Linear(3, 3), MaskedReLU(3))
+    net[3].mask = net[1].mask
+    assert list(fastbcd.masks(net).counts()) == ["1", "3"]
