@@ -150,14 +150,17 @@ _masked_poly = define(
 
 
 def _define_out(name: str, parameters: str, formula: Callable[..., Tensor]) -> None:
+    kernel = f"{name}_forward"
+
     def implementation(*arguments: Any) -> None:
         *given, out = arguments
-        _refuse_internal_overlap(out)
         call = _forward(*given, out=out)
-        if not _writable(out, call):
+        if _writable(out, call):
+            compute(kernel, formula, call)
+        else:
+            _refuse_internal_overlap(out)
             call.outputs[0] = new_output(call.inputs[0], call.inputs[1], call.extra[0])
-        compute(f"{name}_forward", formula, call)
-        if call.outputs[0] is not out:
+            compute(kernel, formula, call)
             out.copy_(call.outputs[0])
         if not out.is_inference():  # a graph that saved `out` before now raises in its backward
             torch.autograd.graph.increment_version(out)
