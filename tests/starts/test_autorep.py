@@ -288,7 +288,8 @@ def test_what_bcd_removes_never_comes_back() -> None:
 
 def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(module, "REFRESH", 12)  # the interruption is within these iterations
-    settings = {**QUICK, "finetune": Finetune(epochs=1, padding=1, teacher_cache=10**7)}
+    tune = Finetune(epochs=1, padding=1, teacher_cache=10**7)
+    settings = {**QUICK, "epochs": 4, "finetune": tune}
     straight = autorep(make("resnet"), data(), 200, **settings)
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "epoch", stopped_at(2))
