@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fastbcd
-from fastbcd import MaskSet, models, private, recipes
+from fastbcd import MaskSet, private, recipes
 from fastbcd.cli import options as common
 from fastbcd.cli.cost import read_masks
 from fastbcd.runs.read import quadratics
@@ -65,8 +65,11 @@ def _from_run(options: argparse.Namespace) -> tuple[nn.Module, tuple[int, ...]]:
             raise ValueError(f"{run.path} did not record its net: give --arch or --model")
         if "name" in arch:
             made = {"num_classes": classes, "image_size": size[-1], "in_channels": size[0]}
-            return run.fill(models.build(**{**arch, **made})), size
-        options.model, options.replacement = arch["model"], arch["replacement"]
+            run.config["net"]["arch"] = {**arch, **made}
+            return run.model, size
+        options.model = str(arch.get("model"))
+        options.replacement = "poly" if arch.get("replacement") == "poly" else "identity"
+        print(f"calling {options.model}, which {run.path} recorded as its --model")
     options.replacement = "poly" if poly else options.replacement
     return run.fill(common.make_net(options, torch.zeros(2, *size), classes)), size
 

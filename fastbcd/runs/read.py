@@ -57,7 +57,7 @@ class SavedRun:
         try:
             with torch.device("meta"):  # first without memory, as the record may be wrong
                 fingerprint.check_fits(models.build(**arch), self.weights or {})
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
             raise ValueError(
                 f"{self.path}: the recorded net {arch} does not fit: {error}"
             ) from error

@@ -18,6 +18,8 @@ import fastbcd
 from fastbcd import MaskSet, private
 from fastbcd.cli import main as cli
 from fastbcd.cli import options as common
+from fastbcd.runs import fingerprint
+from fastbcd.runs.files import State, config_digest, state_bytes
 from fastbcd.training.trainer import Trainer
 from helpers import start_cases
 
@@ -137,6 +139,35 @@ def test_a_run_of_an_own_net_needs_no_options(run, replacement, monkeypatch, cap
         importlib.import_module("my_nets").small(), example, replacement=replacement
     )
     check_recorded(fastbcd.load_run("recorded", model=net).model, "my_nets:small", capsys)
+    assert fastbcd_("export recorded --out net.pt2") == 0
+    assert (
+        "calling my_nets:small, which recorded recorded as its --model" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [
+        ({"model": 3}, "--model 3: write MODULE:FUNCTION"),
+        ({"model": "no_nets:x", "replacement": []}, "No module named 'no_nets'"),
+        ({"name": "resnet20", "width": 10**9}, "does not fit"),
+        ({"name": "resnet20", "wide": 3}, "does not fit"),
+    ],
+)
+def test_a_recorded_net_that_is_none(run, arch, message, capsys) -> None:
+    path = Path("out/config.json")
+    config = json.loads(path.read_text())
+    config["net"]["arch"] = arch
+    path.write_text(json.dumps({**config, "format": "fastbcd.run 2"}))
+    for file in Path("out").glob("*.safetensors"):  # bound to the other config.json
+        file.unlink()
+    Path("out/history.jsonl").unlink()
+    state = State(0, fingerprint.take(run), {}, config_digest(Path("out")))
+    Path("out/start.safetensors").write_bytes(state_bytes(state))
+    assert fastbcd_("export out --out net.pt2") == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def test_options_override_what_a_run_recorded(run, capsys) -> None:
