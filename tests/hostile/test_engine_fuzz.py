@@ -57,6 +57,6 @@ def attack(seed: int, nonlinear: bool) -> dict[str, float | str]:
 
 def test_random_nets() -> None:
     """What an engine takes is exact; nets of accepted operations are nearly all taken."""
-    found = [attack(seed, nonlinear=seed % 4 == 3) for seed in seeds(32)]
+    found = [attack(seed, nonlinear=seed % 4 == 3) for seed in seeds(24)]
     taken = [sum(isinstance(f[e], float) for f in found) for e in ("stacked", "collapsed")]
-    assert len(found) < 32 or min(taken) > len(found) // 2
+    assert len(found) < 24 or min(taken) > len(found) // 2

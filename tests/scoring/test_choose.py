@@ -40,7 +40,7 @@ def trained(name: str, n: int, noise: int, seed: int):
     count=st.integers(1, 7), size=st.integers(1, 60), wave=st.integers(1, 8),
     batch=st.integers(1, 13), early=st.booleans(), seed=st.integers(0, 50),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_the_choice_is_that_of_the_loop(
     name, n, noise, adt, count, size, wave, batch, early, seed
 ) -> None:

@@ -63,7 +63,7 @@ def test_engines_equal_the_naive_loop(name, engine) -> None:
     removals = hypotheses(net, 6, 9)
     rows = naive(net, removals, x, labels)
     assert len({r[1] for r in rows}) == 7, "the hypotheses differ, so a mix-up would show"
-    for batch_size in (None, 1, 5, 23, 64):
+    for batch_size in (None, 5, 64):
         found = score(net, removals, (x, labels), Engine(engine, batch_size=batch_size))
         assert_same(found, rows)
         assert found.samples == 23
@@ -74,7 +74,7 @@ def test_engines_equal_the_naive_loop(name, engine) -> None:
     name=st.sampled_from(TRACEABLE), sizes=st.lists(st.integers(0, 30), max_size=7),
     n=st.integers(1, 9), batch=st.integers(1, 10), lanes=st.integers(1, 5), seed=st.integers(0, 99),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_removals_and_any_cut(name, sizes, n, batch, lanes, seed) -> None:
     """Mixed lengths, empty removals, K = 0, single sites, any chunk of images and lanes."""
     net, (x, labels) = thinned(make(name)), images(n, seed)

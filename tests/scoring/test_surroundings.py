@@ -180,6 +180,7 @@ print(1024 * (kib("VmHWM") - before))
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_building_a_form_stays_within_memory() -> None:
     """What is refused below some amount of memory takes no more than that when it is allowed."""

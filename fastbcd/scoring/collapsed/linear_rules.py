@@ -7,6 +7,7 @@ that is missing is zero. A step without a rule is not known to be affine, and `N
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -94,9 +95,10 @@ def linear_part(step: Activation | Call, context: Context) -> Run:
     if isinstance(step.run, Convolution):
         return _convolution(step, context, step.run)
     key: Any = type(step.run) if isinstance(step.run, nn.Module) else step.node.target
-    if key not in RULES:
-        raise refusal(step)
-    return RULES[key](step, context)
+    try:
+        return RULES[key](step, context)
+    except (TypeError, ValueError, LookupError):  # no rule, or arguments that it does not expect
+        raise refusal(step) from None
 
 
 def refusal(step: Call) -> NotAffine:
@@ -179,24 +181,13 @@ def _functional_convolution(step: Call, context: Context) -> Run:
     return _convolution(step, context, Convolution(weight, None, *options))
 
 
-@rule(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
-def _other_convolution(step: Call, context: Context) -> Run:
-    module: Any = step.run
+@rule(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
+def _without_bias(step: Call, context: Context) -> Run:
     if len(step.args) != 1 or step.kwargs:
         raise refusal(step)
-    if module.bias is None:
-        return on_source(step, context, lambda v: module(whole(v)))
-    zero = torch.zeros_like(module.bias).detach()
-    at_zero = {"bias": zero}
-    return on_source(
-        step, context, lambda v: torch.func.functional_call(module, at_zero, (whole(v),))
-    )
-
-
-@rule(nn.Linear)
-def _linear(step: Call, context: Context) -> Run:
-    module: Any = step.run
-    return on_source(step, context, lambda v: F.linear(whole(v), module.weight.detach()))
+    module: Any = copy.copy(step.run)
+    module._parameters = {**module._parameters, "bias": None}
+    return on_source(step, context, lambda v: module(whole(v)))
 
 
 @rule(F.linear)
@@ -215,29 +206,26 @@ def _batch_norm(step: Call, context: Context) -> Run:
     return on_source(step, context, lambda v: scaled(v, scale))
 
 
-@rule(operator.add, torch.add, "add")
-def _add(step: Call, context: Context, sign: float = 1.0) -> Run:
-    shapes = context.program.shapes
+_SUMS, _DIFFERENCES = (operator.add, torch.add, "add"), (operator.sub, torch.sub, "sub")
+
+
+@rule(*_SUMS, *_DIFFERENCES)
+def _sum(step: Call, context: Context) -> Run:
+    shapes, sign = context.program.shapes, 1.0 if step.node.target in _SUMS else -1.0
     if step.kwargs or len(step.args) != 2 or step.node not in shapes:
         raise refusal(step)
-    signs = list(zip(step.args, (1.0, sign), strict=True))
 
     def run(values: Values, n: int) -> Value:
         parts: list[Value] = []
-        for term, s in signs:
+        for term, factor in zip(step.args, (1.0, sign), strict=True):
             if isinstance(term, fx.Node) and term in values:
                 part = values[term]
                 if shapes[term] != shapes[step.node]:  # it is broadcast
                     part = whole(part).expand(context.shape(step.node, n))
-                parts.append(part if s > 0 else scaled(part, s))
+                parts.append(part if factor > 0 else scaled(part, factor))
         return total(parts)
 
     return run
-
-
-@rule(operator.sub, torch.sub, "sub")
-def _subtract(step: Call, context: Context) -> Run:
-    return _add(step, context, -1.0)
 
 
 @rule(operator.neg, torch.neg, "neg")
@@ -334,16 +322,14 @@ def _index(step: Call, context: Context) -> Run:
     every = slice(None)
     if isinstance(index, tuple) and len(index) == 4 and index[:2] == (every, every):
         rows, columns = index[2:]
-        if all(
-            isinstance(s, slice) and s.start is s.stop is None and isinstance(s.step, int | None)
-            for s in (rows, columns)
-        ):
-            steps = (rows.step or 1, columns.step or 1)
-            return on_source(
-                step,
-                context,
-                lambda v: patches.subsample(v, *steps) if isinstance(v, Patch) else v[index],
-            )
+        if all(isinstance(s, slice) and s.start is s.stop is None for s in (rows, columns)):
+            strides = rows.step or 1, columns.step or 1
+
+            def run(v: Value) -> Value:
+                return patches.subsample(v, *strides) if isinstance(v, Patch) else v[index]
+
+            if all(isinstance(stride, int) for stride in strides):
+                return on_source(step, context, run)
     first = index[0] if isinstance(index, tuple) else index
     if first != every:  # it would cut the batch
         raise refusal(step)

@@ -42,13 +42,13 @@ def test_scores_equal_those_of_sequential(batch) -> None:
 def test_the_papers_nets(name) -> None:
     """Random weights, few ReLUs: logits within 1e-4 of the net's own."""
     torch.manual_seed(0)
-    net = randomize(models.build(name, num_classes=20, image_size=16)).eval()
+    net = randomize(models.build(name, num_classes=20, image_size=8)).eval()
     now = masks(net)
     kept = MaskSet.full({s.name: s.shape for s in now.sites}).sample(150, seed=0, step=0, trial=0)
     bits = torch.zeros(now.total, dtype=torch.bool)
     bits[kept] = True
     set_masks(net, MaskSet(now.sites, bits))
-    x = torch.randn(3, 3, 16, 16)
+    x = torch.randn(3, 3, 8, 8)
     assert worst_difference(net, engine_of(net, x), x, some_removals(net, 3, 20), 4) < 1e-4
 
 
