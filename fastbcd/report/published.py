@@ -1,6 +1,6 @@
-"""The published results: accuracy against ReLU count, as the paper's figures and tables have it.
+"""The published results: accuracy against ReLU count, from the paper's figures and tables.
 
-The numbers are in published.json beside this file, each curve with the figure it was read from.
+published.json holds the numbers, each curve with the figure or table that it is from.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Curve:
 
 
 def curves(arch: str, data: str, metric: str = ACCURACY) -> list[Curve]:
-    """What was published for a net and a data set: one curve a method, that with most points.
+    """The published curves of a net and a data set: for each method the one with most points.
 
     >>> [c.method for c in curves("resnet18", "tiny-imagenet")]
     ['BCD', 'SNL', 'DeepReDuce', 'Sphynx']
@@ -50,7 +50,7 @@ def curves(arch: str, data: str, metric: str = ACCURACY) -> list[Curve]:
 
 @cache
 def every_curve() -> tuple[Curve, ...]:
-    """All curves of the file, also where a figure and a table give the same method twice.
+    """All curves of the file; a figure and a table may give the same method twice.
 
     >>> sorted({curve.arch for curve in every_curve()})
     ['resnet18', 'wide_resnet22_8']
@@ -62,7 +62,7 @@ def every_curve() -> tuple[Curve, ...]:
 
 
 def baseline(arch: str, data: str) -> float | None:
-    """The dense net's test accuracy in percent, where the paper states it.
+    """The dense net's test accuracy in percent; None if the paper does not state it.
 
     >>> baseline("resnet18", "cifar100")
     76.04

@@ -207,7 +207,7 @@ def test_saliency_and_a_share_run_and_resume(monkeypatch, capsys) -> None:
 
 
 def test_the_temperature_of_saliency_is_used(monkeypatch) -> None:
-    """At 0 there is one hypothesis a step; the default is the library's own."""
+    """At 0 there is one hypothesis per step; the default is that of the library."""
     line = f"{BCD} --quiet --epochs 0 --adt=-100 --proposal saliency"
     assert fastbcd_(f"{line} --saliency-temperature 0 --run-dir greedy") == 0
     assert fastbcd_(f"{line} --run-dir default") == 0
