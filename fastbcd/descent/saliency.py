@@ -11,7 +11,7 @@ backward pass from the loss summed over a batch holds every sample's own dL/da.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def saliency(
     """The first-order cost of removing each ReLU, DoubleTensor[total] on the CPU.
 
     Args:
-        net: with masked activations; its mode and its parameters are as before afterwards.
+        net: with masked activations; its mode and parameters are unchanged afterwards.
         data: ImageData, a pair (images, labels), a Dataset or a DataLoader; no augmentation.
         kind: "mean_abs", E|t|: removals that change no sample's loss come first. "abs_mean",
             |E t|: those whose changes cancel out over the data, too.
@@ -60,7 +60,7 @@ def saliency(
     check_kind(kind)
     images, kept = as_data(data), masks(net)
     if not len(images):
-        raise ValueError("there are no images to take the saliency on")
+        raise ValueError("there are no images to compute the saliency on")
     if batch_size is None:
         batch_size = max(8, min(256, VALUES.get(images.device.type, 2**23) // kept.total))
     if batch_size < 1:
@@ -79,7 +79,7 @@ def saliency(
 
 
 def check_kind(kind: str) -> None:
-    """Refuse a kind of saliency that there is not."""
+    """Raise ValueError for an unknown kind of saliency."""
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r}; choose from {', '.join(KINDS)}")
 
@@ -89,21 +89,24 @@ def _totals(net: nn.Module, data: ImageData, absolute: bool, batch_size: int) ->
     modules = list(mask_modules(net).values())
     anchor = torch.zeros((), device=data.device, requires_grad=True)
     model, memory_format = fused(net, train=False)
-    with _surroundings(net):
+    with (
+        kept_memory(), repeatable_convolutions(), products(tf32=False), eval_mode(net),
+        _frozen(net), torch.enable_grad(),
+    ):  # fmt: skip
         model.eval()
         with _collecting(modules, anchor, absolute, copy=model is net) as totals:
             for images, labels in _own_batches(data, batch_size):
                 x = data.normalise(images, memory_format=memory_format, dtype=dtype_of(net))
-                # In double: where the net is sure, softmax - 1 would lose its digits.
+                # In double: softmax - 1 loses its digits where the net is certain.
                 loss = F.cross_entropy(model(x).double(), labels, reduction="sum")
-                # No activation at all may lead to the logits; then none of them matters.
+                # If no activation influences the logits, all effects are 0.
                 if loss.requires_grad:
                     torch.autograd.grad(loss, anchor, allow_unused=True)
     return totals
 
 
 def _own_batches(data: ImageData, batch_size: int) -> list[tuple[Tensor, Tensor]]:
-    """This rank's batches out of those that all ranks make, so that their sums never differ."""
+    """This rank's share of the batches, which do not depend on the number of ranks."""
     batches = list(zip(data.images.split(batch_size), data.labels.split(batch_size), strict=True))
     r, n = rank(), world()
     return batches[r * len(batches) // n : (r + 1) * len(batches) // n]
@@ -126,23 +129,12 @@ def _collecting(
 
 @contextmanager
 def _frozen(net: nn.Module) -> Iterator[None]:
-    """No parameter asks for a gradient: the backward pass then skips those of the weights."""
-    asked = [p for p in net.parameters() if p.requires_grad]
-    for p in asked:
+    """No parameter requires a gradient: the backward pass skips the weights."""
+    trained = [p for p in net.parameters() if p.requires_grad]
+    for p in trained:
         p.requires_grad_(False)
     try:
         yield
     finally:
-        for p in asked:
+        for p in trained:
             p.requires_grad_(True)
-
-
-@contextmanager
-def _surroundings(net: nn.Module) -> Iterator[None]:
-    """Eval mode, float32 that repeats, gradients, memory; everything as it was afterwards."""
-    cudnn = repeatable_convolutions()
-    with ExitStack() as stack:
-        for context in (kept_memory(), cudnn, products(tf32=False), eval_mode(net), _frozen(net)):
-            stack.enter_context(context)
-        stack.enter_context(torch.enable_grad())
-        yield

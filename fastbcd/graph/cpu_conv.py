@@ -1,6 +1,6 @@
-"""Convolutions for training in channels_last on a CPU, where oneDNN's own could be better.
+"""Convolutions for training in channels_last on a CPU, faster or safer than oneDNN's.
 
-Both modules compute what their nn.Conv2d computes, with that module's parameters.
+Both modules compute the same as their nn.Conv2d, with that module's parameters.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-PATCH_BYTES = 2**22  # of the patches that are multiplied at a time: a share of the cache
+PATCH_BYTES = 2**22  # patches multiplied at a time, as much as fits the cache
 LANES = 16  # of the widest vectors
 
 
@@ -29,7 +29,7 @@ def for_training(module: nn.Module) -> nn.Module:
 
 
 class StridedPointwise(nn.Module):
-    """A 1×1 convolution with a stride, as one without on the pixels that it reads.
+    """A 1×1 convolution with a stride, computed without one on the pixels that it reads.
 
     oneDNN's gradient of the weights writes past its workspace in channels_last when there are
     fewer input channels than a vector has lanes (uxlfoundation/oneDNN issue 6035).
@@ -46,10 +46,10 @@ class StridedPointwise(nn.Module):
 
 
 class PatchConvolution(nn.Module):
-    """A convolution whose gradient of the weights is a product of matrices, from 128 channels on.
+    """A convolution whose weight gradient is a matrix product, for 128 channels or more.
 
-    oneDNN reaches 40 to 67 GFLOP/s there where its forward pass reaches 100 (AVX2, one core);
-    the product of patches, with their copy, 74 to 83.
+    oneDNN reaches 40 to 67 GFLOP/s there, its forward pass 100 (AVX2, one core); the product of
+    patches, including their copy, 74 to 83.
     """
 
     def __init__(self, conv: nn.Conv2d) -> None:
