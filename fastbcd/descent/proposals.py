@@ -167,27 +167,21 @@ PROPOSALS: dict[str, Proposal] = {"uniform": Uniform(), "saliency": Saliency()}
 
 def find_proposal(proposal: Any) -> Proposal:
     """The proposal of this name, or the given one once it is checked."""
-    if isinstance(proposal, str):
-        if proposal not in PROPOSALS:
-            raise ValueError(
-                f"proposal={proposal!r}; choose from {', '.join(PROPOSALS)}, or give a "
-                f"fastbcd.Proposal"
-            )
+    if isinstance(proposal, str) and proposal in PROPOSALS:
         return PROPOSALS[proposal]
     name = f"proposal {type(proposal).__qualname__}"
+    if isinstance(proposal, str):
+        names = ", ".join(PROPOSALS)
+        raise ValueError(f"proposal={proposal!r}; choose from {names}, or give a fastbcd.Proposal")
     if isinstance(proposal, type) or not callable(proposal):
         raise TypeError(f"proposal={proposal!r}; give a name or an object as fastbcd.Proposal")
     if not callable(getattr(proposal, "describe", None)):
-        raise TypeError(
-            f"{name} has no describe(): config.json records what it returns; derive from "
-            f"fastbcd.Proposal, which has one"
-        )
+        raise TypeError(f"{name} has no describe(), for config.json; derive from fastbcd.Proposal")
     try:
         inspect.signature(proposal).bind(None, None, 1, seed=0, step=1)
     except TypeError as error:
-        raise TypeError(
-            f"{name} cannot be called as proposal(net, data, size, seed=…, step=…): {error}"
-        ) from None
+        call = "proposal(net, data, size, seed=…, step=…)"
+        raise TypeError(f"{name} cannot be called as {call}: {error}") from None
     try:
         json.dumps(proposal.describe())
     except (TypeError, ValueError) as error:
@@ -201,7 +195,6 @@ def drawn(proposal: Proposal, draw: Draw, trial: int, *, size: int) -> Tensor:
     if ids.ndim != 1 or len(ids) != size or len(ids.unique()) != size:
         raise ValueError(
             f"proposal {type(proposal).__qualname__}: hypothesis {trial} is a tensor of shape "
-            f"{tuple(ids.shape)} with {len(ids.unique())} different ids; expected {size} ids, "
-            f"each once"
+            f"{tuple(ids.shape)}; expected {size} ids, each once"
         )
     return ids

@@ -136,7 +136,7 @@ class RunDirectory:
             self._digest = config_digest(self.path) if chained else None
             return json.dumps({"step": None, "history": []})
         self._mend_history(progress, chained)
-        self._digest = progress.digest if chained else None
+        self._digest = progress.digests[-1] if chained else None
         state = progress.state
         self._read = state.tensors
         found = {
@@ -150,14 +150,9 @@ class RunDirectory:
     def _mend_history(self, progress: Progress, chained: bool) -> None:
         """Write the records of the finished steps, if the file holds fewer or more."""
         path = self.path / "history.jsonl"
-        old = path.read_bytes() if path.exists() else b""
-        lines = old.splitlines(keepends=True)[: len(progress.records)]
-        if progress.records and (len(lines) < len(progress.records) or lines[-1][-1:] != b"\n"):
-            lines[len(progress.records) - 1 :] = [
-                history_line(progress.records[-1], progress.digest if chained else None)
-            ]
-        new = b"".join(lines)
-        if new != old:
+        digests = progress.digests[1:] if chained else [None] * len(progress.records)
+        new = b"".join(map(history_line, progress.records, digests))
+        if new != (path.read_bytes() if path.exists() else b""):
             write_atomically(path, lambda file: file.write(new))
 
     def _save(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> str:

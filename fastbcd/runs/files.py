@@ -47,12 +47,12 @@ class State(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a run is: start, newest state, records, and the digest that the next step names."""
+    """How far a run is: the records of its steps, and the digests of its start and its steps."""
 
     start: State
     state: State
     records: list[dict[str, Any]]
-    digest: str
+    digests: list[str]
 
 
 def state_bytes(state: State) -> bytes:
@@ -161,7 +161,7 @@ def read_progress(folder: Path, config: dict[str, Any]) -> Progress | None:
                 f"{newest}: record: {name} is {mine} and {other} in line {state.step} of "
                 f"history.jsonl: {OTHER_RUN}"
             )
-    return Progress(start, state, records[: state.step], digests[state.step])
+    return Progress(start, state, records[: state.step], digests[: state.step + 1])
 
 
 def config_digest(folder: Path) -> str:
