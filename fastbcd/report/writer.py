@@ -61,10 +61,12 @@ def write(
             sections.between(found),
         ]
         parts = [("", [section for section in shared if section])]
-        for number, run in enumerate(found, 1):
-            one = len(found) == 1
-            own = sections.of_run(run, network or Network(), prefix="" if one else f"{number}-")
-            parts.append(("" if one else run.name, own))
+        if len(found) == 1:
+            parts[0][1].extend(sections.of_run(found[0], network or Network()))
+        else:
+            for number, run in enumerate(found, 1):
+                own = sections.of_run(run, network or Network(), prefix=f"{number}-")
+                parts.append((run.name, own))
         folder = _writable(Path(out))
         pictures = [s.picture for _, several in parts for s in several if s.picture]
         images = {picture.name: _png(picture.figure) for picture in pictures}
@@ -76,7 +78,7 @@ def write(
         sections.title(found, about), notices, parts, images=images,
         footer=f"fastbcd {__version__}. {PAPER}",
     )  # fmt: skip
-    files = {PAGE: text.encode(), **{f"{name}.png": png for name, png in images.items()}}
+    files = {**{f"{name}.png": png for name, png in images.items()}, PAGE: text.encode()}
     for name, content in files.items():
         write_atomically(folder / name, partial(_put, content))
     return folder / PAGE

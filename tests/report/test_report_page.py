@@ -126,6 +126,12 @@ def test_an_unfinished_run_is_named_first(cut_short, page_of) -> None:
     assert len(page.images) == 6
 
 
+def test_one_run_is_one_block_of_cards(finished, cut_short, page_of) -> None:
+    """So that the two columns of the page are equally long; several runs have a block each."""
+    assert page_of(finished)[0].source.count('<div class="cards">') == 1
+    assert page_of(finished, cut_short)[0].source.count('<div class="cards">') == 3
+
+
 def test_several_runs(finished, cut_short, page_of) -> None:
     page, folder = page_of(finished, cut_short)
     iou = read(finished).last.masks.iou(read(cut_short).last.masks)
