@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fastbcd import ops
 from fastbcd.masking.activations import MaskedActivation, MaskedPoly, MaskedReLU
-from fastbcd.masking.masks import MaskSet, mask_modules, masks
+from fastbcd.masking.masks import MaskSet, masks
 from fastbcd.scoring.accuracy import dtype_of
 
 IDENTITY = (0.0, 1.0, 0.0)  # c0, c1, c2
@@ -151,15 +151,6 @@ def _replaced(net: nn.Module, make: Callable[[Any], MaskedActivation]) -> nn.Mod
                 return made[id(act)]
             net.set_submodule(name, made[id(act)])
     return net
-
-
-def check_kind(net: nn.Module, kind: type[MaskedActivation], way_out: str) -> None:
-    """Refuse a net with sites of another kind, naming the first."""
-    for name, act in mask_modules(net).items():
-        if type(act) is not kind:
-            raise ValueError(
-                f"site {name!r} is a {type(act).__name__}; expected {kind.__name__}: {way_out}"
-            )
 
 
 def gather(parts: Sequence[Tensor]) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fastbcd.masking.activations import MaskedReLU
 from fastbcd.masking.masks import MaskSet, mask_modules, masks
 from fastbcd.runtime.validate import check_number, check_whole
-from fastbcd.starts.gated import SoftReLU, check_budget, check_kind, gather, largest, twin
+from fastbcd.starts.gated import SoftReLU, check_budget, gather, largest, twin
 from fastbcd.starts.mask_training import MaskTraining, StartingPoint
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer, training_dtype
@@ -73,7 +73,9 @@ def snl(
     (2, ['final', 'thresholded', 'trained'])
     """
     check_budget(net, budget)
-    check_kind(net, MaskedReLU, "SNL makes units linear; for polynomial sites use fastbcd.autorep")
+    for name, act in mask_modules(net).items():
+        if type(act) is not MaskedReLU:
+            raise ValueError(f"site {name!r} is a {type(act).__name__}; use fastbcd.autorep for it")
     settings: dict[str, Any] = {
         "budget": budget, "lr": lr, "lambda0": lambda0, "kappa": kappa, "threshold": threshold,
         "max_epochs": max_epochs, "exact": exact,

@@ -34,8 +34,8 @@ BATCH = 128  # images per batch of the teacher
 class TeacherLogits:
     """The teacher's logits by (sample, view), computed when they are first needed.
 
-    limit: bytes of host memory for the cache; None: half of what is available. The teacher is
-    copied, so later changes to it have no effect.
+    limit: bytes of host memory for the cache; None: half of what is free, shared by the ranks of
+    this machine. The teacher is copied, so later changes to it have no effect.
     """
 
     def __init__(
@@ -57,7 +57,9 @@ class TeacherLogits:
         self.samples = (rank + 1) * len(data) // world - self.first
         views = data.view_count(padding)
         useful = self.samples * (views if flip else views // 2)
-        limit = _available_memory() if limit is None else limit
+        if limit is None:
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            limit = default_memory(torch.device("cpu")) // local
         room = (limit - 4 * self.samples * views) // (4 * self.classes)
         self.capacity = max(0, min(useful, room))
         self.warned = self.capacity == useful
@@ -166,8 +168,3 @@ class TeacherLogits:
             stacklevel=4,
         )
         return 1
-
-
-def _available_memory() -> int:
-    """Bytes of host memory for the cache of this process: the default limit, shared by ranks."""
-    return default_memory(torch.device("cpu")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
