@@ -1,4 +1,4 @@
-"""Memory that is freed and asked for again, thousands of times: keep it in the process.
+"""Keep memory in the process that is freed and allocated again thousands of times.
 
 glibc returns blocks beyond 32 MiB to the system at once, and the page faults of getting them back
 cost a tenth of a ResNet18's training step.
@@ -18,7 +18,7 @@ def _glibc() -> ctypes.CDLL | None:
         library = ctypes.CDLL(None)
         return library if library.mallopt and library.malloc_trim else None
     except (OSError, AttributeError, TypeError):
-        return None  # another system's allocator, which has its own ways
+        return None  # another allocator
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def kept_memory() -> Iterator[None]:
     try:
         yield
     finally:
-        # What glibc comes to by itself in a process that has used large blocks.
+        # The thresholds that glibc adapts to in a process that has used large blocks.
         glibc.mallopt(_M_MMAP_MAX, 65536)
         glibc.mallopt(_M_MMAP_THRESHOLD, 2**25)
         glibc.mallopt(_M_TRIM_THRESHOLD, 2**26)

@@ -73,7 +73,7 @@ class Request(NamedTuple):
 
     net: nn.Module
     masks: MaskSet
-    removals: list[Tensor]  # all of them, or some that stand for all
+    removals: list[Tensor]  # all of them, or some that are typical
     hypotheses: int
     images: int
     example: Tensor

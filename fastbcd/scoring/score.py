@@ -47,7 +47,7 @@ __all__ = ["Scores", "score"]
 
 @dataclass(frozen=True)
 class Scores:
-    """What `score` found: K hypotheses beside the base, the net as it stands.
+    """What `score` found: K hypotheses and the base, which is the net as it is.
 
     >>> Scores(torch.tensor([90, 95]), torch.zeros(2), 96, 0.0, 100, "stacked").drop
     tensor([6., 1.], dtype=torch.float64)
@@ -239,8 +239,8 @@ def prepared(
 ) -> Iterator[Plan]:
     """The plan, with the net in eval mode; afterwards the net is as it was.
 
-    current: a copy of the net's masks. removals: all, or some that stand for the `expected`
-    number of them. Precision is stated here: a caller's autocast has no effect.
+    current: a copy of the net's masks. removals: all, or some that are typical of the
+    `expected` number of them. Precision is stated here: a caller's autocast has no effect.
     """
     with own_precision(images.device, engine.tf32), eval_mode(net), ExitStack() as stack:
         check_scorable(net, images)

@@ -48,11 +48,6 @@ class Form:
     def kinks(self) -> int:
         return len(self.ids)
 
-    @property
-    def multiply_adds(self) -> int:
-        """For one image and one hypothesis."""
-        return sum(b.matrix.numel() for site in self.blocks for b in site) + self.out.numel()
-
     def holds(self, masks: MaskSet) -> bool:
         """Are all kept ReLUs among the kinks?"""
         return int(masks.bits[self.ids].sum()) == masks.count()

@@ -87,7 +87,8 @@ def test_a_removal_shrinks_the_form(builds) -> None:
     place = find(small.ids, fresh.ids)
     assert torch.equal(small.ids[place], fresh.ids)
     assert torch.allclose(small.out[place], fresh.out, atol=1e-6)
-    assert small.multiply_adds == fresh.multiply_adds
+    sizes = [[b.matrix.numel() for site in f.blocks for b in site] for f in (small, fresh)]
+    assert sum(sizes[0]) == sum(sizes[1])
 
 
 @pytest.mark.parametrize("change", ["data", "step", "load", "statistics", "masks"])
@@ -106,7 +107,7 @@ def test_changes_are_noticed(builds, change) -> None:
         net.load_state_dict({k: v * 1.1 if v.is_floating_point() else v for k, v in state.items()})
     elif change == "statistics":
         next(m for m in net.modules() if isinstance(m, nn.BatchNorm2d)).running_var.mul_(3)
-    else:  # a ReLU comes back
+    else:  # a ReLU is kept again
         bits = masks(net).bits.clone()
         bits[(~bits).nonzero()[0]] = True
         set_masks(net, MaskSet(masks(net).sites, bits))
