@@ -23,21 +23,24 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # The longest files, which start first, so that no worker waits long for the last one.
 LONGEST = (
+    "runtime/test_ranks.py",
+    "cli/test_commands.py",
+    "kernels/test_interpreter.py",
+    "kernels/test_compiled.py",
     "starts/test_mask_training.py",
     "starts/test_snl.py",
-    "kernels/test_compiled.py",
-    "kernels/test_interpreter.py",
-    "masking/test_convert.py",
-    "runs/test_directory.py",
-    "runtime/test_ranks.py",
-    "scoring/test_score.py",
+    "scoring/test_choose.py",
+    "scoring/test_surroundings.py",
+    "descent/test_bcd.py",
+    "recipes/test_run.py",
     "test_quality.py",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first, the others stay in their order."""
+    """Put the longest files first; the others stay in their order."""
     order = {str(HERE / name): place for place, name in enumerate(LONGEST)}
+    assert all(map(os.path.exists, order)), "LONGEST names a file that is gone"
     items.sort(key=lambda item: order.get(str(item.path), len(order)))
 
 

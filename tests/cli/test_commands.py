@@ -134,7 +134,11 @@ def test_ctrl_c_in_a_process(tmp_path) -> None:
     """python -m fastbcd, and a signal in the middle."""
     command = [sys.executable, "-m", "fastbcd", *shlex.split(BCD), "--drc", "1", "--run-dir", "r",
                "--epochs", "20"]  # fmt: skip  # so many that it is not finished before the signal
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        # A background job ignores the signal, and passes that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     history = tmp_path / "r" / "history.jsonl"
     for _ in range(6000):
         if history.exists() or child.poll() is not None:
