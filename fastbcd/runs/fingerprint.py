@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastbcd import models
 from fastbcd.data.images import ImageData
 from fastbcd.masking.masks import masks, plain_names
 from fastbcd.runtime.ranks import digest
@@ -79,10 +80,11 @@ def net_facts(net: nn.Module) -> dict[str, Any]:
         name: f"{str(t.dtype)[6:]} {list(t.shape)}" for name, t in sorted(_tensors(net).items())
     }
     wrapped = type(net).__name__ in ("DataParallel", "DistributedDataParallel")
-    arch = getattr(net.module if wrapped else net, "arch", None)
-    known = isinstance(arch, dict) and ("name" in arch or "model" in arch)
+    arch: Any = getattr(net.module if wrapped else net, "arch", None)
+    known = isinstance(arch, dict) and (arch.get("name") in models.NAMES or "model" in arch)
+    plain = known and all(isinstance(v, str | int | float) for v in arch.values())
     return {
-        "arch": arch if known else None,
+        "arch": arch if plain else None,
         "sites": {site.name: list(site.shape) for site in masks(net).sites},
         "tensors": tensors,
     }

@@ -61,7 +61,8 @@ class SavedRun:
             raise ValueError(
                 f"{self.path}: the recorded net {arch} does not fit: {error}"
             ) from error
-        return self.fill(models.build(**arch))
+        dtypes = [t.dtype for t in (self.weights or {}).values() if t.is_floating_point()]
+        return self.fill(models.build(**arch).to(dtypes[0] if dtypes else torch.float32))
 
     def fill(self, net: nn.Module) -> nn.Module:
         """Write the run's weights and masks into the net; returns it in eval mode."""

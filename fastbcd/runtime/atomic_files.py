@@ -11,10 +11,10 @@ from typing import BinaryIO
 def write_atomically(
     path: Path, write: Callable[[BinaryIO], object], keep: Path | None = None
 ) -> None:
-    """The old file or what `write` puts into the new one, whole, whatever happens in between.
+    """Replace a file. After a kill at any moment it is either the old file or the whole new one.
 
-    keep: where the old file goes, once the new one is on the disk. Killed right then, only the
-    kept one is there.
+    keep: the name that the old file gets once the new one is on disk; after a kill at that moment
+    only the kept file is there.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -31,7 +31,7 @@ def write_atomically(
 
 
 def sync_directory(directory: Path) -> None:
-    """A rename outlives a power cut only once its directory is on the disk too."""
+    """Write the directory to disk: without it a rename may be lost in a power cut."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

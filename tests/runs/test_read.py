@@ -162,3 +162,20 @@ def test_a_recorded_net_that_does_not_fit_is_refused(tmp_path) -> None:
         config = {**run.config, "net": {**run.config["net"], "arch": arch}}
         with pytest.raises(ValueError, match=r"the recorded net .* does not fit"):
             dataclasses.replace(run, config=config).model  # noqa: B018
+
+
+def test_a_net_of_another_dtype_is_built_again(tmp_path) -> None:
+    net = fastbcd.models.resnet20(10, image_size=28, in_channels=1, width=2, blocks=1).double()
+    data = fastbcd.load("fashion-mnist-mini").first(30)
+    count = fastbcd.masks(net).count()
+    fastbcd.bcd(net, data, count - 50, drc=50, rt=1, finetune=None, run_dir=tmp_path)
+    x = next(data.batches(4, dtype=torch.float64))[0]
+    assert torch.equal(fastbcd.load_run(tmp_path).model(x), net.eval()(x))
+
+
+@pytest.mark.parametrize("arch", ["tiny", {"name": "mine"}, {"name": ["x"]}, {"model": print}, 3])
+def test_an_attribute_arch_of_a_users_net_is_not_taken_for_ours(arch, tmp_path) -> None:
+    net, data = small_net(), fastbcd.load("fashion-mnist-mini").first(20)
+    net.arch = arch
+    fastbcd.bcd(net, data, 90, drc=10, rt=1, finetune=None, run_dir=tmp_path)
+    assert fastbcd.load_run(tmp_path).config["net"]["arch"] is None
