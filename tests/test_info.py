@@ -15,6 +15,7 @@ import torch
 import fastbcd
 from fastbcd import info, kernels
 from fastbcd.cli import main as cli
+from fastbcd.ops.selfcheck import comparisons
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,8 +46,8 @@ def test_check_passes(capsys) -> None:
 KERNELS = [n for n in vars(kernels.CPU.module) if n.endswith(("_forward", "_backward", "kink"))]
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_check_looks_at_every_kernel(name, capsys, monkeypatch) -> None:
+def broken(name: str, monkeypatch) -> None:
+    """Make a kernel write a wrong value."""
     module = kernels.module_for(torch.empty(0))
     right = getattr(module, name)
 
@@ -55,9 +56,19 @@ def test_check_looks_at_every_kernel(name, capsys, monkeypatch) -> None:
         out[..., -1] += 1
 
     monkeypatch.setattr(module, name, wrong)
-    assert info.check()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_check_looks_at_every_kernel(name, monkeypatch) -> None:
+    broken(name, monkeypatch)
     op = name.removesuffix("_forward").removesuffix("_backward")
-    assert f"FAILED cpu {op}" in capsys.readouterr().out
+    assert any(bad and label.startswith(op) for label, bad in comparisons("cpu"))
+
+
+def test_check_reports_a_failure(capsys, monkeypatch) -> None:
+    broken("masked_relu_forward", monkeypatch)
+    assert info.main(["--check"]) == 1
+    assert "FAILED cpu masked_relu" in capsys.readouterr().out
 
 
 def test_unknown_command(capsys) -> None:

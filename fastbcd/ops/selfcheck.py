@@ -89,6 +89,11 @@ def comparisons(device: str) -> Iterator[tuple[str, list[str]]]:
     """(what was compared, what differs) for every kernel of `fastbcd info --check`."""
     dtypes = ["float32", "float16", "bfloat16"] + ["float64"] * (device == "cpu")
     orders = ("contiguous", "channels_last")
+    for order, residual in product(orders, (False, True)):
+        case = Case("norm_relu", order=order, residual=residual)
+        yield str(case), compare(case, device)
+    for fresh in (False, True):
+        yield f"kink {'fresh' if fresh else 'added'}", compare_kink(device, fresh)
     for dtype, order, extras in product(dtypes, orders, (False, True)):
         for op, trials in product(("masked_relu", "masked_poly"), TRIALS[: 5 if extras else 3]):
             case = Case(op, dtype, trials, order, affine=extras, residual=extras)
@@ -96,11 +101,6 @@ def comparisons(device: str) -> Iterator[tuple[str, list[str]]]:
         for op in ("soft_relu", "indicator_poly", *SALIENCY):
             case = Case(op, dtype, order=order, residual=extras)
             yield str(case), compare(case, device)
-    for order, residual in product(orders, (False, True)):
-        case = Case("norm_relu", order=order, residual=residual)
-        yield str(case), compare(case, device)
-    for fresh in (False, True):
-        yield f"kink {'fresh' if fresh else 'added'}", compare_kink(device, fresh)
 
 
 def compare(case: Case, device: str = "cpu", seed: int = 0, ulps: int = 0) -> list[str]:
