@@ -8,7 +8,7 @@ was missed. Weights keep their names; modules that the graph does not use stay w
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from fastbcd.graph.trace import Tracer
 from fastbcd.masking.activations import activation_type
 from fastbcd.masking.masks import plain_names
 from fastbcd.masking.missed_relus import run_watched, same_outputs
+from fastbcd.masking.train_mode import ModeError, Switch, call_path, owner_of, trace_both_modes
 
 # Calls that compute a ReLU or a ReLU6: functions, and methods of tensors.
 _KINDS: dict[Any, type[nn.Module]] = {
@@ -28,11 +28,6 @@ _KINDS: dict[Any, type[nn.Module]] = {
     "relu": nn.ReLU, "relu_": nn.ReLU, F.relu6: nn.ReLU6,
 }  # fmt: skip
 _INPLACE = {F.relu_, torch.relu_, "relu_"}
-_DROPOUTS: dict[Callable, type[nn.Module]] = {
-    F.dropout: nn.Dropout, F.dropout1d: nn.Dropout1d, F.dropout2d: nn.Dropout2d,
-    F.dropout3d: nn.Dropout3d, F.alpha_dropout: nn.AlphaDropout,
-    F.feature_alpha_dropout: nn.FeatureAlphaDropout,
-}  # fmt: skip
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "AveragedModel")
 Skip = str | type[nn.Module]
 
@@ -67,8 +62,9 @@ def convert(
         replacement: what a cleared bit gives: "identity", or "poly" for a learned quadratic.
         skip: ReLUs to leave as they are, by name ("layer4.*") or by type (nn.ReLU6).
 
-    The result has the network's inference graph: train() and eval() switch batch norm and dropout
-    as before, but branches that the model takes in training only are not in it.
+    The result has the network's inference graph: train() and eval() switch batch norm, dropout and
+    DropPath as before. Outputs that the model has in training only (auxiliary heads) are not in it;
+    a model that computes anything else in training is refused.
 
     >>> net = convert(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.zeros(1, 4))
     >>> fastbcd.masks(net)
@@ -82,18 +78,18 @@ def convert(
     twin = copy.deepcopy(_unwrap(model))
     modes = {name: module.training for name, module in twin.named_modules()}
     twin.eval()
-    net = _graph_module(twin, _trace(twin))
-    graph = net.graph
-    for node in list(graph.nodes):
-        _dropout_as_module(graph, node, twin)
+    graph, switches = _trace(twin)
+    net = _graph_module(twin, graph)
+    for switch in switches:
+        _follow_mode(graph, twin, switch)
     try:
-        before = run_watched(net, example_input, _call_name)
+        before = run_watched(net, example_input, call_path)
     except Exception as error:
         raise ConversionError(
             f"{type(twin).__name__} does not run on an input of shape "
             f"{tuple(example_input.shape)}: {str(error).splitlines()[0]}"
         ) from error
-    relus = [(node, _call_name(node), kind) for node in graph.nodes if (kind := _kind(node, twin))]
+    relus = [(node, call_path(node), kind) for node in graph.nodes if (kind := _kind(node, twin))]
     wanted = [(node, name, kind) for node, name, kind in relus if not _skips(entries, name, kind)]
     relu6 = [name for _, name, kind in wanted if issubclass(kind, nn.ReLU6)]
     if relu6:
@@ -117,7 +113,7 @@ def convert(
         _replace_call(graph, node, twin, name=name, module=masked, inplace=inplace)
     graph.lint()
     net.recompile()
-    after = run_watched(net, example_input, _call_name)
+    after = run_watched(net, example_input, call_path)
     modules = dict(net.named_modules())
     left = {name for _, name, kind in relus if _skips(entries, name, kind)}
     for place, op in after.relus:
@@ -140,8 +136,8 @@ def convert(
             f"{type(twin).__name__} gives other outputs after conversion: an in-place ReLU changes "
             f"a tensor that is used again through a view; use inplace=False, or {BY_HAND}"
         )
-    for name, module in net.named_modules():
-        module.training = modes.get(name, modes[""])
+    for name, module in net.named_modules():  # a new module has the mode of its owner
+        module.training = modes.setdefault(name, modes[name.rpartition(".")[0]])
     return net
 
 
@@ -177,9 +173,11 @@ def _unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _trace(twin: nn.Module) -> fx.Graph:
+def _trace(twin: nn.Module) -> tuple[fx.Graph, list[Switch]]:
     try:
-        return Tracer().trace(twin)
+        return trace_both_modes(twin, lambda node: _kind(node, twin) is not None)
+    except ModeError as error:
+        raise ConversionError(f"{type(twin).__name__} cannot be converted: {error}") from None
     except Exception as error:  # the model's own forward may raise anything on fx proxies
         raise ConversionError(
             f"{type(twin).__name__} cannot be traced by torch.fx ({_innermost_frame(error)}: "
@@ -199,13 +197,16 @@ def _innermost_frame(error: BaseException) -> str:
     return place
 
 
-def _dropout_as_module(graph: fx.Graph, node: fx.Node, twin: nn.Module) -> None:
-    """F.dropout(x, training=self.training) was traced as a constant: make it follow train()."""
-    if node.op != "call_function" or node.target not in _DROPOUTS:
-        return
-    p = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-    name = _free_name(twin, _owner(node), "dropout")
-    _replace_call(graph, node, twin, name=name, module=_DROPOUTS[node.target](p).eval())
+def _follow_mode(graph: fx.Graph, twin: nn.Module, switch: Switch) -> None:
+    """Call the module of the switch, which follows train(), instead of its node."""
+    node, args = switch.node, switch.args
+    name = _free_name(twin, owner_of(node), call_path(node).rpartition(".")[2])
+    if switch.counter is not None:
+        with graph.inserting_before(node):
+            args += (graph.get_attr(switch.counter),)
+    _replace_call(
+        graph, node, twin, name=name, module=switch.module, inplace=switch.inplace, args=args
+    )
 
 
 # ------------------------------------------------------------------------------- ReLU calls
@@ -217,19 +218,6 @@ def _kind(node: fx.Node, twin: nn.Module) -> type[nn.Module] | None:
         kind = type(twin.get_submodule(str(node.target)))
         return kind if kind is nn.ReLU or issubclass(kind, nn.ReLU6) else None
     return _KINDS.get(node.target) if node.op in ("call_function", "call_method") else None
-
-
-def _owner(node: fx.Node) -> str:
-    """The path of the module whose forward makes this call."""
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    return stack[-1][0] if stack else ""
-
-
-def _call_name(node: fx.Node) -> str:
-    if node.op == "call_module":
-        return str(node.target)
-    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "?")
-    return ".".join(filter(None, [_owner(node), target.rstrip("_")]))
 
 
 def _is_inplace(node: fx.Node, twin: nn.Module) -> bool:
@@ -266,14 +254,15 @@ def _replace_call(
     name: str,
     module: nn.Module,
     inplace: bool = False,
+    args: tuple[Any, ...] = (),
 ) -> None:
-    """Call `module`, registered as `name`, on the node's input instead of the node."""
+    """Call `module`, registered as `name`, on args or the node's input instead of the node."""
     owner, _, leaf = name.rpartition(".")
     twin.get_submodule(owner).register_module(leaf, module)
     source = node.args[0] if node.args else node.kwargs["input"]
     assert isinstance(source, fx.Node)
     with graph.inserting_after(node):
-        new = graph.call_module(name, (source,))
+        new = graph.call_module(name, args or (source,))
     new.meta = dict(node.meta)
     if inplace:
         # The new module does not change its input: later readers of the input read its output.
@@ -285,6 +274,10 @@ def _replace_call(
 
 def _graph_module(twin: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """A GraphModule on twin's own module tree: every name, order and unused weight is kept."""
+    for node in graph.nodes:  # a tensor that forward makes is no state of the network
+        if node.op == "get_attr" and isinstance(value := vars(twin).get(node.target), Tensor):
+            delattr(twin, node.target)
+            twin.register_buffer(node.target, value, persistent=False)
     net = fx.GraphModule(twin, graph, type(twin).__name__)
     net._modules, net._parameters, net._buffers = twin._modules, twin._parameters, twin._buffers
     net._non_persistent_buffers_set = twin._non_persistent_buffers_set

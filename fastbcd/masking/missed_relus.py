@@ -45,7 +45,7 @@ class Watched(NamedTuple):
 
 
 def run_watched(net: fx.GraphModule, x: Tensor, name_of: Callable[[fx.Node], str]) -> Watched:
-    """Run the net node by node on a copy of x."""
+    """Run the net node by node on a copy of x, with the same random numbers every time."""
     watch, shapes = _Watch(), {}
 
     class Run(fx.Interpreter):
@@ -60,7 +60,9 @@ def run_watched(net: fx.GraphModule, x: Tensor, name_of: Callable[[fx.Node], str
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.no_grad(), watch:
+        devices = [x.device] if x.is_cuda else []
+        with torch.no_grad(), torch.random.fork_rng(devices), watch:
+            torch.manual_seed(0)
             return Watched(Run(net).run(x.clone()), shapes, watch.found)
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 import re
 
 import pytest
@@ -259,6 +260,166 @@ def test_functional_dropout_follows_train_mode(dropout) -> None:
     assert not torch.equal(net(x), net(x))
     net.eval()
     assert torch.equal(net(x), torch.relu(x))
+
+
+def test_functional_dropout_that_is_always_on_stays_on() -> None:
+    x = torch.randn(8, 64)
+    net = convert(Functional(lambda y: F.dropout(torch.relu(y), 0.5), 64), x).eval()
+    assert not torch.equal(net(x), net(x))
+
+
+class NormAct(nn.BatchNorm2d):
+    """A batch norm with its activation, as timm writes it."""
+
+    def __init__(self, channels: int, **options) -> None:
+        super().__init__(channels, **options)
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1 / float(self.num_batches_tracked)
+        training = self.training or self.running_mean is None
+        return self.act(
+            F.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, training,
+                momentum, self.eps,
+            )
+        )  # fmt: skip
+
+
+class DropPath(nn.Module):
+    """Stochastic depth, as timm writes it."""
+
+    def forward(self, x):
+        if not self.training:
+            return x
+        shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+        return x * x.new_empty(shape).bernoulli_(0.5).div_(0.5)
+
+
+class Keyword(nn.Module):
+    """F.batch_norm on buffers of another module's names, without weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x):
+        return F.relu(F.batch_norm(x, self.mean, training=self.training, running_var=self.var))
+
+
+@pytest.mark.parametrize("norm", [lambda: NormAct(4), Keyword])
+def test_functional_batch_norm_follows_train_mode(norm, device) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm(), nn.Conv2d(4, 4, 3), norm()).to(device)
+    x = torch.randn(4, 3, 8, 8, device=device)
+    net = convert(model, x)
+    assert [k for k in net.state_dict() if not k.endswith("mask")] == list(model.state_dict())
+    for training in (True, True, False):
+        for m in (model, net):
+            m.train(training)
+        assert torch.equal(net(x), model(x))
+    changed = net.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(changed[name], value), name
+    again = convert(convert(model, x, skip=["3.*"]), x)
+    loaded = pickle.loads(pickle.dumps(again))
+    assert torch.equal(again.train()(x), model.train()(x))
+    assert torch.equal(loaded.train()(x), model(x))
+    again(x)
+    assert torch.equal(again.eval()(x), model.eval()(x))
+    frozen = copy.deepcopy(model)
+    frozen[1].eval()
+    net = convert(frozen, x)
+    assert torch.equal(net(x), frozen(x)), "a frozen batch norm stays frozen"
+
+
+def test_stochastic_depth_follows_train_mode(torchvision) -> None:
+    depths = DropPath(), torchvision.ops.StochasticDepth(0.5, "row")
+    for depth in depths:
+        model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), depth, nn.Linear(3, 2))
+        x = torch.randn(64, 3)
+        net = convert(model, x)
+        torch.manual_seed(0)
+        expected = model(x)
+        torch.manual_seed(0)
+        assert torch.equal(net(x), expected)
+        assert not torch.equal(net(x), net.eval()(x))
+        assert torch.equal(net(x), model.eval()(x))
+
+
+class Auxiliary(nn.Module):
+    """A second head in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.aux = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x):
+        x = torch.relu(self.body(x))
+        if self.training:
+            return self.head(x), torch.relu(self.aux(x))
+        return self.head(x)
+
+
+def test_heads_of_training_are_left_out() -> None:
+    model, x = Auxiliary(), torch.randn(2, 3)
+    net = convert(model, x)
+    assert torch.equal(net(x), model(x)[0])
+
+
+class Depends(nn.Module):
+    """A forward that depends on the mode in a way that the test gives."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        return self.function(self, torch.relu(x))
+
+
+def _counts(module, x):
+    if module.training:
+        module.seen.add_(1)
+    return x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: x if m.training else torch.softmax(x, 1),
+        lambda m, x: x + torch.randn_like(x) if m.training else x,
+        lambda m, x: x * (0.5 if m.training else 1.0),
+        lambda m, x: x.mul_(2) if m.training else x,
+        lambda m, x: torch.relu(x - 1) if m.training else x,
+        lambda m, x: F.dropout(x, 0.5 if m.training else 0.0),
+        lambda m, x: x * torch.tensor(0.5 if m.training else 1.0),
+        _counts,
+    ],
+)
+def test_other_dependence_on_the_mode_is_refused_by_name(function) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Depends(function))
+    with pytest.raises(ConversionError, match=r"Depends '1' computes .* training|'1.seen' in trai"):
+        convert(model, torch.randn(2, 3))
+
+
+def test_a_cumulative_functional_batch_norm_is_refused() -> None:
+    with pytest.raises(ConversionError, match="NormAct '1' computes something else in training"):
+        convert(
+            nn.Sequential(nn.Conv2d(3, 4, 3), NormAct(4, momentum=None)), torch.randn(2, 3, 5, 5)
+        )
+
+
+def test_tensors_made_in_forward_are_no_state() -> None:
+    model, x = Functional(lambda y: torch.relu(y) + torch.ones(3)), torch.randn(2, 3)
+    net = convert(model, x)
+    assert torch.equal(net(x), model(x))
+    assert list(net.state_dict()) == ["linear.weight", "linear.bias", "relu.mask"]
 
 
 def test_gradients_equal_the_models() -> None:
