@@ -69,7 +69,7 @@ def as_engine(engine: str | Engine) -> Engine:
 
 
 class Request(NamedTuple):
-    """What is to be scored: example holds two images as the net sees them."""
+    """What is to be scored: example holds one or two images as the net sees them."""
 
     net: nn.Module
     masks: MaskSet
@@ -79,6 +79,14 @@ class Request(NamedTuple):
     example: Tensor
     batch_size: int | None
     memory: int  # bytes that this call may take
+    tf32: bool = False
+
+    @property
+    def tolerance(self) -> float:
+        """The difference of logits that rounding explains, relative to the largest logit."""
+        if self.example.dtype == torch.float64:
+            return 1e-9
+        return 1e-2 if self.tf32 else 1e-4
 
 
 class ScoringEngine(Protocol):

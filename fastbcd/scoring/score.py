@@ -247,14 +247,14 @@ def prepared(
         stack.callback(set_masks, net, current)
         with torch.inference_mode():
             example = next(images.batches(2, dtype=dtype_of(net)))[0]
-            example = example if len(example) == 2 else example.repeat(2, 1, 1, 1)
             limit = default_memory(example.device) if engine.memory is None else engine.memory
             # Ranks plan alike, whatever memory each of them has.
             limit = int(from_first(torch.tensor(min(limit, 2**62))))
             number = len(removals) if expected is None else expected
             request = Request(
-                net, current, removals, number, len(images), example, engine.batch_size, limit
-            )
+                net, current, removals, number, len(images), example, engine.batch_size, limit,
+                engine.tf32,
+            )  # fmt: skip
             plan = make_plan(request, engine.name)
         if plan.engine.name == "stacked":
             stack.enter_context(kept_memory())
@@ -283,6 +283,8 @@ def check_removals(
             ids = current.check_kept(torch.as_tensor(ids))
         except (ValueError, IndexError, TypeError) as error:
             raise type(error)(f"hypothesis {k}: {error}") from None
+        if ids.ndim != 1:
+            raise ValueError(f"hypothesis {k} has shape {tuple(ids.shape)}; expected [D]: D ids")
         if len(ids.unique()) != len(ids):
             raise ValueError(f"hypothesis {k} names a ReLU twice")
         checked.append(ids)

@@ -213,7 +213,7 @@ class Stacked:
 
     def check(self, request: Request) -> None:
         """Refuse a net whose hypotheses affect each other when they share a batch."""
-        if not difference_from_net(self, request, lanes=2) <= 1e-3:
+        if not difference_from_net(self, request, lanes=2) <= request.tolerance:
             raise NotTraceable(
                 "as a program it gives other logits than as a module; they may depend on the rest "
                 "of the batch"

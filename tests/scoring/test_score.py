@@ -265,6 +265,7 @@ def bad_call(**changes):
     [
         ({"engine": "fast"}, ValueError, r"engine='fast'; choose from auto, sequential, stacked"),
         ({"removals": torch.tensor([0, 1])}, ValueError, r"expected \[K, D\]"),
+        ({"removals": [torch.tensor(3)]}, ValueError, r"hypothesis 0 has shape \(\); expected"),
         ({"removals": torch.tensor([[1, 9999]])}, IndexError, r"hypothesis 0: id 9999 is out"),
         ({"removals": torch.tensor([[1, 2], [3, 3]])}, ValueError, r"hypothesis 1 .* twice"),
         ({"data": (torch.randn(2, 3, 8, 8), torch.tensor([0, 7]))}, ValueError,

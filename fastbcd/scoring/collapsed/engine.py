@@ -160,7 +160,7 @@ class Collapsed:
             truth = request.net(x[:2].clone())
             worst = (logits[0, :2] - truth).abs().max() / truth.abs().max().clamp(min=1e-6)
             error = max(error, float(worst.nan_to_num(nan=0.0)))
-        if not error <= 1e-3:
+        if not error <= request.tolerance:
             raise NotAffine(
                 f"its logits differ by {error:.1e} of the largest from those of its collapsed form"
             )
