@@ -27,7 +27,7 @@ LONGEST = (
     "cli/test_commands.py",
     "kernels/test_interpreter.py",
     "kernels/test_compiled.py",
-    "starts/test_mask_training.py",
+    "training/test_processes.py",
     "starts/test_snl.py",
     "scoring/test_choose.py",
     "scoring/test_surroundings.py",
