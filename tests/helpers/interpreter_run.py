@@ -33,7 +33,7 @@ def cases(everything: bool) -> Iterator[Case]:
         # Neighbours in the list of groups get other variants.
         yield from variants if everything else (variants[-1 - i % 3], variants[i % len(variants)])
     odd = list(odd_cases())
-    yield from odd if everything else odd[::3]
+    yield from odd if everything else odd[::5]
 
 
 def prepare_helpers_once() -> None:
