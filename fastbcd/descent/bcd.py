@@ -270,13 +270,13 @@ class Descent:
         """Restore the last finished step, or save the start; the tensors of that state."""
         if run.state is None:
             tensors = snapshots.take(self.net)
+            ranks.check_same("the weights and masks", tensors)
             tested = self.test is not None and self.run_dir is not None
             run.save(0, tensors, {"test_accuracy": accuracy(self.net, self.test)} if tested else {})
         else:
             tensors = run.state.tensors
             snapshots.restore(self.net, tensors)
         self.history = [Step.from_json(record) for record in run.history]
-        ranks.check_same("the weights and masks", tensors)
         count, budget, done = masks(self.net).count(), self.search.budget, len(self.history)
         bar.reset(max(count - budget, 0))
         where = "" if self.run_dir is None else f" in {self.run_dir}"

@@ -161,8 +161,10 @@ def different(folder: Path) -> Any:
         pass
 
     images = problem("mlp", 6)[1]
+    refused = call(weights=r, run_dir=folder / "weights")
     return {
-        "weights": call(weights=r),
+        "weights": refused,
+        "nothing saved": not (folder / "weights" / "start.safetensors").exists(),
         "labels": call(labels=r),
         "pixels": call(pixels=r),
         "normalisation": call(mean=0.5 * r),

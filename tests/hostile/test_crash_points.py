@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import count
@@ -100,28 +101,28 @@ def test_a_second_fault_while_a_run_is_resumed(when, config, tmp_path) -> None:
 
 
 @pytest.mark.long
-def test_two_faults_at_every_pair_of_operations(config, tmp_path) -> None:
+def test_pairs_of_faults_for_a_minute(config, tmp_path) -> None:
     tiny_run(tmp_path / "whole", config)
-    expected, number = contents(tmp_path / "whole"), 0
-    for run_dir in points(tmp_path / "runs", config, "inside", "end"):
-        for when in WHEN:
-            for at in count(1):
-                again = tmp_path / f"{run_dir.name}-{when}-{at}"
-                if run_dir.exists():
-                    shutil.copytree(run_dir, again)
-                faults = Faults(at, when, "end")
-                try:
-                    with faults.active():
-                        tiny_run(again, config)
-                except Ended:
-                    pass
-                if faults.count < at:
-                    break
+    expected, rng, number = contents(tmp_path / "whole"), random.Random(13), 0
+    begun = [
+        list(points(tmp_path / when, config, when, kind))
+        for when in WHEN
+        for kind in ("end", "error")
+    ]
+    end = time.monotonic() + 60
+    while number == 0 or time.monotonic() < end:
+        first, again = rng.choice(rng.choice(begun)), tmp_path / "again"
+        if first.exists():
+            shutil.copytree(first, again)
+        try:
+            with Faults(rng.randrange(1, 30), rng.choice(WHEN), "end").active():
                 tiny_run(again, config)
-                check_finished(again, expected)
-                shutil.rmtree(again)
-                number += 1
-    assert number > 500
+        except Ended:
+            pass
+        tiny_run(again, config)
+        check_finished(again, expected)
+        shutil.rmtree(again)
+        number += 1
 
 
 def faulty_bcd(run_dir: Path, at: int, when: str, expected: Any) -> bool:

@@ -72,6 +72,7 @@ def test_ranks_that_were_given_different_arguments(found) -> None:
         "engine": "engine is ",
     }
     first, second = found["different"]
+    assert first["nothing saved"]
     for name, words in expected.items():
         assert words in first[name], name
         assert first[name] == second[name]
