@@ -105,7 +105,7 @@ def test_pairs_of_faults_for_a_minute(config, tmp_path) -> None:
     tiny_run(tmp_path / "whole", config)
     expected, rng, number = contents(tmp_path / "whole"), random.Random(13), 0
     begun = [
-        list(points(tmp_path / when, config, when, kind))
+        list(points(tmp_path / f"{when}-{kind}", config, when, kind))
         for when in WHEN
         for kind in ("end", "error")
     ]
