@@ -8,6 +8,7 @@ was missed. Weights keep their names; modules that the graph does not use stay w
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
-from fastbcd.masking.activations import activation_type
+from fastbcd.masking.activations import MaskedActivation, activation_type
 from fastbcd.masking.masks import plain_names
-from fastbcd.masking.missed_relus import run_watched, same_outputs
+from fastbcd.masking.missed_relus import ConversionReport, NonlinearOp, run_watched, same_outputs
 from fastbcd.masking.train_mode import ModeError, Switch, call_path, owner_of, trace_both_modes
 
 # Calls that compute a ReLU or a ReLU6: functions, and methods of tensors.
@@ -27,7 +29,10 @@ _KINDS: dict[Any, type[nn.Module]] = {
     F.relu: nn.ReLU, F.relu_: nn.ReLU, torch.relu: nn.ReLU, torch.relu_: nn.ReLU,
     "relu": nn.ReLU, "relu_": nn.ReLU, F.relu6: nn.ReLU6,
 }  # fmt: skip
-_INPLACE = {F.relu_, torch.relu_, "relu_"}
+_CLAMPS = {torch.clamp, torch.clamp_, torch.clip, torch.clip_, "clamp", "clamp_", "clip", "clip_"}
+_CLAMP_MINS = {torch.clamp_min, torch.clamp_min_, "clamp_min", "clamp_min_"}
+_THRESHOLDS = {F.threshold, F.threshold_, torch.threshold}  # type: ignore[attr-defined]
+_ZEROS = {torch.zeros, torch.zeros_like, "new_zeros"}
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "AveragedModel")
 Skip = str | type[nn.Module]
 
@@ -66,6 +71,10 @@ def convert(
     DropPath as before. Outputs that the model has in training only (auxiliary heads) are not in it;
     a model that computes anything else in training is refused.
 
+    clamp(min=0), threshold(0, 0) and maximum(x, zeros) count as ReLUs. Other nonlinear operations
+    (max-pool, GELU, sigmoid) stay: they are listed in `net.conversion_report`, and a warning names
+    those that `skip` does not.
+
     >>> net = convert(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.zeros(1, 4))
     >>> fastbcd.masks(net)
     MaskSet: 3 of 3 ReLUs kept (100.0%), 1 sites
@@ -89,7 +98,13 @@ def convert(
             f"{type(twin).__name__} does not run on an input of shape "
             f"{tuple(example_input.shape)}: {str(error).splitlines()[0]}"
         ) from error
-    relus = [(node, call_path(node), kind) for node in graph.nodes if (kind := _kind(node, twin))]
+    relus = [
+        (node, call_path(node), kind)
+        for node in graph.nodes
+        if (kind := _kind(node, twin))
+        and before.shapes.get(node) is not None
+        and before.shapes[node] == before.shapes.get(_source(node, twin))
+    ]
     wanted = [(node, name, kind) for node, name, kind in relus if not _skips(entries, name, kind)]
     relu6 = [name for _, name, kind in wanted if issubclass(kind, nn.ReLU6)]
     if relu6:
@@ -110,7 +125,8 @@ def convert(
         # The first call of an nn.ReLU takes over that module's name, any other call a free one.
         if node.op != "call_module" or type(twin.get_submodule(name)) is not nn.ReLU:
             name = _free_name(twin, owner, leaf)
-        _replace_call(graph, node, twin, name=name, module=masked, inplace=inplace)
+        args = (_source(node, twin),)
+        _replace_call(graph, node, twin, name=name, module=masked, inplace=inplace, args=args)
     graph.lint()
     net.recompile()
     after = run_watched(net, example_input, call_path)
@@ -124,8 +140,10 @@ def convert(
                 f"inside; {BY_HAND}"
             )
     left |= {place for place, _ in after.relus}
+    others = {op.name for op in after.nonlinear}
+    skipped = left | {n for n in others if _skips(entries, n, type(modules.get(n)))}
     for entry in entries:
-        if isinstance(entry, str) and not any(fnmatchcase(name, entry) for name in left):
+        if isinstance(entry, str) and not any(fnmatchcase(name, entry) for name in left | others):
             shown = [name for _, name, _ in relus]
             raise ConversionError(
                 f"skip={entry!r} is the name of no ReLU; the ReLUs are "
@@ -136,9 +154,27 @@ def convert(
             f"{type(twin).__name__} gives other outputs after conversion: an in-place ReLU changes "
             f"a tensor that is used again through a view; use inplace=False, or {BY_HAND}"
         )
+    _report(net, after.nonlinear, skipped)
     for name, module in net.named_modules():  # a new module has the mode of its owner
         module.training = modes.setdefault(name, modes[name.rpartition(".")[0]])
     return net
+
+
+def _report(net: fx.GraphModule, nonlinear: tuple[NonlinearOp, ...], skipped: set[str]) -> None:
+    """Attach net.conversion_report; warn of the operations that skip= does not name."""
+    masks = [m.mask for m in net.modules() if isinstance(m, MaskedActivation)]
+    report = ConversionReport(len(masks), sum(m.numel() for m in masks), nonlinear)
+    net.conversion_report = report  # type: ignore[assignment]
+    net.meta[_USER_PRESERVED_ATTRIBUTES_KEY] = {"conversion_report": report}  # for copy.deepcopy
+    stays = [op for op in nonlinear if op.name not in skipped]
+    if stays:
+        more = f" and {len(stays) - 3} more" * (len(stays) > 3)
+        count = f"{len(stays)} nonlinear operation{'s stay' if len(stays) > 1 else ' stays'}"
+        warnings.warn(
+            f"{count}, without masks and outside private.cost: "
+            f"{'; '.join(map(str, stays[:3]))}{more}; see net.conversion_report",
+            stacklevel=3,
+        )
 
 
 def _entries(skip: Skip | Iterable[Skip]) -> tuple[Skip, ...]:
@@ -215,16 +251,57 @@ def _follow_mode(graph: fx.Graph, twin: nn.Module, switch: Switch) -> None:
 def _kind(node: fx.Node, twin: nn.Module) -> type[nn.Module] | None:
     """nn.ReLU or nn.ReLU6 if the node calls one, as a module, a function or a method."""
     if node.op == "call_module":
-        kind = type(twin.get_submodule(str(node.target)))
-        return kind if kind is nn.ReLU or issubclass(kind, nn.ReLU6) else None
-    return _KINDS.get(node.target) if node.op in ("call_function", "call_method") else None
+        module = twin.get_submodule(str(node.target))
+        if type(module) is nn.Threshold and module.threshold == module.value == 0:
+            return nn.ReLU
+        return type(module) if type(module) is nn.ReLU or isinstance(module, nn.ReLU6) else None
+    if node.op not in ("call_function", "call_method"):
+        return None
+    return nn.ReLU if _is_relu_like(node, twin) else _KINDS.get(node.target)
+
+
+def _is_relu_like(node: fx.Node, twin: nn.Module) -> bool:
+    """Is this clamp(x, min=0), threshold(x, 0, 0) or maximum(x, zeros)?"""
+    target = node.target
+    if target in (torch.maximum, "maximum"):
+        return len(node.args) == 2 and sum(_is_zero(a, twin) for a in node.args) == 1
+    names = ("min", "max") if target in _CLAMPS | _CLAMP_MINS else ("threshold", "value")
+    first, second = (
+        node.args[i] if len(node.args) > i else node.kwargs.get(name)
+        for i, name in enumerate(names, 1)
+    )
+    zero = isinstance(first, int | float) and first == 0
+    if target in _THRESHOLDS:
+        return zero and isinstance(second, int | float) and second == 0
+    return zero and second is None and target in _CLAMPS | _CLAMP_MINS
+
+
+def _is_zero(value: Any, twin: nn.Module) -> bool:
+    """A tensor of zeros that forward makes; a buffer of zeros may change."""
+    if not isinstance(value, fx.Node) or value.op != "get_attr":
+        return isinstance(value, fx.Node) and value.target in _ZEROS and _is_plain(value)
+    name = str(value.target)
+    return name.startswith("_tensor_constant") and not getattr(twin, name).any()
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """No operation writes into this tensor."""
+    return all(user.target in (torch.maximum, "maximum") for user in node.users)
+
+
+def _source(node: fx.Node, twin: nn.Module) -> fx.Node:
+    """The input of a ReLU."""
+    given = [*node.args, *node.kwargs.values()]
+    return next(a for a in given if isinstance(a, fx.Node) and not _is_zero(a, twin))
 
 
 def _is_inplace(node: fx.Node, twin: nn.Module) -> bool:
     if node.op == "call_module":
         return bool(getattr(twin.get_submodule(str(node.target)), "inplace", False))
-    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("inplace", False)
-    return node.target in _INPLACE or bool(given)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    place = 3 if node.target in _THRESHOLDS else 1 if node.target in (F.relu, F.relu6) else 9
+    given = node.args[place] if len(node.args) > place else node.kwargs.get("inplace", False)
+    return name.endswith("_") or bool(given)
 
 
 def _neuron_shape(name: str, shape: tuple[int, ...], batch: int) -> tuple[int, ...]:
@@ -253,16 +330,15 @@ def _replace_call(
     *,
     name: str,
     module: nn.Module,
-    inplace: bool = False,
-    args: tuple[Any, ...] = (),
+    args: tuple[Any, ...],
+    inplace: bool,
 ) -> None:
-    """Call `module`, registered as `name`, on args or the node's input instead of the node."""
+    """Call `module`, registered as `name`, on args instead of the node."""
     owner, _, leaf = name.rpartition(".")
     twin.get_submodule(owner).register_module(leaf, module)
-    source = node.args[0] if node.args else node.kwargs["input"]
-    assert isinstance(source, fx.Node)
+    source = args[0]
     with graph.inserting_after(node):
-        new = graph.call_module(name, args or (source,))
+        new = graph.call_module(name, args)
     new.meta = dict(node.meta)
     if inplace:
         # The new module does not change its input: later readers of the input read its output.

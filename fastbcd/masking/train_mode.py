@@ -116,7 +116,7 @@ def call_path(node: fx.Node) -> str:
     if node.op == "call_module":
         return str(node.target)
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "?")
-    return ".".join(filter(None, [owner_of(node), target.rstrip("_")]))
+    return ".".join(filter(None, [owner_of(node), target.strip("_")]))
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

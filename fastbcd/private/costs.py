@@ -7,7 +7,8 @@ For a site that keeps n ReLUs and has s squares (removed ReLUs that became quadr
     seconds = n * relu_seconds + s * square_seconds  +  8 * bytes / bandwidth  +  rounds * rtt
 
 The total is the sum over the sites plus the protocol's set-up. Linear layers are not included:
-they cost the same for all masks. Bytes grow with the ReLUs kept, rounds with the sites that keep
+they cost the same for all masks. Nor are the other nonlinear operations of a net (max-pools), which
+are listed. Bytes grow with the ReLUs kept, rounds with the sites that keep
 any, so an emptied site is listed with the rounds that it saves.
 """
 
@@ -22,6 +23,7 @@ from torch import nn
 
 from fastbcd.masking.activations import MaskedPoly
 from fastbcd.masking.masks import MaskSet, mask_modules, masks
+from fastbcd.masking.missed_relus import NonlinearOp
 from fastbcd.private.protocols import Protocol, find_protocol
 
 LAN_BANDWIDTH, LAN_RTT = 1e9, 1e-3  # bits per second, seconds
@@ -68,6 +70,7 @@ class Cost:
     bandwidth: float  # bits per second
     rtt: float  # seconds
     sites: tuple[SiteCost, ...]
+    not_included: tuple[NonlinearOp, ...] = ()  # other nonlinear operations of the net
 
     @property
     def total(self) -> SiteCost:
@@ -127,6 +130,7 @@ class Cost:
             "total": {**asdict(self.total), **times},
             "emptied": [s.name for s in self.emptied],
             "sites": [{**asdict(s), "seconds": s.seconds} for s in self.sites],
+            "not_included": [asdict(op) for op in self.not_included],
             "constants": {k: asdict(c) for k, c in self.protocol.constants().items()},
         }
 
@@ -154,6 +158,9 @@ class Cost:
             saved = _number(self.saved_rounds)
             lines.append(f"  {len(self.emptied)} emptied sites save {saved} rounds:")
             lines += [f"    {s.name}  {_number(s.saved_rounds)} rounds" for s in self.emptied]
+        if self.not_included:
+            lines += ["  not included, besides linear layers:"]
+            lines += [f"    {op}" for op in self.not_included]
         width = max(map(len, constants))
         lines += ["  sources:", *(f"    {k:<{width}}  {c}" for k, c in constants.items())]
         return "\n".join(lines)
@@ -196,7 +203,10 @@ def cost(
         )
         for s, n in zip(kept.sites, kept.counts().values(), strict=True)
     ]
-    return Cost(chosen, float(bandwidth), float(rtt), tuple(sites))
+    nets = masks.modules() if isinstance(masks, nn.Module) else ()
+    reports: list[Any] = [getattr(m, "conversion_report", None) for m in nets]
+    others = tuple(op for report in reports if report for op in report.nonlinear)
+    return Cost(chosen, float(bandwidth), float(rtt), tuple(sites), others)
 
 
 def _sites(given: MaskSet | nn.Module, poly: Collection[str]) -> tuple[MaskSet, set[str]]:

@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 import re
+import warnings
 
 import pytest
 import torch
@@ -530,9 +531,6 @@ class Folds(nn.Module):
             torch.randn(2, 5, 4),
             r"not captured: '1' \(TransformerEncoderLayer\) computes relu",
         ),
-        (Functional(lambda x: torch.relu(x).clamp(min=0)), torch.randn(2, 3), "'clamp'.*clamp"),
-        (Functional(lambda x: torch.relu(x.clamp_min(0))), torch.randn(2, 3), "clamp_min"),
-        (Functional(lambda x: F.threshold(x.relu(), 0, 0)), torch.randn(2, 3), "threshold"),
         (nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 4), r"shape \(2, 4\)"),
     ],
     ids=[
@@ -540,9 +538,6 @@ class Folds(nn.Module):
         "untraceable",
         "folded batch",
         "hidden",
-        "clamp",
-        "clamp_min",
-        "threshold",
         "size",
     ],
 )
@@ -555,11 +550,103 @@ def test_refusals_name_the_place(model, x, words, capfd) -> None:
     assert model.training
 
 
-def test_other_bounded_functions_are_left_alone() -> None:
-    model = nn.Sequential(nn.Hardtanh(), Functional(lambda x: x.clamp(0, 1).relu()), nn.LeakyReLU())
-    x = torch.randn(4, 3)
+@pytest.mark.parametrize(
+    "relu",
+    [
+        lambda x: x.clamp(min=0),
+        lambda x: torch.clamp(x, 0.0),
+        lambda x: x.clamp_(0),
+        lambda x: torch.clip(x, min=0, max=None),
+        lambda x: torch.clamp_min(x, 0),
+        lambda x: F.threshold(x, 0, 0),
+        lambda x: F.threshold(x, 0, 0, True),
+        lambda x: torch.maximum(x, torch.zeros_like(x)),
+        lambda x: torch.maximum(torch.tensor(0.0), x),
+        lambda x: x.maximum(x.new_zeros(())),
+        nn.Threshold(0, 0, inplace=True),
+    ],
+)
+def test_other_ways_to_write_a_relu(relu) -> None:
+    model, x = Functional(lambda y: (z := y * 1, relu(z) + z)[1]), torch.randn(50, 3)
+    if isinstance(relu, nn.Module):
+        model = nn.Sequential(nn.Linear(3, 3), relu)
     net = convert(model, x)
-    assert fastbcd.masks(net).total == 3
+    masks = fastbcd.masks(net)
+    assert [s.shape for s in masks.sites] == [(3,)]
+    assert torch.equal(net(x), model(x))
+    assert net.conversion_report.nonlinear == ()
+    fastbcd.set_masks(net, masks.without(range(3)))
+    assert not torch.equal(net(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "op"),
+    [
+        (lambda x: torch.where(x > 0, x, 0), ("gt", "gt", 6)),
+        (lambda x: x * (x > 0), ("gt", "gt", 6)),
+        (lambda x: x * (x >= 0).float(), ("ge", "ge", 6)),
+        (lambda x: x.masked_fill(x < 0, 0), ("lt", "lt", 6)),
+        (lambda x: (x + x.abs()) / 2, ("abs", "abs", 6)),
+        (lambda x: F.max_pool1d(x, 2), ("max_pool1d", "max_pool2d", 3)),
+        (lambda x: torch.maximum(x, torch.ones_like(x)), ("maximum", "maximum", 6)),
+        (lambda x: torch.maximum(x, x.flip(1)), ("maximum", "maximum", 6)),
+        (lambda x: x.clamp(0, 1), ("clamp", "clamp", 6)),
+        (lambda x: x * x, ("mul", "mul", 6)),
+        (lambda x: torch.ones(6) / x, ("div", "div", 6)),
+        (lambda x: x.amax(1, keepdim=True), ("amax", "amax", 1)),
+        (lambda x: torch.softmax(x, 1), ("softmax", "softmax", 6)),
+        (lambda x: F.layer_norm(x, (6,)), ("layer_norm", "native_layer_norm", 6)),
+        (lambda x: F.prelu(x, torch.ones(1)), ("prelu", "prelu", 6)),
+        (nn.LeakyReLU(), ("1.function", "leaky_relu", 6)),
+        (nn.PReLU(), ("1.function", "prelu", 6)),
+        (nn.GELU(), ("1.function", "gelu", 6)),
+        (nn.Hardswish(), ("1.function", "hardswish", 6)),
+        (nn.Sigmoid(), ("1.function", "sigmoid", 6)),
+    ],
+)
+def test_nonlinear_operations_that_stay_are_reported(function, op) -> None:
+    name = op[0] if op[0].startswith("1.") else f"1.{op[0]}"
+    model = nn.Sequential(nn.ReLU(), Functional(function, 6)).eval()
+    x = torch.randn(4, 6)
+    with pytest.warns(UserWarning, match=f"^1 nonlinear operation.*{name}.*conversion_report") as w:
+        net = convert(model, x)
+    assert len(w) == 1
+    assert [tuple(vars(o).values()) for o in net.conversion_report.nonlinear] == [(name, *op[1:])]
+    assert torch.equal(net(x), model(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        skipped = convert(model, x, skip=name)  # no warning of what skip= names
+    for twin in (copy.deepcopy(net), skipped):
+        assert str(twin.conversion_report) == str(net.conversion_report)
+        assert name in str(twin.conversion_report)
+    assert str(pickle.loads(pickle.dumps(net.conversion_report))) == str(net.conversion_report)
+    assert not any("report" in key for key in net.state_dict())
+    listed = fastbcd.private.cost(net)
+    assert listed.not_included == net.conversion_report.nonlinear
+    assert f"not included, besides linear layers:\n    {name}" in str(listed)
+    assert listed.as_dict()["not_included"][0]["kind"] == op[1]
+
+
+def test_linear_operations_are_not_reported() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Upsample(scale_factor=2), nn.ConstantPad2d(1, 0.0), nn.PixelShuffle(2),
+        nn.AdaptiveAvgPool2d(3), nn.Flatten(),
+        Functional(lambda x: torch.cat([x, -x], 1).mean(1, True) / 3 - x * torch.ones(9), 9),
+    )  # fmt: skip
+    net = convert(model, torch.randn(2, 3, 8, 8))
+    assert net.conversion_report.nonlinear == ()
+    assert str(net.conversion_report).startswith("144 ReLUs at 1 sites have masks; 0 other")
+
+
+def test_a_relu_of_weights_is_no_activation() -> None:
+    class Positive(nn.Linear):
+        def forward(self, x):
+            return F.relu(F.linear(x, torch.relu(self.weight), self.bias.clamp(min=0)))
+
+    model, x = Positive(3, 3), torch.randn(4, 3)
+    net = convert(model, x)
+    assert [s.shape for s in fastbcd.masks(net).sites] == [(3,)]
     assert torch.equal(net(x), model(x))
 
 
