@@ -266,7 +266,7 @@ def test_a_net_without_masks_and_empty_data() -> None:
         fastbcd.bcd(net, (x[:0], labels[:0]), budget=0)
 
 
-def test_an_unused_teacher_is_said() -> None:
+def test_an_unused_teacher_is_warned_of() -> None:
     net, data = problem("mlp")
     with pytest.warns(UserWarning, match="teacher is not used"):
         fastbcd.bcd(net, data, budget=20, finetune=None, teacher=copy.deepcopy(net))

@@ -32,7 +32,7 @@ def config_of(**settings) -> dict:
 # ------------------------------------------------------------------------------- resume
 
 
-def test_the_same_call_again_is_done_at_once(tmp_path, capsys) -> None:
+def test_the_same_call_again_returns_at_once(tmp_path, capsys) -> None:
     first = small_run(tmp_path, **FAST)
     before = contents(tmp_path)
     again = small_run(tmp_path, **FAST)
@@ -44,7 +44,7 @@ def test_the_same_call_again_is_done_at_once(tmp_path, capsys) -> None:
     assert read_state(tmp_path / "start.safetensors").tensors["2.mask"].all()
 
 
-def test_an_interrupted_run_goes_on_with_what_is_on_the_disk(tmp_path, capsys) -> None:
+def test_an_interrupted_run_resumes_from_the_disk(tmp_path, capsys) -> None:
     whole = small_run(None)
     # The weights that the second call is given do not matter: the run has its own.
     for number, step in enumerate(steps_of(tmp_path), 1):
@@ -151,28 +151,28 @@ def stopped(tmp_path) -> Path:
     return tmp_path
 
 
-def go_on(run_dir: Path) -> list[int]:
+def resume_steps(run_dir: Path) -> list[int]:
     return [step.number for step in steps_of(run_dir)]
 
 
-def test_the_fixture_goes_on(stopped) -> None:
-    assert go_on(stopped) == [3, 4, 5]
+def test_the_fixture_resumes(stopped) -> None:
+    assert resume_steps(stopped) == [3, 4, 5]
 
 
 @pytest.mark.parametrize("where", [10, -1, 0])
-def test_a_truncated_state_is_told_and_the_one_before_it_is_kept(stopped, where) -> None:
+def test_a_truncated_state_is_reported_and_the_one_before_it_is_kept(stopped, where) -> None:
     state = stopped / "state.safetensors"
     content = state.read_bytes()
     state.write_bytes(content[:where])
     previous = (stopped / "state.previous.safetensors").read_bytes()
     with pytest.raises(ValueError, match=r"damaged.*step 1, state\.previous.*move state"):
-        go_on(stopped)
+        resume_steps(stopped)
     assert (stopped / "state.previous.safetensors").read_bytes() == previous
     state.unlink()
-    assert go_on(stopped) == [2, 3, 4, 5]
+    assert resume_steps(stopped) == [2, 3, 4, 5]
 
 
-def test_an_edited_state_is_told(stopped) -> None:
+def test_an_edited_state_is_refused(stopped) -> None:
     state = stopped / "state.safetensors"
     content = bytearray(state.read_bytes())
     for position in (len(content) - 3, content.index(b'\\"number\\": 2') + 12):
@@ -180,13 +180,13 @@ def test_an_edited_state_is_told(stopped) -> None:
         changed[position] ^= 1
         state.write_bytes(changed)
         with pytest.raises(ValueError, match="do not match their SHA-256"):
-            go_on(stopped)
+            resume_steps(stopped)
     (stopped / "state.previous.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=r"step 0, start\.safetensors, is intact"):
-        go_on(stopped)
+        resume_steps(stopped)
     (stopped / "start.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="No intact state is left"):
-        go_on(stopped)
+        resume_steps(stopped)
 
 
 @pytest.mark.parametrize(
@@ -214,22 +214,22 @@ def test_the_history_follows_the_state(stopped, edit) -> None:
     }
 
 
-def test_a_lost_history_is_told(stopped) -> None:
+def test_a_lost_history_is_refused(stopped) -> None:
     (stopped / "history.jsonl").unlink()
     with pytest.raises(ValueError, match="has 0 of the 2 records"):
-        go_on(stopped)
+        resume_steps(stopped)
 
 
 def test_a_state_without_its_config(stopped) -> None:
     (stopped / "config.json").unlink()
     with pytest.raises(ValueError, match=r"holds history\.jsonl but no config\.json"):
-        go_on(stopped)
+        resume_steps(stopped)
 
 
 def test_a_config_that_is_no_json(stopped) -> None:
     (stopped / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is not readable as JSON"):
-        go_on(stopped)
+        resume_steps(stopped)
 
 
 def test_a_file_is_no_directory(tmp_path) -> None:
