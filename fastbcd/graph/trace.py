@@ -93,9 +93,43 @@ def without_inplace(net: nn.Module, original: fx.Graph) -> fx.Graph:
             continue
         changed = node.args[0] if node.args else next(iter(node.kwargs.values()))
         if isinstance(changed, fx.Node):
+            _check_not_read_later(net, node, changed, order)
             later = {user for user in changed.users if order[user] > order[node]}
             changed.replace_all_uses_with(node, delete_user_cb=later.__contains__)
     return graph
+
+
+_VIEWS = {"getitem", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim",
+          "chunk", "split", "unbind", "squeeze", "unsqueeze", "narrow", "select", "expand", "t",
+          "contiguous", "detach", "dropout"}  # fmt: skip
+_VIEW_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout2d)
+
+
+def _memory_of(net: nn.Module, node: fx.Node) -> fx.Node:
+    """The node whose memory a view shows; a node that is no view is its own."""
+    while node.args and isinstance(node.args[0], fx.Node):
+        name = str(getattr(node.target, "__name__", node.target))
+        if node.op == "call_module":
+            if not isinstance(net.get_submodule(str(node.target)), _VIEW_MODULES):
+                break
+        elif name not in _VIEWS:
+            break
+        node = node.args[0]
+    return node
+
+
+def _check_not_read_later(
+    net: nn.Module, node: fx.Node, changed: fx.Node, order: dict[fx.Node, int]
+) -> None:
+    """Refuse y = x[:, :4]; y += 1 if x is read later: it is changed too."""
+    memory = _memory_of(net, changed)
+    for other, place in order.items():
+        later = any(order[user] > order[node] for user in other.users)
+        elsewhere = other is not changed and place < order[node] and later
+        if elsewhere and _memory_of(net, other) is memory:
+            raise ValueError(
+                f"node {node.name!r} writes into memory that is read later as {other.name!r}"
+            )
 
 
 def forget_source(model: fx.GraphModule) -> None:

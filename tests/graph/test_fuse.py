@@ -131,3 +131,22 @@ def test_a_residual_is_added_like_any_tensor(act, residual) -> None:
     """A number, a tensor that is broadcast, another dtype."""
     act, x = thinned(act((6, 4, 4))), torch.randn(2, 6, 4, 4)
     torch.testing.assert_close(act(x, residual), act(x + residual))
+
+
+class WritesIntoAView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act = nn.Conv2d(3, 4, 3), fastbcd.MaskedReLU((4, 6, 6))
+
+    def forward(self, x):
+        y = self.act(self.conv(x))
+        part = y[:, :1]
+        part.add_(50.0)
+        return y.mean((2, 3))
+
+
+@pytest.mark.filterwarnings("ignore:.*writes into memory that is read later")
+def test_a_net_that_writes_into_a_view_runs_as_it_is() -> None:
+    net, x = WritesIntoAView().eval(), torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(fused(net, train=False)[0](x), net(x))
