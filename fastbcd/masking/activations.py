@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 
 from fastbcd import ops
 from fastbcd.ops.saliency import saliency
@@ -116,3 +118,40 @@ def activation_type(replacement: str) -> type[MaskedActivation]:
     if replacement not in REPLACEMENTS:
         raise ValueError(f"replacement={replacement!r}; choose from {sorted(REPLACEMENTS)}")
     return REPLACEMENTS[replacement]
+
+
+def _copy_masks_instead_of_averaging() -> None:
+    """Make AveragedModel(net, use_buffers=True) copy masks.
+
+    torch averages all buffers, and a bit of 0.9·True + 0.1·False is True again. AveragedModel has
+    no hook, so its method is wrapped; models without masks are averaged as before.
+    """
+    original = AveragedModel.update_parameters
+
+    @functools.wraps(original)
+    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
+        if not any(isinstance(m, MaskedActivation) for m in self.modules()):
+            return original(self, model)
+        given = self.avg_fn, self.multi_avg_fn
+        one: Any = given[0] if any(given) else get_swa_avg_fn()
+        many: Any = given[1]
+
+        def average_one(averaged: Tensor, new: Tensor, n: Any) -> Tensor:
+            return new if new.dtype is torch.bool else one(averaged, new, n)
+
+        def average_many(averaged: Any, new: Any, n: Any) -> None:  # tensors of one dtype
+            if new[0].dtype is torch.bool:
+                torch._foreach_copy_(averaged, new)
+            else:
+                many(averaged, new, n)
+
+        self.avg_fn, self.multi_avg_fn = one and average_one, many and average_many
+        try:
+            original(self, model)
+        finally:
+            self.avg_fn, self.multi_avg_fn = given
+
+    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
+
+
+_copy_masks_instead_of_averaging()
