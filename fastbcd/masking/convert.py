@@ -125,8 +125,8 @@ def convert(
         # The first call of an nn.ReLU takes over that module's name, any other call a free one.
         if node.op != "call_module" or type(twin.get_submodule(name)) is not nn.ReLU:
             name = _free_name(twin, owner, leaf)
-        args = (_source(node, twin),)
-        _replace_call(graph, node, twin, name=name, module=masked, inplace=inplace, args=args)
+        source = _source(node, twin)
+        _replace_call(graph, node, twin, name=name, module=masked, source=source, inplace=inplace)
     graph.lint()
     net.recompile()
     after = run_watched(net, example_input, call_path)
@@ -235,14 +235,15 @@ def _innermost_frame(error: BaseException) -> str:
 
 def _follow_mode(graph: fx.Graph, twin: nn.Module, switch: Switch) -> None:
     """Call the module of the switch, which follows train(), instead of its node."""
-    node, args = switch.node, switch.args
+    node, tensors = switch.node, switch.tensors
     name = _free_name(twin, owner_of(node), call_path(node).rpartition(".")[2])
     if switch.counter is not None:
         with graph.inserting_before(node):
-            args += (graph.get_attr(switch.counter),)
+            tensors = {**tensors, "num_batches_tracked": graph.get_attr(switch.counter)}
     _replace_call(
-        graph, node, twin, name=name, module=switch.module, inplace=switch.inplace, args=args
-    )
+        graph, node, twin, name=name, module=switch.module, source=switch.source,
+        inplace=switch.inplace, tensors=tensors,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------- ReLU calls
@@ -330,15 +331,15 @@ def _replace_call(
     *,
     name: str,
     module: nn.Module,
-    args: tuple[Any, ...],
+    source: fx.Node,
     inplace: bool,
+    tensors: dict[str, Any] | None = None,
 ) -> None:
-    """Call `module`, registered as `name`, on args instead of the node."""
+    """Call module(source, **tensors), registered as `name`, instead of the node."""
     owner, _, leaf = name.rpartition(".")
     twin.get_submodule(owner).register_module(leaf, module)
-    source = args[0]
     with graph.inserting_after(node):
-        new = graph.call_module(name, args)
+        new = graph.call_module(name, (source,), tensors)
     new.meta = dict(node.meta)
     if inplace:
         # The new module does not change its input: later readers of the input read its output.

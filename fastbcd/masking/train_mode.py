@@ -39,24 +39,31 @@ class FunctionalBatchNorm(nn.Module):
     def forward(
         self,
         x: Tensor,
-        mean: Tensor | None,
-        var: Tensor | None,
+        *,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        batches: Tensor | None = None,
+        num_batches_tracked: Tensor | None = None,
     ) -> Tensor:
-        """x [B, C, ...] -> [B, C, ...]; batches counts the batches seen in training."""
-        if self.training and batches is not None:
-            batches.add_(1)
-        return F.batch_norm(x, mean, var, weight, bias, self.training, self.momentum, self.eps)
+        """x [B, C, ...] -> [B, C, ...].
+
+        Weights come by keyword: the hooks of FlopCounterMode fail on those given by position.
+        """
+        if self.training and num_batches_tracked is not None:
+            num_batches_tracked.add_(1)
+        return F.batch_norm(
+            x, running_mean, running_var, weight, bias, self.training, self.momentum, self.eps
+        )
 
 
 class Switch(NamedTuple):
-    """A call of the graph that `module` replaces, called with `args`."""
+    """A call of the graph that module(source, **tensors) replaces."""
 
     node: fx.Node
     module: nn.Module
-    args: tuple[Any, ...]
+    source: fx.Node
+    tensors: dict[str, Any]
     counter: str | None  # the buffer to pass as well, which counts batches
     inplace: bool
 
@@ -189,15 +196,16 @@ def _switches(net: nn.Module, trained: nn.Module, nodes: list[fx.Node]) -> list[
     for node in nodes:
         given = arguments(node)
         if node.target is F.batch_norm:
-            names = ("input", "running_mean", "running_var", "weight", "bias")
+            names = ("running_mean", "running_var", "weight", "bias")
+            tensors = {name: given[name] for name in names}
             norm = FunctionalBatchNorm(given["momentum"], given["eps"]).eval()
             counter: str | None = f"{owner_of(node)}.num_batches_tracked".lstrip(".")
             counters.add(counter)
             counter = counter if counter in changed else None
-            found.append(Switch(node, norm, tuple(given[name] for name in names), counter, False))
+            found.append(Switch(node, norm, given["input"], tensors, counter, False))
         else:
             dropout = _DROPOUTS[node.target](given["p"]).eval()
-            found.append(Switch(node, dropout, (given["input"],), None, given["inplace"]))
+            found.append(Switch(node, dropout, given["input"], {}, None, given["inplace"]))
     if changed - counters:
         raise ModeError(
             f"its forward changes the buffer {min(changed - counters)!r} in training, which "

@@ -338,6 +338,21 @@ def test_functional_batch_norm_follows_train_mode(norm, device) -> None:
     assert torch.equal(net(x), frozen(x)), "a frozen batch norm stays frozen"
 
 
+@pytest.mark.parametrize("engine", ["stacked", "auto"])
+def test_engines_score_nets_that_follow_train_mode(engine) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), NormAct(4), DropPath(), nn.Conv2d(4, 4, 3), Keyword(), nn.Flatten(),
+        nn.Linear(64, 5),
+    )  # fmt: skip
+    data = torch.randn(40, 3, 8, 8), torch.randint(0, 5, (40,))
+    net = convert(randomize(model).eval(), data[0][:2])
+    ids = [list(range(i, i + 9)) for i in range(0, 45, 9)]
+    truth = fastbcd.score(net, ids, data, engine="sequential")
+    found = fastbcd.score(net, ids, data, engine=engine)
+    assert found.correct.tolist() == truth.correct.tolist()
+    torch.testing.assert_close(found.loss, truth.loss)
+
+
 def test_stochastic_depth_follows_train_mode(torchvision) -> None:
     depths = DropPath(), torchvision.ops.StochasticDepth(0.5, "row")
     for depth in depths:
