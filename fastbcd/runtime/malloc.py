@@ -16,14 +16,17 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of <malloc.h>
 def _glibc() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(None)
-        return library if library.mallopt and library.malloc_trim else None
+        return library if library.mallopt else None
     except (OSError, AttributeError, TypeError):
         return None  # another allocator
 
 
 @contextmanager
 def kept_memory() -> Iterator[None]:
-    """Freed blocks of any size stay in the process; at the end they go back to the system.
+    """Freed blocks of any size stay in the process.
+
+    Afterwards glibc returns what is free beyond 64 MiB as blocks are freed. Less is kept, so that
+    the next call does not fault it in again.
 
     >>> with kept_memory():
     ...     x = torch.zeros(8)
@@ -41,4 +44,3 @@ def kept_memory() -> Iterator[None]:
         glibc.mallopt(_M_MMAP_MAX, 65536)
         glibc.mallopt(_M_MMAP_THRESHOLD, 2**25)
         glibc.mallopt(_M_TRIM_THRESHOLD, 2**26)
-        glibc.malloc_trim(0)
