@@ -48,7 +48,7 @@ class FunctionalBatchNorm(nn.Module):
     ) -> Tensor:
         """x [B, C, ...] -> [B, C, ...].
 
-        Weights come by keyword: the hooks of FlopCounterMode fail on those given by position.
+        Weights are passed by keyword: hooks of FlopCounterMode fail on positional ones.
         """
         if self.training and num_batches_tracked is not None:
             num_batches_tracked.add_(1)
