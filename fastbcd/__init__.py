@@ -1,12 +1,6 @@
 """fastbcd: remove ReLUs from trained networks by Block Coordinate Descent, fast."""
 
-from fastbcd import (
-    models,
-    ops,
-    private,
-    recipes,
-    report,
-)
+from fastbcd import models, ops, private, recipes, report
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import load
 from fastbcd.descent.bcd import Run, bcd, steps
@@ -17,12 +11,7 @@ from fastbcd.descent.step import Step
 from fastbcd.kernels import backends
 from fastbcd.masking.activations import MaskedPoly, MaskedReLU
 from fastbcd.masking.convert import ConversionError, convert
-from fastbcd.masking.masks import (
-    MaskSet,
-    Site,
-    masks,
-    set_masks,
-)
+from fastbcd.masking.masks import MaskSet, Site, masks, set_masks
 from fastbcd.runs.read import load_run
 from fastbcd.runtime.version import __version__ as __version__
 from fastbcd.scoring.accuracy import accuracy

@@ -25,10 +25,7 @@ LAYERS = (
 )
 NAMESPACES = ("ops", "models", "private", "recipes", "report")  # these list public names
 
-FILES = {
-    **modules(ROOT / "fastbcd", "fastbcd"),
-    **modules(ROOT / "kernels", "fastbcd.kernels"),
-}
+FILES = {**modules(ROOT / "fastbcd", "fastbcd"), **modules(ROOT / "kernels", "fastbcd.kernels")}
 GRAPH = import_graph(FILES)
 ROOMS = sorted({name.split(".")[1] for name in FILES if name.count(".") > 1} - {"kernels"})
 

@@ -298,13 +298,7 @@ def norm_relu(
 
 
 def norm_relu_backward(
-    grad: Tensor,
-    y: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mask: Tensor,
-    statistics: Tensor,
-    eps: float,
+    grad: Tensor, y: Tensor, x: Tensor, weight: Tensor, mask: Tensor, statistics: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Derivatives of norm_relu: dx, dresidual, and d(weight, bias) [2, C]."""
     mean, inverse = statistics[0], (statistics[1] + eps).rsqrt()

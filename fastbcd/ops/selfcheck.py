@@ -243,10 +243,7 @@ def expected(case: Case, given: dict[str, Any], found: dict[str, Tensor]) -> dic
 
 
 def differences(
-    found: dict[str, Tensor],
-    wanted: dict[str, Tensor],
-    ulps: int = 0,
-    sums_only: bool = False,
+    found: dict[str, Tensor], wanted: dict[str, Tensor], ulps: int = 0, sums_only: bool = False
 ) -> list[str]:
     """How results differ: elementwise ones to the bit (or `ulps` in bf16), sums to rounding.
 

@@ -76,11 +76,7 @@ class Ranges:
 
 
 def activation_ranges(
-    net: nn.Module,
-    data: Any,
-    batch_size: int = 250,
-    *,
-    fixed_point: tuple[int, int] | None = None,
+    net: nn.Module, data: Any, batch_size: int = 250, *, fixed_point: tuple[int, int] | None = None
 ) -> Ranges:
     """Smallest, largest and typical values before each activation over all images, in eval mode.
 

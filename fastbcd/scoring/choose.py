@@ -29,13 +29,7 @@ from fastbcd.data.images import ImageData
 from fastbcd.masking.masks import MaskSet
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.plan import Plan
-from fastbcd.scoring.score import (
-    Tally,
-    check_removals,
-    prepared,
-    read,
-    run_pass,
-)
+from fastbcd.scoring.score import Tally, check_removals, prepared, read, run_pass
 
 ROUNDING = 1e-5  # losses closer than this are equal
 

@@ -22,21 +22,11 @@ from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data
-from fastbcd.masking.masks import (
-    MaskSet,
-    mask_modules,
-    masks,
-    set_masks,
-)
+from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
 from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.module_mode import eval_mode
-from fastbcd.runtime.ranks import (
-    all_sum,
-    from_first,
-    rank,
-    world,
-)
+from fastbcd.runtime.ranks import all_sum, from_first, rank, world
 from fastbcd.runtime.tf32 import own_precision
 from fastbcd.scoring.accuracy import check_classes, check_device, dtype_of
 from fastbcd.scoring.engine import Engine, Request, as_engine

@@ -140,10 +140,7 @@ class MaskTraining:
         self.progress = self.progress and ranks.rank() == 0
 
     def _train(
-        self,
-        run: RunDirectory,
-        given: dict[str, Tensor],
-        make: Callable[[nn.Module], Method],
+        self, run: RunDirectory, given: dict[str, Tensor], make: Callable[[nn.Module], Method]
     ) -> StartingPoint:
         if run.state is None:
             run.save(0, given, {})
@@ -229,10 +226,7 @@ class MaskTraining:
             tqdm.write(epoch_line(title(record), record))
 
     def _save(
-        self,
-        run: RunDirectory,
-        record: dict[str, Any],
-        tensors: Callable[[], dict[str, Tensor]],
+        self, run: RunDirectory, record: dict[str, Any], tensors: Callable[[], dict[str, Tensor]]
     ) -> None:
         """Finish an epoch; tensors are only copied if they are written or compared."""
         state = tensors() if self.run_dir is not None or ranks.world() > 1 else {}

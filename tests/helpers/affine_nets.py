@@ -6,11 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastbcd import (
-    MaskedReLU,
-    masks,
-    set_masks,
-)
+from fastbcd import MaskedReLU, masks, set_masks
 from fastbcd.scoring.collapsed.affine_net import AffineNet
 from fastbcd.scoring.collapsed.build import FormBuilder
 from fastbcd.scoring.collapsed.engine import Collapsed

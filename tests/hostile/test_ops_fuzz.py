@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from fastbcd import ops
-from fastbcd.ops.selfcheck import (
-    SALIENCY,
-    TRIALS,
-    Case,
-    arguments,
-    disagreement,
-    results,
-)
+from fastbcd.ops.selfcheck import SALIENCY, TRIALS, Case, arguments, disagreement, results
 from helpers.hostile import seeds
 from helpers.op_cases import DIFFERENTIABLE, MASKED, equal, parameters, truth
 

@@ -15,12 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import fastbcd
-from fastbcd import (
-    ConversionError,
-    MaskedPoly,
-    MaskedReLU,
-    convert,
-)
+from fastbcd import ConversionError, MaskedPoly, MaskedReLU, convert
 from helpers.nets import randomize
 
 LARGE = ("resnet50", "wide_resnet50_2", "vgg11_bn", "shufflenet_v2_x0_5", "mnasnet0_5")
@@ -548,13 +543,7 @@ class Folds(nn.Module):
         ),
         (nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 4), r"shape \(2, 4\)"),
     ],
-    ids=[
-        "no relu",
-        "untraceable",
-        "folded batch",
-        "hidden",
-        "size",
-    ],
+    ids=["no relu", "untraceable", "folded batch", "hidden", "size"],
 )
 def test_refusals_name_the_place(model, x, words, capfd) -> None:
     before = {k: v.clone() for k, v in model.state_dict().items()}

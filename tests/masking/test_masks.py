@@ -19,12 +19,7 @@ from torch import nn
 from torch.optim import swa_utils
 
 import fastbcd
-from fastbcd import (
-    MaskedPoly,
-    MaskedReLU,
-    MaskSet,
-    Site,
-)
+from fastbcd import MaskedPoly, MaskedReLU, MaskSet, Site
 from fastbcd.masking.masks import plain_names
 
 

@@ -15,12 +15,7 @@ from fastbcd import MaskedPoly, MaskedReLU
 from fastbcd.cli import main as cli
 from fastbcd.starts import autorep as module
 from fastbcd.starts.autorep import autorep, dapa
-from fastbcd.starts.gated import (
-    IndicatorPoly,
-    count_on,
-    to_poly,
-    twin,
-)
+from fastbcd.starts.gated import IndicatorPoly, count_on, to_poly, twin
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer
 from helpers.nets import images, make, thinned

@@ -6,15 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastbcd import (
-    Engine,
-    MaskedReLU,
-    MaskSet,
-    masks,
-    models,
-    score,
-    set_masks,
-)
+from fastbcd import Engine, MaskedReLU, MaskSet, masks, models, score, set_masks
 from fastbcd.scoring import plan
 from fastbcd.scoring.collapsed import build as building
 from fastbcd.scoring.collapsed import cache, linear_rules

@@ -10,22 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fastbcd import (
-    MaskedReLU,
-    MaskSet,
-    masks,
-    models,
-)
+from fastbcd import MaskedReLU, MaskSet, masks, models
 from fastbcd.ops import reference
 from fastbcd.ops.kink import kink
 from fastbcd.scoring.collapsed.affine_net import AffineNet
 from fastbcd.scoring.collapsed.build import FormBuilder
-from fastbcd.scoring.collapsed.patches import (
-    Patch,
-    convolve,
-    subsample,
-    whole,
-)
+from fastbcd.scoring.collapsed.patches import Patch, convolve, subsample, whole
 from fastbcd.scoring.collapsed.tiles import Positions
 from fastbcd.scoring.program import Convolution, make_program
 from helpers.affine_nets import engine_of, some_removals, worst_difference, zoo
