@@ -14,16 +14,8 @@ from fastbcd.recipes.recipe import (
     multiply_adds,
     plan,
     table,
-)  # fmt: skip
+)
 
 __all__ = [
-    "DATA",
-    "RECIPES",
-    "DataShape",
-    "Plan",
-    "Recipe",
-    "get",
-    "multiply_adds",
-    "plan",
-    "table",
-]
+    "DATA", "RECIPES", "DataShape", "Plan", "Recipe", "get", "multiply_adds", "plan", "table",
+]  # fmt: skip

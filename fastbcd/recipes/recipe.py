@@ -5,18 +5,19 @@ Names are net-data-budget (wrn22-8-tiny-200k), net-data-autorep-budget, and abla
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
+from importlib import resources
 from typing import NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastbcd import models
-from fastbcd.recipes.rows import ABLATIONS, EXPERIMENTS, NOTES
 
 SHORT = {"wide_resnet22_8": "wrn22-8", "tiny-imagenet": "tiny"}  # in the names of recipes
 
@@ -98,31 +99,24 @@ def get(name: str) -> Recipe:
 
 
 def _every_recipe() -> dict[str, Recipe]:
-    found = []
-    for source, arch, data, start, settings, rows in EXPERIMENTS:
-        words = [SHORT.get(arch, arch), SHORT.get(data, data)]
-        words += ["autorep"] if start == "autorep" else []
-        for budget, b_ref, *published in rows:
+    """The rows of rows.json, which states their sources."""
+    content = json.loads((resources.files("fastbcd.recipes") / "rows.json").read_text("utf-8"))
+    recipes = {}
+    for e in content["experiments"]:
+        words = [SHORT.get(e["arch"], e["arch"]), SHORT.get(e["data"], e["data"])]
+        words += ["autorep"] if e["start"] == "autorep" else []
+        for budget, b_ref, start, published in e["rows"]:
             name = "-".join([*words, f"{budget:g}k"])
-            recipe = Recipe(
-                name, arch, data, start, round(1000 * b_ref), round(1000 * budget), **settings,
-                published_start=published[0], published=published[1], source=source,
-                note=NOTES.get((arch, start), ""),
+            recipes[name] = Recipe(
+                name, e["arch"], e["data"], e["start"], round(1000 * b_ref), round(1000 * budget),
+                **content["settings"][e["settings"]], published_start=start, published=published,
+                source=e["source"], note=e.get("note", ""),
             )  # fmt: skip
-            found.append(recipe)
-    recipes = {recipe.name: recipe for recipe in found}
-    base = recipes["resnet18-cifar100-15k"]
-    for name, changed, accuracy in ABLATIONS:
-        settings = {**vars(base), "name": name, "source": "Figure 5", "published": accuracy}
-        recipes[name] = Recipe(**{**settings, **changed})
-    return recipes
+    base = replace(recipes[content["ablations of"]], source="Figure 5")
+    return recipes | {change["name"]: replace(base, **change) for change in content["ablations"]}
 
 
 RECIPES: dict[str, Recipe] = _every_recipe()
-
-
-# ------------------------------------------------------------------------------- plans
-
 DENSE_EPOCHS = 160  # SNL's recipe for the dense net
 SNL_EPOCHS = 300 + 100  # about 300 for the masks at 30K, 100 of fine-tuning
 AUTOREP_EPOCHS = {"tiny-imagenet": 80}  # 200 elsewhere
@@ -154,8 +148,7 @@ class Plan:
     start: float
 
     @property
-    def total(self) -> float:
-        """PFLOP of all stages."""
+    def total(self) -> float:  # PFLOP of all stages
         return self.scoring + self.finetuning + self.dense + self.start
 
     def __str__(self) -> str:
@@ -175,10 +168,8 @@ class Plan:
             f"total           about {self.total:,.0f} PFLOP",
         ]
         if r.published is not None and r.published_start is not None:
-            start = {"snl": "SNL", "autorep": "AutoReP"}[r.start]
-            lines.append(
-                f"published       {start} {r.published_start:.2f} %, BCD {r.published:.2f} %"
-            )
+            start = f"{'SNL' if r.start == 'snl' else 'AutoReP'} {r.published_start:.2f} %"
+            lines.append(f"published       {start}, BCD {r.published:.2f} %")
         if r.note:
             lines.append(f"note            {r.note}")
         return "\n".join(lines)
@@ -226,11 +217,10 @@ def table(recipes: Iterable[Recipe]) -> str:
     >>> table([get("resnet18-cifar100-15k")]).splitlines()[1].split()[:3]
     ['resnet18-cifar100-15k', '30,000', '15,000']
     """
-    head = (
+    lines = [
         f"{'recipe':<32}{'B_ref':>9}{'budget':>9}{'DRC':>5}{'ADT':>5}{'RT':>4}{'epochs':>7}  "
         f"{'optimizer':<13}{'steps':>6}{'PFLOP':>8}{'start':>8}{'BCD':>7}  source"
-    )
-    lines = [head]
+    ]
     for r in recipes:
         p = plan(r)
         start, bcd = (f"{v:.2f}" if v else "-" for v in (r.published_start, r.published))

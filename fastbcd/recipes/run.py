@@ -62,27 +62,30 @@ def run_recipe(
         dense_options, start_options: arguments of `train`, and of `snl` or `autorep`, that replace
             the published values.
     """
-    check_data(recipe, data, "the train data")
+    _check_data(recipe, data, "the train data")
     if test is not None:
-        check_data(recipe, test, "the test data")
-    place = Path(run_dir)
+        _check_data(recipe, test, "the test data")
+    place, say = Path(run_dir), progress and ranks.rank() == 0
     shared: dict[str, Any] = {"test": test, "seed": seed, "progress": progress}
     ranks.on_first(lambda: _claim(place, recipe, seed))
     if dense is None:
         net = build(recipe, seed).to(data.device)
-        _say(progress, f"1 of 3: {recipe.arch} with all {masks(net).total:,} ReLUs")
+        if say:
+            print(f"1 of 3: {recipe.arch} with all {masks(net).total:,} ReLUs", flush=True)
         options = {**shared, "run_dir": place / "1-dense", **(dense_options or {})}
         dense = train(net, data, **options).model.eval()
     else:
         _check_net(recipe, dense)
-    _say(progress, f"2 of 3: {recipe.start} to {recipe.b_ref:,} ReLUs")
+    if say:
+        print(f"2 of 3: {recipe.start} to {recipe.b_ref:,} ReLUs", flush=True)
+    method: Any = snl
     options = {**shared, "teacher": dense, "run_dir": place / f"2-{recipe.start}"}
     if recipe.start == "autorep":
-        options["epochs"] = AUTOREP_EPOCHS.get(recipe.data, 200)
-    method: Any = autorep if recipe.start == "autorep" else snl
-    net = copy.deepcopy(dense)
-    start = method(net, data, recipe.b_ref, **{**options, **(start_options or {})})
-    _say(progress, f"3 of 3: bcd to {recipe.budget:,} ReLUs")
+        method, options["epochs"] = autorep, AUTOREP_EPOCHS.get(recipe.data, 200)
+    options |= start_options or {}
+    start = method(copy.deepcopy(dense), data, recipe.b_ref, **options)
+    if say:
+        print(f"3 of 3: bcd to {recipe.budget:,} ReLUs", flush=True)
     return bcd(
         start.model, data, recipe.budget, drc=recipe.drc, rt=recipe.rt, adt=recipe.adt,
         finetune=Finetune(epochs=recipe.epochs, lr=recipe.lr, optimizer=recipe.optimizer),
@@ -92,22 +95,18 @@ def run_recipe(
 
 def build(recipe: Recipe, seed: int = 0) -> nn.Module:
     """The recipe's dense net, with initial weights that depend only on the seed."""
-    shape = recipe.shape
+    classes, size, channels, _ = recipe.shape
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        return models.build(
-            recipe.arch, shape.classes, shape.image_size, in_channels=shape.channels
-        )
+        return models.build(recipe.arch, classes, size, in_channels=channels)
 
 
-def check_data(recipe: Recipe, data: ImageData, what: str) -> None:
-    """Raise if the images or classes are not those of the recipe's data set."""
-    shape = recipe.shape
-    wanted = (shape.channels, shape.image_size, shape.image_size)
-    if tuple(data.images.shape[1:]) != wanted or data.classes != shape.classes:
+def _check_data(recipe: Recipe, data: ImageData, what: str) -> None:
+    classes, size, channels, _ = recipe.shape
+    if tuple(data.images.shape[1:]) != (channels, size, size) or data.classes != classes:
         raise ValueError(
             f"{what} is {data!r}; {recipe.name} needs {recipe.data}: images "
-            f"{'×'.join(map(str, wanted))}, {shape.classes} classes"
+            f"{channels}×{size}×{size}, {classes} classes"
         )
 
 
@@ -122,18 +121,17 @@ def _check_net(recipe: Recipe, dense: nn.Module) -> None:
             f"the dense net is not the {recipe.arch} of {recipe.name}: {first} is "
             f"{found.get(first, 'missing')}, expected {wanted.get(first, 'no such name')}"
         )
-    if masks(dense).count() < masks(dense).total:
+    kept = masks(dense)
+    if kept.count() < kept.total:
         raise ValueError(
-            f"the dense net keeps {masks(dense).count():,} of {masks(dense).total:,} ReLUs; give "
-            f"one that keeps all"
+            f"the dense net keeps {kept.count():,} of {kept.total:,} ReLUs; give one that keeps all"
         )
 
 
 def _claim(place: Path, recipe: Recipe, seed: int) -> str:
     """Write config.json into a new directory; raise if it belongs to another recipe."""
-    settings = dataclasses.asdict(recipe)
-    for name in ("published_start", "published", "source", "note"):
-        del settings[name]  # does not decide the outcome
+    facts = {"published_start", "published", "source", "note"}  # these do not decide the outcome
+    settings = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in facts}
     config = {"format": "fastbcd.recipe 1", "recipe": settings, "seed": seed}
     if not (place / "config.json").exists():
         text = json.dumps(config, indent=2) + "\n"
@@ -141,8 +139,3 @@ def _claim(place: Path, recipe: Recipe, seed: int) -> str:
         write_atomically(place / "config.json", lambda file: file.write(text.encode()))
     check_same_config(place, config)
     return ""
-
-
-def _say(progress: bool, text: str) -> None:
-    if progress and ranks.rank() == 0:
-        print(text, flush=True)
