@@ -19,9 +19,7 @@ from fastbcd.scoring.choose import Choice, choose
 from fastbcd.scoring.engine import Engine
 from fastbcd.scoring.score import Scores, score
 from fastbcd.starts.autorep import autorep
-from fastbcd.starts.checkpoints.autorep import load_autorep
-from fastbcd.starts.checkpoints.relupruner import load_relupruner
-from fastbcd.starts.checkpoints.snl import load_snl
+from fastbcd.starts.checkpoints.formats import load_autorep, load_relupruner, load_snl
 from fastbcd.starts.gated import to_poly
 from fastbcd.starts.mask_training import StartingPoint
 from fastbcd.starts.snl import snl

@@ -35,13 +35,10 @@ class ImportReport:
     notes: list[str] = field(default_factory=list)  # what a user should know
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.path}: {self.format} checkpoint of {self.arch}, "
-            f"{self.kept:,} of {self.total:,} ReLUs kept"
-        ]
+        what = f"{self.path}: {self.format} checkpoint of {self.arch}"
+        lines = [f"{what}, {self.kept:,} of {self.total:,} ReLUs kept"]
         lines += [f"  note: {note}" for note in self.notes]
-        if self.ignored:
-            lines.append(f"  ignored: {listed(self.ignored, 12)}")
+        lines += [f"  ignored: {listed(self.ignored, 12)}"] if self.ignored else []
         return "\n".join(lines)
 
 
@@ -49,13 +46,19 @@ class CheckpointError(ValueError):
     """The file is not what the importer reads; the message says what was found and what to do."""
 
 
+def require(fine: bool, message: str) -> None:
+    """Raise CheckpointError with this message unless the file is fine."""
+    if not fine:
+        raise CheckpointError(message)
+
+
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The dictionary that torch.save wrote, on the CPU; objects other than plain data refused."""
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint at {path}")
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not a file; give the checkpoint inside it")
+    require(path.is_file(), f"{path} is not a file; give the checkpoint inside it")
+    damaged = f"{path} is not a PyTorch checkpoint, or it is damaged"
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -67,31 +70,22 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
                 )
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(_refusal(path, str(error))) from error
+        found = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
+        raise CheckpointError(
+            f"{path} holds Python objects besides tensors ({found[1]}), and loading those runs "
+            f"code from the file; if you trust it, save its tensors alone, where its own code is "
+            f"installed: c = torch.load(path, weights_only=False); torch.save({{k: c[k] for k in "
+            f"('state_dict', 'model', 'masks') if k in c}}, new_path)"
+            if found
+            else damaged
+        ) from error
     except Exception as error:  # damaged bytes can raise anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(
-            f"{path} is not a PyTorch checkpoint, or it is damaged ({reason})"
-        ) from error
-    if not isinstance(content, Mapping):
-        raise CheckpointError(
-            f"{path} holds a {type(content).__name__}; a checkpoint is a dictionary with a "
-            f"state_dict in it"
-        )
+        raise CheckpointError(f"{damaged} ({reason})") from error
+    kind = type(content).__name__
+    message = f"{path} holds a {kind}; a checkpoint is a dictionary with a state_dict in it"
+    require(isinstance(content, Mapping), message)
     return dict(content)
-
-
-def _refusal(path: Path, reason: str) -> str:
-    """What to do about a file that weights_only refuses."""
-    found = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", reason)
-    if not found:
-        return f"{path} is not a PyTorch checkpoint, or it is damaged"
-    return (
-        f"{path} holds Python objects besides tensors ({found[1]}), and loading those runs code "
-        f"from the file; if you trust it, save its tensors alone, where its own code is installed: "
-        f"c = torch.load(path, weights_only=False); "
-        f"torch.save({{k: c[k] for k in ('state_dict', 'model', 'masks') if k in c}}, new_path)"
-    )
 
 
 def state_of(content: dict[str, Any], path: str, keys: tuple[str, ...]) -> tuple[State, list[str]]:
@@ -102,11 +96,11 @@ def state_of(content: dict[str, Any], path: str, keys: tuple[str, ...]) -> tuple
     entry = next((key for key in keys if isinstance(content.get(key), Mapping)), None)
     state = content if entry is None else content[entry]
     tensors = {str(k): v for k, v in state.items() if isinstance(v, Tensor)}
-    if not tensors or (entry is None and len(tensors) < len(state)):
-        raise CheckpointError(
-            f"{path} has no state_dict: it holds {listed(map(str, content), 8)}; expected one "
-            f"under {' or '.join(map(repr, keys))}"
-        )
+    require(
+        bool(tensors) and (entry is not None or len(tensors) == len(state)),
+        f"{path} has no state_dict: it holds {listed(map(str, content), 8)}; expected one under "
+        f"{' or '.join(map(repr, keys))}",
+    )
     for name, value in tensors.items():
         check_tensor(value, name, path)
     try:
@@ -114,23 +108,33 @@ def state_of(content: dict[str, Any], path: str, keys: tuple[str, ...]) -> tuple
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     others = [str(k) for k in content if k != entry] if entry is not None else []
-    others += [f"{entry}.{k}" for k in state if str(k) not in tensors]
-    return plain, others
+    return plain, others + [f"{entry}.{k}" for k in state if str(k) not in tensors]
 
 
 def check_tensor(value: Tensor, name: str, path: str) -> None:
     """Refuse a tensor that is not dense numbers in the file: sparse, quantised, meta, expanded."""
     plain = type(value) in (Tensor, nn.Parameter) and not value.is_nested and not value.is_meta
-    if not plain or value.layout != torch.strided or value.dtype not in _DTYPES:
-        raise CheckpointError(
-            f"{path}: {name} is not a dense tensor of real numbers but {value.layout}, "
-            f"{value.dtype}, on {value.device}; save the dense tensor"
-        )
-    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
-        raise CheckpointError(
-            f"{path}: {name} has shape {tuple(value.shape)}, but the file has only "
-            f"{value.untyped_storage().nbytes():,} bytes for it; save an expanded tensor's clone()"
-        )
+    require(
+        plain and value.layout == torch.strided and value.dtype in _DTYPES,
+        f"{path}: {name} is not a dense tensor of real numbers but {value.layout}, {value.dtype}, "
+        f"on {value.device}; save the dense tensor",
+    )
+    size = value.untyped_storage().nbytes()
+    require(
+        value.numel() * value.element_size() <= size,
+        f"{path}: {name} has shape {tuple(value.shape)}, but the file has only {size:,} bytes for "
+        f"it; save an expanded tensor's clone()",
+    )
+
+
+def check_shape(state: State, name: str, shape: Iterable[int], path: str) -> None:
+    """Refuse a tensor that is missing, has another shape or holds values that are not finite."""
+    value, shape = state.get(name), tuple(shape)
+    found = "is missing" if value is None else f"has shape {tuple(value.shape)}"
+    same = value is not None and tuple(value.shape) == shape
+    require(same, f"{path}: {name} {found}, expected {shape}")
+    finite = bool(state[name].isfinite().all())
+    require(finite, f"{path}: {name} holds values that are not finite")
 
 
 def check_weights(net: nn.Module, weights: State, path: str) -> None:
@@ -139,23 +143,14 @@ def check_weights(net: nn.Module, weights: State, path: str) -> None:
     # Batch norm's counter is in no formula here, and not in every file.
     wanted = {k: v for k, v in wanted.items() if k in weights or not k.endswith(COUNTER)}
     missing, extra = wanted.keys() - weights.keys(), weights.keys() - wanted.keys()
-    if missing or extra:
-        raise CheckpointError(
-            f"{path} does not fit {type(net).__name__}: "
-            + "; ".join(
-                f"{len(names)} {what}: {listed(sorted(names), 4)}"
-                for what, names in (("weights missing", missing), ("not expected", extra))
-                if names
-            )
-        )
+    odd = [
+        f"{len(names)} {what}: {listed(sorted(names), 4)}"
+        for what, names in (("weights missing", missing), ("not expected", extra))
+        if names
+    ]
+    require(not odd, f"{path} does not fit {type(net).__name__}: {'; '.join(odd)}")
     for name, value in wanted.items():
-        if value.shape != weights[name].shape:
-            raise CheckpointError(
-                f"{path}: {name} has shape {tuple(weights[name].shape)}, expected "
-                f"{tuple(value.shape)}"
-            )
-        if not bool(weights[name].isfinite().all()):
-            raise CheckpointError(f"{path}: {name} holds values that are not finite")
+        check_shape(weights, name, value.shape, path)
 
 
 def load_weights(net: nn.Module, weights: State, path: str) -> None:
