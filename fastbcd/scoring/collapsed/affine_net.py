@@ -40,12 +40,10 @@ class AffineNet:
             for s in program.activations
         }
 
-    def run(
-        self, x: Tensor, added: dict[fx.Node, tuple[Any, Tensor]] | None = None
-    ) -> Iterator[tuple[fx.Node, Tensor]]:
+    def run(self, x: Tensor) -> Iterator[tuple[fx.Node, Tensor]]:
         """Images [B, ...] through the affine net: (node, value [B, ...]) at sites and logits.
 
-        added: (indices, numbers) that are added to the results of activations.
+        The caller may change the value of a site in place before the next step reads it.
         """
         program = self.program
         values: dict[fx.Node, Any] = {**program.constants, program.placeholder: x}
@@ -55,11 +53,8 @@ class AffineNet:
                 y = values[step.x].unsqueeze(0)
                 residual = None if step.residual is None else values[step.residual].unsqueeze(0)
                 out = y if step.x in program.fresh else None
-                value = step.run(y, self.off[step.node], residual, out).squeeze(0)
-                yield step.node, value
-                if added is not None and step.node in added:
-                    value = value.index_put(*added[step.node], accumulate=True)
-                values[step.node] = value
+                values[step.node] = step.run(y, self.off[step.node], residual, out).squeeze(0)
+                yield step.node, values[step.node]
             else:
                 values[step.node] = step(values)
             for node in step.inputs:
@@ -70,8 +65,7 @@ class AffineNet:
 
     def reached(self, source: int) -> list[Activation | Call]:
         """The steps that an impulse at a source can change, in order."""
-        seen = {self.starts[source]}
-        found = []
+        seen, found = {self.starts[source]}, []
         for step in self.program.steps:
             if step.node in self.linear and seen & set(step.inputs):
                 seen.add(step.node)
@@ -82,14 +76,13 @@ class AffineNet:
         self, source: int, impulses: Value, steps: list[Activation | Call]
     ) -> Iterator[tuple[fx.Node, Value]]:
         """Impulses [n, ...] added to what a source gives: (node, value) after each step."""
-        start, output = self.starts[source], self.program.output
+        start = self.starts[source]
         values: dict[fx.Node, Any] = {start: impulses}
-        n = len(stored(impulses))
         last = {node: step.node for step in steps for node in step.inputs}
-        if start is output:
+        if start is self.program.output:
             yield start, impulses
         for step in steps:
-            values[step.node] = self.linear[step.node](values, n)
+            values[step.node] = self.linear[step.node](values, len(stored(impulses)))
             yield step.node, values[step.node]
             for node in step.inputs:
                 if last[node] is step.node:

@@ -30,39 +30,39 @@ class FormBuilder:
 
     def __init__(self, net: AffineNet, masks: MaskSet, like: Tensor) -> None:
         """like: a tensor of the dtype and on the device of the values."""
-        self.net, self.like = net, like
-        program = net.program
+        self.net, self.like, shapes = net, like, net.program.shapes
         kept = [bits.flatten().nonzero().flatten() for bits in masks.split()]
+        flat = {**dict(enumerate(kept)), IMAGE: torch.arange(like[0].numel())}
         self.positions = {
-            s: Positions(site.shape, where)
-            for s, (site, where) in enumerate(zip(masks.sites, kept, strict=True))
+            source: Positions(shapes[net.starts[source]][1:], where, like.device)
+            for source, where in flat.items()
         }
-        shape = program.shapes[program.placeholder][1:]
-        self.positions[IMAGE] = Positions(shape, torch.arange(like[0].numel()))
-        self.classes = program.shapes[program.output][-1]
-        self.site_of = {s.node: s.site for s in program.activations}
-        self.ids = torch.cat(
-            [site.start + where[self.positions[s].order]
-             for s, (site, where) in enumerate(zip(masks.sites, kept, strict=True))]
-        )  # fmt: skip
+        self.classes = shapes[net.program.output][-1]
+        self.site_of = {s.node: s.site for s in net.program.activations}
+        self.ids = torch.cat([site.start + kept[s][self.positions[s].order]
+                              for s, site in enumerate(masks.sites)])  # fmt: skip
         self.counts = [len(where) for where in kept]
         self.bounds = [sum(self.counts[:s]) for s in range(len(kept) + 1)]
         self.steps = {source: net.reached(source) for source in self.positions}
-        # sources[s]: the sites whose kinks act on site s
+        # rows[s]: the sites whose kinks act on site s, and the first row of each in H's part for s
         reached = {r: {step.node for step in steps} for r, steps in self.steps.items()}
-        self.sources = [
-            [r for r, n in enumerate(self.counts) if n and net.starts[s] in reached[r]]
-            if self.counts[s] else [] for s in range(len(kept))
-        ]  # fmt: skip
+        self.rows: list[dict[int, int]] = []
+        self.heights: list[int] = []
+        for s, n in enumerate(self.counts):
+            rows, height = {}, 0
+            for r, m in enumerate(self.counts):
+                if n and m and net.starts[s] in reached[r]:
+                    rows[r] = height
+                    height += m
+            self.rows.append(rows)
+            self.heights.append(height)
+        self.numbers = [h * n for h, n in zip(self.heights, self.counts, strict=True)]  # of H
 
     # ------------------------------------------------------------------------------- sizes
 
     def pairs(self) -> int:
         """How many numbers H and G have."""
-        return sum(map(self._site_numbers, range(len(self.counts)))) + len(self.ids) * self.classes
-
-    def _site_numbers(self, s: int) -> int:
-        return self.counts[s] * sum(self.counts[r] for r in self.sources[s])
+        return sum(self.numbers) + len(self.ids) * self.classes
 
     def image_numbers(self) -> int:
         """How many numbers U and W have."""
@@ -70,83 +70,60 @@ class FormBuilder:
 
     def build_bytes(self) -> int:
         """What `build` takes beside the form: a batch of impulses, one site's rows, kernels."""
-        largest = max(map(self._site_numbers, range(len(self.counts))), default=0)
+        largest = max(self.numbers, default=0) * self.like.element_size()
         kernels = KERNELS if self.like.device.type == "cpu" else 0
-        return LARGE * peak_bytes(self.net.program) + largest * self.like.element_size() + kernels
+        return LARGE * peak_bytes(self.net.program) + largest + kernels
 
     def impulse_cost(self, source: int) -> int:
         """Predicted multiply-adds of one impulse at a source, from one in the middle."""
         positions = self.positions[source]
         if not positions.count:
             return 0
-        batches = list(positions.batches())
-        middle = batches[len(batches) // 2]
-        one = ImpulseBatch(middle.start, middle.start + 1, middle.box)
+        middle = positions.batches[len(positions.batches) // 2]
         with FakeTensorMode(allow_non_fake_inputs=True):
-            impulse = positions.impulses(one, self.like)
-            return sum(
-                self.net.cost[node] * stored(value).numel()
-                for node, value in self.net.push(source, impulse, self.steps[source])
-                if node in self.net.cost
-            )
+            impulse = positions.impulses(middle._replace(stop=middle.start + 1), self.like)
+            pushed = self.net.push(source, impulse, self.steps[source])
+            cost = self.net.cost
+            return sum(cost[node] * stored(value).numel() for node, value in pushed if node in cost)
 
     # ------------------------------------------------------------------------------- build
 
     def build(self, with_image: bool) -> Form:
         """Push all impulses; U and W too if `with_image`."""
-        counts, new = self.counts, self.like.new_zeros
-        rows = [{r: sum(counts[q] for q in sources if q < r) for r in sources}
-                for sources in self.sources]  # fmt: skip
-        between = [new(sum(counts[r] for r in sources), n)
-                   for sources, n in zip(self.sources, counts, strict=True)]  # fmt: skip
+        new, bounds, pixels = self.like.new_zeros, self.bounds, self.positions[IMAGE].place
+        between = [new(h, n) for h, n in zip(self.heights, self.counts, strict=True)]
         out = new(len(self.ids), self.classes)
-        pixels = self.positions[IMAGE].place
-        image = new(len(pixels), len(self.ids)) if with_image else None
-        image_out = new(len(pixels), self.classes) if with_image else None
+        image = new(len(pixels) if with_image else 0, len(self.ids))
+        image_out = new(len(image), self.classes)
         for source, batch in self.batches(with_image):
             impulses = self.positions[source].impulses(batch, self.like)
-            span = torch.arange(batch.start, batch.stop)
-            if source == IMAGE:  # in the order of the images' memory, channels last
-                span = pixels[span]
+            # Rows of U are in the order of the images' memory, channels last.
+            of_image, rows = source == IMAGE, slice(batch.start, batch.stop)
             for node, value in self.net.push(source, impulses, self.steps[source]):
                 if node is self.net.program.output:
-                    target = image_out if source == IMAGE else out[self.bounds[source] :]
-                    assert target is not None
-                    target[span.to(target.device)] = whole(value)
+                    target = image_out if of_image else out[bounds[source] :]
+                    target[pixels[rows] if of_image else rows] = whole(value)
                 s = self.site_of.get(node)
-                if s is None or not counts[s]:
-                    continue
-                if source == IMAGE:
-                    assert image is not None
-                    target = image[:, self.bounds[s] : self.bounds[s + 1]]
-                else:
-                    target = between[s][rows[s][source] :]
-                which, found = self.positions[s].gather(value)
-                place = span.to(target.device)
-                if which is None:
-                    target[place] = found
-                else:
-                    target[place[:, None], which.to(target.device)] = found
+                if s is not None and self.counts[s]:
+                    columns, found = self.positions[s].gather(value)
+                    if of_image:
+                        image[:, bounds[s] : bounds[s + 1]][pixels[rows], columns] = found
+                    else:
+                        between[s][self.rows[s][source] :][rows, columns] = found
         blocks = []
-        for s in range(len(counts)):  # one at a time: the rows may be copied
+        for s in range(len(between)):  # one at a time: the rows may be copied
             blocks.append(self.nonzero(all_sum(between[s]), s))
             between[s] = out
         constant, constant_out = self.affine_part(torch.zeros_like(self.like[:1]))
-        if image is not None and image_out is not None:
-            image, image_out = all_sum(image), all_sum(image_out)
+        of_images = (all_sum(image), all_sum(image_out)) if with_image else (None, None)
         return Form(
-            self.ids, self.bounds, blocks, all_sum(out), constant[0], constant_out[0], image,
-            image_out,
-        )  # fmt: skip
+            self.ids, bounds, blocks, all_sum(out), constant[0], constant_out[0], *of_images
+        )
 
     def batches(self, with_image: bool) -> Iterator[tuple[int, ImpulseBatch]]:
         """(source, batch) of this rank; a progress bar is shown if it takes some seconds."""
-        every = [
-            (source, batch)
-            for source, positions in self.positions.items()
-            if with_image or source != IMAGE
-            for batch in positions.batches()
-        ]
+        every = [(source, batch) for source, positions in self.positions.items()
+                 if with_image or source != IMAGE for batch in positions.batches]  # fmt: skip
         mine = every[rank() :: world()]
         total = sum(b.stop - b.start for _, b in mine)
         hidden = True if rank() else None  # None: shown on a terminal
@@ -158,28 +135,24 @@ class FormBuilder:
 
     def nonzero(self, matrix: Tensor, s: int) -> list[Block]:
         """H's rows for site s as blocks of consecutive kinks, without sites that add nothing."""
+        parts = {r: matrix[row : row + self.counts[r]] for r, row in self.rows[s].items()}
+        adds = torch.stack([part.any() for part in parts.values()]).tolist() if parts else []
         found: list[Block] = []
-        row = 0
-        for r in self.sources[s]:
-            stop = row + self.counts[r]
-            if matrix[row:stop].count_nonzero():
-                start = self.bounds[r]
+        for (r, row), some in zip(self.rows[s].items(), adds, strict=True):
+            if some:
+                start, stop = self.bounds[r], self.bounds[r + 1]
                 if found and found[-1].stop == start:
                     start = found.pop().start
-                height = self.bounds[r + 1] - start
-                found.append(Block(start, self.bounds[r + 1], matrix[stop - height : stop]))
-            row = stop
-        whole_matrix = sum(b.stop - b.start for b in found) == len(matrix)
-        return found if whole_matrix else [b._replace(matrix=b.matrix.clone()) for b in found]
+                end = row + self.counts[r]
+                found.append(Block(start, stop, matrix[end - (stop - start) : end]))
+        return found if all(adds) else [b._replace(matrix=b.matrix.clone()) for b in found]
 
     def affine_part(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Images [B, ...] through the affine net: z at the kept ReLUs [B, R], logits."""
-        z = x.new_empty(len(x), len(self.ids))
-        logits = x
+        z, logits = x.new_empty(len(x), len(self.ids)), x
         for node, value in self.net.run(x):
             s = self.site_of.get(node)
             if s is not None and self.counts[s]:
                 z[:, self.bounds[s] : self.bounds[s + 1]] = self.positions[s].gather(value)[1]
-            if node is self.net.program.output:
-                logits = value
+            logits = value  # the last one
         return z, logits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,27 +24,22 @@ class Signature:
         self.facts: list[Any] = []
         self.tensors: list[Tensor] = []
         for step in program.steps:
-            self._add(step.node.name)
             if isinstance(step, Activation):
-                self._add([step.site, type(step.module), step.x, step.residual])
-                self._add([step.scale, step.shift])
+                self._add(tuple(step._replace(module=type(step.module))))  # type: ignore[arg-type]
             else:
-                self._add([step.run, step.args, step.kwargs])
-        self._add(program.constants)
-        self._add(program.output)
+                self._add(tuple(step))
+        self._add([program.constants, program.output])
 
     def _add(self, value: Any) -> None:
         if isinstance(value, Tensor):
             self.facts.append((tuple(value.shape), value.dtype, value.device))
             self.tensors.append(value.detach())
         elif isinstance(value, nn.Module):
-            self._add(type(value))
             own = {k: v for k, v in vars(value).items() if k[0] != "_" and k != "training"}
-            self._add(own | dict(value.named_parameters()) | dict(value.named_buffers()))
+            own |= dict(value.named_parameters()) | dict(value.named_buffers())
+            self._add([type(value), own])
         elif isinstance(value, dict):
-            for key, item in value.items():
-                self._add(key)
-                self._add(item)
+            self._add(list(value.items()))
         elif isinstance(value, list | tuple):
             self.facts.append(len(value))
             for item in value:
@@ -55,36 +50,27 @@ class Signature:
     def equals(self, other: Signature) -> bool:
         return self.facts == other.facts and all(map(torch.equal, self.tensors, other.tensors))
 
-    def kept(self) -> Signature:
-        """The same with copies of the tensors, which the net may change in place."""
-        self.tensors = [t.clone() for t in self.tensors]
-        return self
 
-
-class _CachedForm(NamedTuple):
-    signature: Signature
-    form: Form
-
-
-_forms: weakref.WeakKeyDictionary[nn.Module, _CachedForm] = weakref.WeakKeyDictionary()
+_forms: weakref.WeakKeyDictionary[nn.Module, tuple[Signature, Form]] = weakref.WeakKeyDictionary()
 _checked: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def cached_form(net: nn.Module, signature: Signature, masks: MaskSet) -> Form | None:
     """The form that was built for this net, if it still holds, without the removed ReLUs."""
-    cached = _forms.get(net)
-    if cached is None:
+    if net not in _forms:
         return None
-    if not signature.equals(cached.signature) or not cached.form.holds(masks):
-        del _forms[net]  # its memory is free before another is built
+    known, form = _forms[net]
+    if not signature.equals(known) or not form.holds(masks):
+        drop_form(net)  # its memory is free before another is built
         return None
-    cached.form.restrict(masks)
-    return cached.form
+    form.restrict(masks)
+    return form
 
 
 def keep_form(net: nn.Module, signature: Signature, form: Form) -> None:
     """Remember the form for as long as the net lives and is not changed."""
-    _forms[net] = _CachedForm(signature.kept(), form)
+    signature.tensors = [t.clone() for t in signature.tensors]  # the net may change its own
+    _forms[net] = signature, form
 
 
 def drop_form(net: nn.Module) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor, fx, nn
 
 from fastbcd.scoring.collapsed.affine_net import IMAGE, AffineNet
 from fastbcd.scoring.collapsed.linear_rules import NotAffine
-from fastbcd.scoring.collapsed.patches import whole
-from fastbcd.scoring.collapsed.tiles import ImpulseBatch, Positions
+from fastbcd.scoring.collapsed.patches import Patch, whole
 from fastbcd.scoring.program import Activation, Call, Convolution, Program
 
 TOGETHER = 8  # impulses in a batch of whole images
@@ -28,69 +27,65 @@ def check_linear(program: Program, like: Tensor) -> None:
     try:
         net = AffineNet(_in_double(program))
         generator = torch.Generator().manual_seed(0)
-        like = like[:1].double()
         cases = []
-        for number, source in enumerate(net.starts):
-            shape = program.shapes[net.starts[source]][1:]
+        for number, (source, node) in enumerate(net.starts.items()):
+            shape = program.shapes[node][1:]
             last = tuple(n - 1 for n in shape)
             random = tuple(int(torch.randint(n, (1,), generator=generator)) for n in shape)
             corner = last if number % 2 else (*random[:1], *(0 for _ in shape[1:]))
-            cases += [(source, shape, place) for place in (random, corner)]
-        image = torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+            cases += [(source, random), (source, corner)]
+        image = torch.randn(like[:1].shape, generator=generator, dtype=torch.float64)
         for i in range(0, len(cases), TOGETHER):
             amounts = 4 * torch.randn(TOGETHER, generator=generator, dtype=torch.float64)
-            _compare(net, image, cases[i : i + TOGETHER], amounts.to(like))
+            _compare(net, image.to(like.device), cases[i : i + TOGETHER], amounts.tolist())
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise NotAffine(f"its linear part cannot be computed ({error})") from error
 
 
-def _compare(net: AffineNet, image: Tensor, cases: list[Any], amounts: Tensor) -> None:
-    output = net.program.output
+def _compare(net: AffineNet, image: Tensor, cases: list[Any], amounts: list[float]) -> None:
+    """Row 0 is the image itself; the other rows have one number each added somewhere."""
     x = image.repeat(1 + len(cases), *(1,) * (image.ndim - 1))
-    added: dict[fx.Node, tuple[Any, Tensor]] = {}
+    added: dict[fx.Node, list[Any]] = {}
     pushed: dict[fx.Node, dict[int, Tensor]] = {}
-    for row, ((source, shape, place), amount) in enumerate(zip(cases, amounts, strict=False), 1):
-        node = net.starts[source]
+    for row, ((source, place), amount) in enumerate(zip(cases, amounts, strict=False), 1):
+        start = net.starts[source]
+        shape = net.program.shapes[start][1:]
         if source == IMAGE:
             x[row][place] += amount
+        added.setdefault(start, []).append((row, place, amount))
+        impulse: Any = image.new_zeros(1, *(shape if len(shape) != 3 else (shape[0], 1, 1)))
+        if len(shape) == 3:
+            impulse[0, place[0]] = amount
+            impulse = Patch(impulse, place[1], place[2], shape[1:])
         else:
-            index, numbers = added.get(node, ((), amount.new_empty(0)))
-            here = torch.tensor([(row, *place)])
-            index = torch.cat([torch.stack(index, 1), here]) if index else here
-            added[node] = index.unbind(1), torch.cat([numbers, amount[None]])
-        flat = torch.arange(int(torch.tensor(shape).prod())).view(shape)[place].view(1)
-        box = (*place[1:], *(p + 1 for p in place[1:])) if len(shape) == 3 else (0, 0, 0, 0)
-        impulse = Positions(tuple(shape), flat).impulses(ImpulseBatch(0, 1, box), image)
-        for reached, value in net.push(source, impulse, net.reached(source)):
-            if reached is output or reached in net.off:
-                pushed.setdefault(reached, {})[row] = whole(value)[0] * amount
-    for node, value in net.run(x, added):
+            impulse[0][place] = amount
+        for node, value in net.push(source, impulse, net.reached(source)):
+            if node is net.program.output or node in net.off:
+                pushed.setdefault(node, {})[row] = whole(value)[0]
+    for node, value in net.run(x):
         found = value - value[:1]
-        expected = torch.zeros_like(found)
         for row, response in pushed.get(node, {}).items():
-            expected[row] = response
-        error = (found - expected).abs().max()
-        if not error <= 1e-9 * value.abs().max().clamp(min=1):
+            found[row] -= response
+        if not found.abs().max() <= 1e-9 * value.abs().max().clamp(min=1):
             raise NotAffine(
                 f"an impulse arrives at node {node.name!r} in another way than in the net"
             )
+        for row, place, amount in added.get(node, []):
+            value[row][place] += amount
 
 
 def _in_double(program: Program) -> Program:
     def double(value: Any) -> Any:
+        if isinstance(value, Convolution):
+            return Convolution(*map(double, value))
         if isinstance(value, Tensor):
             return value.double() if value.is_floating_point() else value
         return copy.deepcopy(value).double() if isinstance(value, nn.Module) else value
 
-    steps: list[Activation | Call] = []
-    for step in program.steps:
-        if isinstance(step, Activation):
-            step = step._replace(scale=double(step.scale), shift=double(step.shift))
-        elif isinstance(step.run, Convolution):
-            convolution: Any = Convolution(*map(double, step.run))
-            step = step._replace(run=convolution)
-        else:
-            step = step._replace(run=double(step.run))
-        steps.append(step)
+    steps: list[Activation | Call] = [
+        step._replace(scale=double(step.scale), shift=double(step.shift))
+        if isinstance(step, Activation) else step._replace(run=double(step.run))
+        for step in program.steps
+    ]  # fmt: skip
     constants = {node: double(value) for node, value in program.constants.items()}
     return program._replace(steps=steps, constants=constants)

@@ -51,18 +51,15 @@ class CollapsedCost:
         """Are U and W worth their impulses, or is running the affine net on each image less?"""
         if self.form is not None:
             return self.form.image is not None
-        one_by_one = self.images * self.forward
-        matrices = self.images * self.builder.image_numbers()
-        return matrices < one_by_one and (
-            self.of_impulses(IMAGE) * BUILD_WEIGHT + matrices < one_by_one
-        )
+        gain = self.images * (self.forward - self.builder.image_numbers())
+        return gain > 0 and self.of_impulses(IMAGE) * BUILD_WEIGHT < gain
 
     @cached_property
     def build(self) -> int:
         if self.form is not None:
             return 0
-        sources = [s for s in self.builder.positions if s != IMAGE or self.with_image]
-        return sum(map(self.of_impulses, sources))
+        return sum(self.of_impulses(s) for s in self.builder.positions
+                   if s != IMAGE or self.with_image)  # fmt: skip
 
     @cached_property
     def affine(self) -> int:

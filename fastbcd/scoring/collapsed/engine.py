@@ -14,6 +14,7 @@ shift of the affine part that is computed once, from the base.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -108,26 +109,17 @@ class Collapsed:
 
         at_sites [R - start, B], at_end [B, classes]: what the image and earlier kinks give.
         """
-        form = self.form
-        trials, batch = masks.shape[1], len(at_end)
-        c = self.buffer((form.kinks - start) * trials * batch).view(-1, trials * batch)
-        for s, blocks in enumerate(form.blocks):
-            a, b = form.bounds[s] - start, form.bounds[s + 1] - start
-            if a < 0 or a == b:
-                continue
-            z = c[a:b]
-            fresh = True
-            for block in blocks:
-                low = max(block.start, start)
-                if low < block.stop:
-                    earlier = c[low - start : block.stop - start]
-                    rows = block.matrix[low - block.start :]
-                    if fresh:
-                        torch.mm(rows.T, earlier, out=z)
-                    else:
-                        z.addmm_(rows.T, earlier)
-                    fresh = False
-            kink(z.unflatten(1, (trials, batch)), at_sites[a:b], masks[a:b], fresh=fresh)
+        form, trials, batch = self.form, masks.shape[1], len(at_end)
+        numbers = (form.kinks - start) * trials * batch
+        if len(self.memory) < numbers:
+            self.memory = form.out.new_empty(numbers)
+        c = self.memory[:numbers].view(-1, trials * batch)
+        for s, (low, high) in enumerate(pairwise(form.bounds)):
+            if start <= low < high:
+                some = slice(low - start, high - start)
+                fresh = not self.add_kinks(c[some], s, c, start, beta=0)
+                z = c[some].unflatten(1, (trials, batch))
+                kink(z, at_sites[some], masks[some], fresh=fresh)
         logits = (form.out[start:].T @ c).T.unflatten(0, (trials, batch)) + at_end
         return c, logits
 
@@ -135,21 +127,22 @@ class Collapsed:
         self, at_sites: Tensor, at_end: Tensor, c: Tensor, start: int
     ) -> tuple[Tensor, Tensor]:
         """The affine part at the kinks from `start` on, with what the base's earlier ones add."""
-        form = self.form
         moved = at_sites[start:].clone()
-        for s, blocks in enumerate(form.blocks):
-            a, b = form.bounds[s] - start, form.bounds[s + 1] - start
-            for block in blocks if a >= 0 else []:
-                high = min(block.stop, start)
-                if block.start < high:
-                    rows = block.matrix[: high - block.start]
-                    moved[a:b].addmm_(rows.T, c[block.start : high])
-        return moved, torch.addmm(at_end, c[:start].T, form.out[:start])
+        for s, (low, high) in enumerate(pairwise(self.form.bounds)):
+            if low >= start:
+                self.add_kinks(moved[low - start : high - start], s, c[:start], 0, beta=1)
+        return moved, torch.addmm(at_end, c[:start].T, self.form.out[:start])
 
-    def buffer(self, numbers: int) -> Tensor:
-        if len(self.memory) < numbers:
-            self.memory = self.form.out.new_empty(numbers)
-        return self.memory[:numbers]
+    def add_kinks(self, z: Tensor, s: int, c: Tensor, first: int, beta: int) -> int:
+        """z = beta·z + H_sᵀ c, with kinks from `first` on as rows of c; beta if none acts on s."""
+        last = first + len(c)
+        for block in self.form.blocks[s]:
+            low, high = max(block.start, first), min(block.stop, last)
+            if low < high:
+                rows = block.matrix[low - block.start : high - block.start]
+                torch.addmm(z, rows.T, c[low - first : high - first], beta=beta, out=z)
+                beta = 1
+        return beta
 
     def check(self, request: Request) -> None:
         """Compare logits with those of the net, from what is cached too."""

@@ -54,24 +54,22 @@ class Form:
 
     def restrict(self, masks: MaskSet) -> None:
         """Become the form of the same net with fewer ReLUs, site by site to save memory."""
-        keep = masks.bits[self.ids].nonzero().flatten()
-        if len(keep) == self.kinks:
+        kept = masks.bits[self.ids]
+        if kept.all():
             return
-        place = keep.to(self.out.device)
-        # How many kept kinks come before each old one.
-        before = torch.zeros(self.kinks + 1, dtype=torch.int64)
-        before[1:] = masks.bits[self.ids].cumsum(0)
-        bounds = before[self.bounds].tolist()
+        place = kept.nonzero().flatten().to(self.out.device)
+        before = [0, *kept.cumsum(0).tolist()]  # how many kept kinks come before each old one
+        bounds = [before[bound] for bound in self.bounds]
         for s, site in enumerate(self.blocks):
             columns = place[bounds[s] : bounds[s + 1]] - self.bounds[s]
             self.blocks[s] = []
             for block in site:
-                start, stop = int(before[block.start]), int(before[block.stop])
+                start, stop = before[block.start], before[block.stop]
                 if start < stop and len(columns):
                     rows = place[start:stop] - block.start
                     matrix = block.matrix.index_select(0, rows).index_select(1, columns)
                     self.blocks[s].append(Block(start, stop, matrix))
-        self.ids, self.bounds = self.ids[keep], bounds
+        self.ids, self.bounds = self.ids[kept], bounds
         self.out, self.constant = self.out[place], self.constant[place]
         self.image = None if self.image is None else self.image[:, place]
         self.affine.restrict(place)
@@ -113,7 +111,7 @@ class AffineCache:
 
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for entry in self.entries for t in entry)
+        return sum(t.nbytes for entry in self.entries for t in entry)
 
     def find(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         for i in (self.next, *range(len(self.entries))):
@@ -123,12 +121,10 @@ class AffineCache:
         return None
 
     def add(self, x: Tensor, at_sites: Tensor, logits: Tensor) -> None:
-        size = sum(t.numel() * t.element_size() for t in (x, at_sites, logits))
-        if self.bytes + size <= self.limit:
+        if self.bytes + x.nbytes + at_sites.nbytes + logits.nbytes <= self.limit:
             self.entries.append((x.clone(), at_sites, logits))
             self.next = len(self.entries)
 
     def restrict(self, kinks: Tensor) -> None:
         """Drop the rows of kinks that were removed."""
-        for i, (x, z, y) in enumerate(self.entries):
-            self.entries[i] = (x, z.index_select(0, kinks), y)
+        self.entries = [(x, z.index_select(0, kinks), y) for x, z, y in self.entries]

@@ -1,8 +1,12 @@
 """The linear part of each step of a program: what it does to impulses.
 
-An affine step y = L x + b turns an impulse x into L x; constants have no effect. A rule turns a
-step into a function `run(values, n)` of the values that n impulses have reached so far; a value
-that is missing is zero. A step without a rule is not known to be affine, and `NotAffine` names it.
+An affine step y = L x + b turns an impulse x into L x; constants have no effect. `linear_part`
+turns a step into a function `run(values, n)` of the values that n impulses have reached so far; a
+value that is missing is zero. A step without a rule is not known to be affine: `NotAffine`.
+
+A rule is called with the function or module of the step and its arguments; the value that depends
+on the image, `x`, is a meta tensor. It returns a function of that value, or None if the step is
+linear as it is, on whole values.
 """
 
 from __future__ import annotations
@@ -10,21 +14,26 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from fastbcd.masking.activations import MaskedReLU
 from fastbcd.scoring.collapsed import patches
-from fastbcd.scoring.collapsed.patches import Patch, Value, whole
+from fastbcd.scoring.collapsed.patches import Patch, Value, stored, whole
 from fastbcd.scoring.program import Activation, Call, Convolution, Program, scale_and_shift
 
 Values = dict[fx.Node, Any]
 Run = Callable[[Values, int], Any]  # a Value, or a tuple of them
 # What of a tensor does not depend on its numbers.
 _SIZES = {"size", "dim", "numel", "ndimension", "shape", "ndim", "dtype", "device"}
+_SUMS, _DIFFERENCES = (operator.add, torch.add, "add"), (operator.sub, torch.sub, "sub")
+_CATS = (torch.cat, torch.concat, torch.concatenate)
+_PRODUCTS = (operator.mul, torch.mul, "mul", operator.matmul, torch.matmul, "matmul")
 
 
 class NotAffine(Exception):
@@ -32,7 +41,7 @@ class NotAffine(Exception):
 
 
 class Context(NamedTuple):
-    """What a rule may ask about the net around its step."""
+    """The net around a step."""
 
     program: Program
     varies: set[fx.Node]  # tensors, and tuples of them, that depend on the image
@@ -49,29 +58,16 @@ class Context(NamedTuple):
         return False
 
     def source(self, step: Call) -> fx.Node:
-        """The one tensor that depends on the image, read once and as the first argument."""
+        """The one value that depends on the image, read once; products may read it second."""
         read: list[fx.Node] = []
         fx.node.map_arg((step.args, step.kwargs), lambda n: read.append(n) or n)  # type: ignore[func-returns-value]
         varying = [n for n in read if n in self.varies]
-        if len(varying) != 1 or not step.args or step.args[0] is not varying[0]:
-            raise refusal(step)
-        if varying[0] in self.program.tuples and step.node.target is not operator.getitem:
-            raise refusal(step)
+        if len(varying) != 1 or varying[0] not in step.args[: 1 + (step.node.target in _PRODUCTS)]:
+            raise ValueError("not one value that depends on the image")
         return varying[0]
 
-    def constant(self, value: Any, step: Call) -> Any:
-        """A number, or a tensor of the net that does not depend on the image."""
-        if not isinstance(value, fx.Node):
-            return value
-        if value not in self.program.constants:
-            raise refusal(step)
-        return self.program.constants[value]
-
-    def shape(self, node: fx.Node, n: int) -> tuple[int, ...]:
-        return (n, *self.program.shapes[node][1:])
-
-    def fill(self, arguments: Any, values: Values, n: int) -> Any:
-        """Arguments with whole values, constants, and sizes as they are for n images."""
+    def fill(self, step: Call, values: Values, n: int) -> tuple[tuple, dict[str, Any]]:
+        """The arguments with whole values, constants, and sizes as they are for n images."""
 
         def value(node: fx.Node) -> Any:
             if node in values:
@@ -79,309 +75,225 @@ class Context(NamedTuple):
             if node in self.program.constants:
                 return self.program.constants[node]
             if node in self.program.shapes:  # only its size matters
-                return torch.empty(self.shape(node, n), device="meta")
+                return torch.empty((n, *self.program.shapes[node][1:]), device="meta")
             run: Any = node.target
-            run = getattr(torch.Tensor, run) if node.op == "call_method" else run
+            run = getattr(Tensor, run) if node.op == "call_method" else run
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
             return run(*args, **kwargs)
 
-        return fx.node.map_arg(arguments, value)
+        return fx.node.map_arg((step.args, step.kwargs), value)
 
 
 def linear_part(step: Activation | Call, context: Context) -> Run:
     """The function that takes impulses through this step."""
     if isinstance(step, Activation):
-        return _activation(step)
-    if isinstance(step.run, Convolution):
-        return _convolution(step, context, step.run)
+        return _activation(step, context)
     key: Any = type(step.run) if isinstance(step.run, nn.Module) else step.node.target
     try:
-        return RULES[key](step, context)
+        if key in (*_SUMS, *_DIFFERENCES):
+            return _sum(step, context)
+        if key in _CATS:
+            return _cat(context, *step.args, **step.kwargs)
+        source = context.source(step)
+        if isinstance(step.run, Convolution):
+            function: Any = partial(patches.convolve, conv=step.run)
+        elif source in context.program.tuples:
+            function = operator.itemgetter(step.args[1])
+            if key is not operator.getitem or not isinstance(step.args[1], int):
+                raise TypeError(key)
+        else:
+            args, kwargs = context.fill(step, {}, 1)
+            if sum(isinstance(t, Tensor) and t.is_meta for t in tree_leaves((args, kwargs))) > 1:
+                raise ValueError("a tensor that is computed from constants or sizes")
+            function = RULES[key](step.run, *args, **kwargs)
     except (TypeError, ValueError, LookupError):  # no rule, or arguments that it does not expect
         raise refusal(step) from None
-
-
-def refusal(step: Call) -> NotAffine:
-    run, name = step.run, step.node.name
-    what = type(run).__name__ if isinstance(run, nn.Module) else getattr(run, "__name__", str(run))
-    return NotAffine(f"node {name!r} ({what}) is not an affine function of the image")
-
-
-# ------------------------------------------------------------------------------- the rules
-
-RULES: dict[Any, Callable[[Call, Context], Run]] = {}
-
-
-def rule(*targets: Any) -> Callable[[Any], Any]:
-    """This function makes the linear part of calls of these functions, methods or modules."""
-
-    def register(function: Any) -> Any:
-        RULES.update(dict.fromkeys(targets, function))
-        return function
-
-    return register
-
-
-def argument(step: Call, position: int, name: str, default: Any = None) -> Any:
-    """An argument given by position or by name."""
-    if len(step.args) > position:
-        return step.args[position]
-    return step.kwargs.get(name, default)
-
-
-def on_source(step: Call, context: Context, function: Callable[[Any], Any]) -> Run:
-    """A function of the one value that the step reads."""
-    source = context.source(step)
-    return lambda values, n: function(values[source])
-
-
-def scaled(value: Value, factor: Any) -> Value:
-    """value * factor, where the factor is a number or the same at all positions of an image."""
-    if isinstance(value, Patch):
-        return value._replace(value=value.value * factor)
-    return value * factor
-
-
-def total(parts: list[Value]) -> Value:
-    return parts[0] if len(parts) == 1 else patches.add(*parts)
-
-
-def _activation(step: Activation) -> Run:
-    if not isinstance(step.module, MaskedReLU):
-        raise NotAffine(f"site {str(step.node.target)!r} is polynomial, not a masked ReLU")
-    scale = None
-    if step.scale is not None:
-        scale = step.scale.view(-1, *(1,) * (step.module.mask.ndim - 1))
-
-    def run(values: Values, n: int) -> Value:
-        # z = x*scale + residual; the shift is a constant
-        parts: list[Value] = []
-        if step.x in values:
-            x = values[step.x]
-            parts.append(x if scale is None else scaled(x, scale))
-        if step.residual is not None and step.residual in values:
-            parts.append(values[step.residual])
-        return total(parts)
-
-    return run
-
-
-def _convolution(step: Call, context: Context, conv: Convolution) -> Run:
-    return on_source(step, context, lambda x: patches.convolve(x, conv))
-
-
-@rule(F.conv2d, torch.conv2d)
-def _functional_convolution(step: Call, context: Context) -> Run:
-    def pair(value: Any) -> Any:
-        return value if isinstance(value, tuple | list | str) else (value, value)
-
-    options = (pair(argument(step, 3, "stride", 1)), pair(argument(step, 4, "padding", 0)),
-               pair(argument(step, 5, "dilation", 1)), argument(step, 6, "groups", 1))  # fmt: skip
-    weight = context.constant(argument(step, 1, "weight"), step)
-    return _convolution(step, context, Convolution(weight, None, *options))
-
-
-@rule(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
-def _without_bias(step: Call, context: Context) -> Run:
-    if len(step.args) != 1 or step.kwargs:
-        raise refusal(step)
-    module: Any = copy.copy(step.run)
-    module._parameters = {**module._parameters, "bias": None}
-    return on_source(step, context, lambda v: module(whole(v)))
-
-
-@rule(F.linear)
-def _functional_linear(step: Call, context: Context) -> Run:
-    weight = context.constant(argument(step, 1, "weight"), step)
-    return on_source(step, context, lambda v: F.linear(whole(v), weight))
-
-
-@rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-def _batch_norm(step: Call, context: Context) -> Run:
-    module: Any = step.run
-    if module.running_mean is None:
-        raise NotAffine(f"{step.node.target!r} normalises by the statistics of the batch")
-    scale = scale_and_shift(module)[0]
-    scale = scale.view(-1, *(1,) * (len(context.program.shapes[step.node]) - 2))
-    return on_source(step, context, lambda v: scaled(v, scale))
-
-
-_SUMS, _DIFFERENCES = (operator.add, torch.add, "add"), (operator.sub, torch.sub, "sub")
-
-
-@rule(*_SUMS, *_DIFFERENCES)
-def _sum(step: Call, context: Context) -> Run:
-    shapes, sign = context.program.shapes, 1.0 if step.node.target in _SUMS else -1.0
-    if step.kwargs or len(step.args) != 2 or step.node not in shapes:
-        raise refusal(step)
-
-    def run(values: Values, n: int) -> Value:
-        parts: list[Value] = []
-        for term, factor in zip(step.args, (1.0, sign), strict=True):
-            if isinstance(term, fx.Node) and term in values:
-                part = values[term]
-                if shapes[term] != shapes[step.node]:  # it is broadcast
-                    part = whole(part).expand(context.shape(step.node, n))
-                parts.append(part if factor > 0 else scaled(part, factor))
-        return total(parts)
-
-    return run
-
-
-@rule(operator.neg, torch.neg, "neg")
-def _negate(step: Call, context: Context) -> Run:
-    return on_source(step, context, lambda v: scaled(v, -1.0))
-
-
-_DIVISIONS = (operator.truediv, torch.div, "div", "truediv")
-_PRODUCTS = (operator.mul, torch.mul, "mul", operator.matmul, torch.matmul, "matmul", *_DIVISIONS)
-
-
-@rule(*_PRODUCTS)
-def _product(step: Call, context: Context) -> Run:
-    division = step.node.target in _DIVISIONS
-    varying = [a for a in step.args if a in context.varies]
-    if len(varying) != 1 or step.kwargs or (division and varying[0] is not step.args[0]):
-        raise refusal(step)
-    program = context.program
-    for other in step.args:
-        known = other in program.constants or other not in program.shapes
-        if other is not varying[0] and not known:
-            raise refusal(step)  # a tensor that is computed from constants or sizes
-    return _as_it_is(step, context)
-
-
-@rule(torch.cat, torch.concat, torch.concatenate)
-def _cat(step: Call, context: Context) -> Run:
-    parts: Any = step.args[0] if step.args else step.kwargs["tensors"]
-    dim = argument(step, 1, "dim", 0)
-    known = isinstance(parts, list | tuple) and all(p in context.program.shapes for p in parts)
-    if dim == 0 or not known or not isinstance(dim, int):
-        raise refusal(step)
-
-    def run(values: Values, n: int) -> Value:
-        found = [values.get(p) for p in parts]
-        shapes = [context.shape(p, n) for p in parts]
-        some = next(v for v in found if v is not None)
-        if dim == 1 and isinstance(some, Patch):
-            dot = some.value[:, :1, :1, :1]  # any position of the box will do for what is zero
-            return patches.join([
-                Patch(dot.new_zeros(n, shape[1], 1, 1), *some.box[:2], some.size) if v is None
-                else v if isinstance(v, Patch) else Patch(v, 0, 0, some.size)
-                for v, shape in zip(found, shapes, strict=True)
-            ])  # fmt: skip
-        like = whole(some)
-        return torch.cat([
-            like.new_zeros(shape) if v is None else whole(v)
-            for v, shape in zip(found, shapes, strict=True)
-        ], dim)  # fmt: skip
-
-    return run
-
-
-@rule(F.pad, nn.ConstantPad1d, nn.ConstantPad2d, nn.ZeroPad2d)
-def _pad(step: Call, context: Context) -> Run:
-    if isinstance(step.run, nn.Module):
-        pad: Any = step.run.padding
-    elif argument(step, 2, "mode", "constant") == "constant":
-        pad = argument(step, 1, "pad")
-    else:
-        return _as_it_is(step, context)
-
-    def run(value: Value) -> Value:
-        if isinstance(value, Patch) and not any(pad[:4]):  # channels only
-            return value._replace(value=F.pad(value.value, pad))
-        return F.pad(whole(value), pad)
-
-    return on_source(step, context, run)
-
-
-@rule("chunk", "split", torch.chunk, torch.split)
-def _parts(step: Call, context: Context) -> Run:
-    """A tuple of values: patches too, when channels are cut."""
-    source, along_channels = context.source(step), argument(step, 2, "dim", 0) == 1
-
-    def run(values: Values, n: int) -> tuple[Value, ...]:
-        value = values[source]
-        if isinstance(value, Patch) and along_channels:
-            args, kwargs = context.fill((step.args[1:], step.kwargs), values, n)
-            return tuple(value._replace(value=p) for p in step.run(value.value, *args, **kwargs))
-        args, kwargs = context.fill((step.args, step.kwargs), values, n)
-        return tuple(step.run(*args, **kwargs))
-
-    return run
-
-
-@rule(operator.getitem)
-def _index(step: Call, context: Context) -> Run:
-    source, index = context.source(step), step.args[1]
-    if source in context.program.tuples:
-        if not isinstance(index, int):
-            raise refusal(step)
-        return lambda values, n: values[source][index]
-    every = slice(None)
-    if isinstance(index, tuple) and len(index) == 4 and index[:2] == (every, every):
-        rows, columns = index[2:]
-        if all(isinstance(s, slice) and s.start is s.stop is None for s in (rows, columns)):
-            strides = rows.step or 1, columns.step or 1
-
-            def run(v: Value) -> Value:
-                return patches.subsample(v, *strides) if isinstance(v, Patch) else v[index]
-
-            if all(isinstance(stride, int) for stride in strides):
-                return on_source(step, context, run)
-    first = index[0] if isinstance(index, tuple) else index
-    if first != every:  # it would cut the batch
-        raise refusal(step)
-    return _as_it_is(step, context)
-
-
-@rule(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, "contiguous", "clone")
-def _same(step: Call, context: Context) -> Run:
-    return on_source(step, context, lambda v: v)
-
-
-@rule(F.dropout, F.dropout2d)
-def _functional_dropout(step: Call, context: Context) -> Run:
-    if argument(step, 2, "training", True):
-        raise NotAffine(f"node {step.node.name!r} drops values at random, also in eval mode")
-    return _same(step, context)
-
-
-@rule(torch.mean, "mean", nn.AdaptiveAvgPool2d, F.adaptive_avg_pool2d)
-def _mean(step: Call, context: Context) -> Run:
-    if step.node.target in (torch.mean, "mean"):
-        dims, keepdim = argument(step, 1, "dim"), argument(step, 2, "keepdim", False)
-        whole_image = dims is not None and tuple(dims if not isinstance(dims, int) else [dims]) in (
-            (2, 3), (-2, -1), (3, 2), (-1, -2)
-        )  # fmt: skip
-    else:
-        size: Any = argument(step, 1, "output_size")
-        size = step.run.output_size if isinstance(step.run, nn.AdaptiveAvgPool2d) else size
-        whole_image, keepdim = size in (1, (1, 1), [1, 1]), True
-    plain, source = _as_it_is(step, context), context.source(step)
-
-    def run(values: Values, n: int) -> Value:
-        value = values[source]
-        return patches.mean(value, keepdim) if isinstance(value, Patch) else plain(values, n)
-
-    return run if whole_image else plain
-
-
-@rule(
-    "flatten", "view", "reshape", "permute", "transpose", "unsqueeze", "squeeze", "sum", "movedim",
-    torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.unsqueeze, torch.squeeze,
-    torch.sum, torch.movedim, F.avg_pool1d, F.avg_pool2d, F.adaptive_avg_pool1d,
-    nn.Flatten, nn.Unflatten, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d,
-    nn.ReflectionPad2d, nn.ReplicationPad2d, nn.PixelShuffle, nn.ChannelShuffle,
-)  # fmt: skip
-def _as_it_is(step: Call, context: Context) -> Run:
-    """A step that is linear as it is, on whole values."""
-    if step.node.target not in _PRODUCTS:
-        context.source(step)
-
-    def run(values: Values, n: int) -> Any:
-        args, kwargs = context.fill((step.args, step.kwargs), values, n)
+    except NotAffine as reason:
+        raise refusal(step, str(reason)) from None
+    if function is not None:
+        return lambda values, n: function(values[source])
+
+    def as_it_is(values: Values, n: int) -> Any:
+        args, kwargs = context.fill(step, values, n)
         return step.run(*args, **kwargs)
 
+    return as_it_is
+
+
+def refusal(step: Call, why: str = "is not an affine function of the image") -> NotAffine:
+    run, name = step.run, step.node.target if step.node.op == "call_module" else step.node.name
+    what = type(run).__name__ if isinstance(run, nn.Module) else getattr(run, "__name__", str(run))
+    return NotAffine(f"node {name!r} ({what}) {why}")
+
+
+# ---------------------------------------------------------------------- steps of several values
+
+
+def _activation(step: Activation, context: Context) -> Run:
+    if not isinstance(step.module, MaskedReLU):
+        raise NotAffine(f"site {str(step.node.target)!r} is polynomial, not a masked ReLU")
+    # z = x*scale + residual; the shift is a constant
+    return _total(step.node, [(step.x, step.scale), (step.residual, None)], context)
+
+
+def _sum(step: Call, context: Context) -> Run:
+    if step.kwargs or len(step.args) != 2 or step.node not in context.program.shapes:
+        raise ValueError("not a sum of two tensors")
+    sign = None if step.node.target in _SUMS else -1.0
+    return _total(step.node, [(step.args[0], None), (step.args[1], sign)], context)
+
+
+def _total(node: fx.Node, terms: list[tuple[Any, Tensor | float | None]], context: Context) -> Run:
+    """The sum of some values, the channels of each times a factor."""
+    shapes = context.program.shapes
+
+    def run(values: Values, n: int) -> Value:
+        parts: list[Value] = []
+        for term, factor in terms:
+            if term in values:
+                part = values[term]
+                if shapes[term] != shapes[node]:  # it is broadcast
+                    part = whole(part).expand(n, *shapes[node][1:])
+                parts.append(part if factor is None else scaled(part, factor))
+        return reduce(patches.add, parts)
+
     return run
+
+
+def scaled(value: Value, factor: Tensor | float) -> Value:
+    """value * factor, a number or one for each channel."""
+    if isinstance(factor, Tensor):
+        factor = factor.view(-1, *(1,) * (stored(value).ndim - 2))
+    return mapped(value, lambda v: v * factor)
+
+
+def mapped(value: Value, function: Callable[[Tensor], Tensor]) -> Value:
+    """A function that does the same at all positions of an image, and nothing to zeros."""
+    if isinstance(value, Patch):
+        return value._replace(value=function(value.value))
+    return function(value)
+
+
+def _cat(context: Context, tensors: Any, dim: int = 0) -> Run:
+    shapes = [context.program.shapes[p][1:] for p in tensors]
+    if dim == 0 or not isinstance(dim, int):
+        raise ValueError(dim)
+
+    def run(values: Values, n: int) -> Value:
+        found: list[Any] = [values.get(p) for p in tensors]
+        reached = [v for v in found if v is not None]
+        small = dim == 1 and all(isinstance(v, Patch) for v in reached)
+        box: Any = reduce(patches.around, [v.box for v in reached]) if small else None
+        parts = []
+        for v, shape in zip(found, shapes, strict=True):
+            if v is None:
+                space = (shape[0], box[2] - box[0], box[3] - box[1]) if small else shape
+                parts.append(stored(reached[0]).new_zeros(n, *space))
+            else:
+                parts.append(v.within(box) if small else whole(v))
+        joined = torch.cat(parts, dim)
+        return Patch(joined, box[0], box[1], reached[0].size) if small else joined
+
+    return run
+
+
+# ------------------------------------------------------------------------- steps of one value
+
+Rule = Callable[..., Callable[[Value], Any] | None]
+
+
+def _dropout(run: Any, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    if training:
+        raise NotAffine("drops values at random, also in eval mode")
+    return _same(run, x)
+
+
+def _same(run: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return lambda v: v
+
+
+def _conv2d(run: Any, x: Any, weight: Tensor, bias: Any = None, stride: Any = 1, padding: Any = 0,
+            dilation: Any = 1, groups: int = 1) -> Any:  # fmt: skip
+    stride, padding, dilation = (p if isinstance(p, tuple | list | str) else (p, p)
+                                 for p in (stride, padding, dilation))  # fmt: skip
+    conv = Convolution(weight, None, stride, padding, dilation, groups)
+    return partial(patches.convolve, conv=conv)
+
+
+def _without_bias(run: Any, x: Any) -> Any:
+    module = copy.copy(run)
+    module._parameters = {**module._parameters, "bias": None}
+    return lambda v: module(whole(v))
+
+
+def _batch_norm(run: Any, x: Any) -> Any:
+    if run.running_mean is None:
+        raise NotAffine("normalises by the statistics of the batch")
+    return partial(scaled, factor=scale_and_shift(run)[0])
+
+
+def _pad(run: Any, x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
+    if mode != "constant":
+        return None
+    return lambda v: mapped(whole(v) if any(pad[:4]) else v, lambda t: F.pad(t, pad))
+
+
+def _parts(run: Any, x: Any, *size: Any, **options: Any) -> Any:
+    """A tuple of values: patches too, when channels are cut."""
+    on_channels = options.get("dim", size[1] if len(size) > 1 else 0) == 1
+
+    def parts(v: Value) -> tuple[Value, ...]:
+        if isinstance(v, Patch) and on_channels:
+            return tuple(v._replace(value=part) for part in run(v.value, *size, **options))
+        return tuple(run(whole(v), *size, **options))
+
+    return parts
+
+
+def _index(run: Any, x: Any, index: Any) -> Any:
+    index = index if isinstance(index, tuple) else (index,)
+    if index[0] != slice(None):
+        raise ValueError("it would cut the batch")
+    spatial: Any = index[2:] if len(index) == 4 and index[1] == slice(None) else [None]
+    if not all(isinstance(s, slice) and s.start is s.stop is None for s in spatial):
+        return None
+    steps = [s.step or 1 for s in spatial]
+    return lambda v: patches.subsample(v, *steps) if isinstance(v, Patch) else v[index]
+
+
+def _mean(run: Any, x: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
+    if options or isinstance(dim, int | None) or sorted(d % 4 for d in dim) != [2, 3]:
+        return None
+    return lambda v: patches.mean(v, keepdim) if isinstance(v, Patch) else v.mean(dim, keepdim)
+
+
+def _adaptive_pool(run: Any, x: Any, output_size: Any) -> Any:
+    return _mean(run, x, (2, 3), True) if output_size in (1, (1, 1), [1, 1]) else None
+
+
+_TABLE: list[tuple[list[Any], Rule]] = [
+    ([
+        "flatten", "view", "reshape", "permute", "transpose", "unsqueeze", "squeeze", "sum",
+        "movedim", torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.unsqueeze,
+        torch.squeeze, torch.sum, torch.movedim, F.avg_pool1d, F.avg_pool2d, F.adaptive_avg_pool1d,
+        nn.Flatten, nn.Unflatten, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d,
+        nn.ReflectionPad2d, nn.ReplicationPad2d, nn.PixelShuffle, nn.ChannelShuffle,
+    ], lambda run, x, *args, **kwargs: None),
+    ([*_PRODUCTS, operator.truediv, torch.div, "div", "truediv"], lambda run, x, y: None),
+    ([nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, "contiguous", "clone"],
+     _same),
+    ([F.dropout, F.dropout2d], _dropout),
+    ([operator.neg, torch.neg, "neg"], lambda run, x: partial(mapped, function=run)),
+    ([F.conv2d, torch.conv2d], _conv2d),
+    ([F.linear], lambda run, x, weight, bias=None: lambda v: F.linear(whole(v), weight)),
+    ([nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d], _without_bias),
+    ([nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d], _batch_norm),
+    ([F.pad], _pad),
+    ([nn.ConstantPad1d, nn.ConstantPad2d, nn.ZeroPad2d], lambda run, x: _pad(run, x, run.padding)),
+    (["chunk", "split", torch.chunk, torch.split], _parts),
+    ([operator.getitem], _index),
+    ([torch.mean, "mean"], _mean),
+    ([F.adaptive_avg_pool2d], _adaptive_pool),
+    ([nn.AdaptiveAvgPool2d], lambda run, x: _adaptive_pool(run, x, run.output_size)),
+]  # fmt: skip
+RULES = {target: rule for targets, rule in _TABLE for target in targets}

@@ -13,9 +13,8 @@ Only the box that it can have reached is stored and convolved:
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,7 +24,7 @@ Box = tuple[int, int, int, int]  # top, left, bottom, right, the last two exclus
 
 
 class Patch(NamedTuple):
-    """The box of n images of size (H, W) outside of which they are zero."""
+    """n images of size (H, W) that are zero outside a box."""
 
     value: Tensor  # [n, C, h, w]
     top: int
@@ -37,9 +36,6 @@ class Patch(NamedTuple):
         height, width = self.value.shape[2:]
         return self.top, self.left, self.top + height, self.left + width
 
-    def is_whole(self) -> bool:
-        return self.box == (0, 0, *self.size)
-
     def within(self, box: Box) -> Tensor:
         """The numbers in another box: cropped, or extended with zeros."""
         if box == self.box:
@@ -49,10 +45,6 @@ class Patch(NamedTuple):
         if bottom <= box[0] or box[2] <= top or right <= box[1] or box[3] <= left:
             return self.value.new_zeros(*self.value.shape[:2], box[2] - box[0], box[3] - box[1])
         return F.pad(self.value, edges)
-
-    def whole(self) -> Tensor:
-        """[n, C, H, W]."""
-        return self.within((0, 0, *self.size))
 
 
 Value = Patch | Tensor  # a Tensor is whole, of any shape
@@ -70,41 +62,35 @@ def whole(value: Value) -> Tensor:
     tensor([[0., 1.],
             [0., 0.]])
     """
-    return value.whole() if isinstance(value, Patch) else value
+    return value.within((0, 0, *value.size)) if isinstance(value, Patch) else value
 
 
 def convolve(x: Value, conv: Convolution) -> Value:
     """conv2d without its bias, on the box and its surroundings only."""
-    x = x if isinstance(x, Patch) else Patch(x, 0, 0, (x.shape[2], x.shape[3]))
-    weight, stride, dilation = conv.weight, conv.stride, conv.dilation
-    if x.is_whole():
-        y = F.conv2d(x.value, weight, None, stride, conv.padding, dilation, conv.groups)
+    if not isinstance(x, Patch) or x.box == (0, 0, *x.size):
+        y = conv._replace(bias=None)(stored(x))
         return Patch(y, 0, 0, (y.shape[2], y.shape[3]))
-    out, need, size = [], [], []
-    for d in (0, 1):
-        reach = dilation[d] * (weight.shape[2 + d] - 1)
-        before, after = _padding(conv.padding, d, reach)
-        length = (x.size[d] + before + after - reach - 1) // stride[d] + 1
+    start, stop, corner, size = [], [], [], []
+    for d, stride in enumerate(conv.stride):
+        reach = conv.dilation[d] * (conv.weight.shape[2 + d] - 1)
+        if isinstance(conv.padding, str):  # "same" or "valid"
+            both = reach if conv.padding == "same" else 0
+            before = reach // 2 if conv.padding == "same" else 0
+        else:
+            before, both = conv.padding[d], 2 * conv.padding[d]
+        length = (x.size[d] + both - reach - 1) // stride + 1
         # Output o reads input positions o*stride - before ... + reach.
-        first = max(0, math.ceil((x.box[d] + before - reach) / stride[d]))
-        last = min(length - 1, (x.box[2 + d] - 1 + before) // stride[d])
-        last = max(last, first)  # strides can step over the box: keep one position, of zeros
-        first = min(first, length - 1)
-        last = min(last, length - 1)
-        out.append(first)
+        first = max(0, math.ceil((x.box[d] + before - reach) / stride))
+        last = (x.box[2 + d] - 1 + before) // stride
+        # Strides can step over the box: one position is left, of zeros.
+        first, last = min(first, length - 1), min(max(first, last), length - 1)
+        start.append(first * stride - before)
+        stop.append(last * stride - before + reach + 1)
+        corner.append(first)
         size.append(length)
-        need.append((first * stride[d] - before, last * stride[d] - before + reach + 1))
-    seen = x.within((need[0][0], need[1][0], need[0][1], need[1][1]))
-    y = F.conv2d(seen, weight, None, stride, 0, dilation, conv.groups)
-    return Patch(y, out[0], out[1], (size[0], size[1]))
-
-
-def _padding(padding: Any, d: int, reach: int) -> tuple[int, int]:
-    if padding == "valid":
-        return 0, 0
-    if padding == "same":
-        return reach // 2, reach - reach // 2
-    return padding[d], padding[d]
+    seen = x.within((start[0], start[1], stop[0], stop[1]))
+    y = conv._replace(bias=None, padding=(0, 0))(seen)
+    return Patch(y, corner[0], corner[1], (size[0], size[1]))
 
 
 def around(a: Box, b: Box) -> Box:
@@ -118,14 +104,6 @@ def add(x: Value, y: Value) -> Value:
         box = around(x.box, y.box)
         return Patch(x.within(box) + y.within(box), box[0], box[1], x.size)
     return whole(x) + whole(y)
-
-
-def join(parts: list[Patch]) -> Patch:
-    """Patches of equal image size side by side along the channels."""
-    box = parts[0].box
-    for part in parts[1:]:
-        box = around(box, part.box)
-    return Patch(torch.cat([p.within(box) for p in parts], 1), box[0], box[1], parts[0].size)
 
 
 def subsample(x: Patch, rows: int, columns: int) -> Patch:

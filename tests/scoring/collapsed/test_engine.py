@@ -152,7 +152,7 @@ def test_what_is_cached_is_checked(monkeypatch) -> None:
     ids = [masks(net).sample(9, seed=5, step=0, trial=0)]
     score(net, ids, data, engine="collapsed")
     monkeypatch.setattr(cache.Signature, "equals", lambda *_: True)
-    form = cache._forms[net].form
+    form = cache._forms[net][1]
     x, at_sites, at_end = form.affine.entries[0]
     form.affine.entries[0] = (x, at_sites + 1, at_end)
     with pytest.raises(ValueError, match="from those of its collapsed form"):
@@ -184,11 +184,11 @@ def test_tuples_are_followed() -> None:
 def test_a_rule_that_loses_a_path_is_noticed(monkeypatch, lost) -> None:
     """However small its effect on the logits is: impulses are compared at every site."""
 
-    def loses(step, context):
-        run = chunk(step, context)
+    def loses(*args, **kwargs):
+        run = chunk(*args, **kwargs)
 
-        def less(values, n):
-            parts = list(run(values, n))
+        def less(value):
+            parts = list(run(value))
             parts[lost] = parts[lost]._replace(value=0 * parts[lost].value)
             return tuple(parts)
 

@@ -82,10 +82,10 @@ def test_patches_convolve_like_whole_images(h, w, data, kh, kw, stride, padding,
         torch.randn(4, 3, kh, kw, dtype=torch.float64), None, (stride, stride), (padding, padding),
         (dilation, dilation), 1,
     )  # fmt: skip
-    truth = conv(patch.whole())
+    truth = conv(whole(patch))
     found = convolve(patch, conv)
     assert torch.allclose(whole(found), truth, atol=1e-12)
-    assert torch.equal(whole(subsample(patch, stride, kh)), patch.whole()[:, :, ::stride, ::kh])
+    assert torch.equal(whole(subsample(patch, stride, kh)), whole(patch)[:, :, ::stride, ::kh])
     if stride == 1 and h > 6 and w > 6 and bottom - top == right - left == 1 and dilation == 1:
         assert found.value[0, 0].numel() <= kh * kw
 
@@ -166,12 +166,25 @@ def test_kinks_equal_the_reference(dtype, shape, fresh, device) -> None:
 
 def test_batches_cover_a_site_once() -> None:
     positions = torch.randperm(6 * 10 * 7)[:111].sort().values
-    units = Positions((6, 10, 7), positions)
-    groups = list(units.batches())
+    units = Positions((6, 10, 7), positions, torch.device("cpu"))
+    groups = units.batches
     assert [g.start for g in groups[1:]] == [g.stop for g in groups[:-1]]
     assert groups[-1].stop == 111
     like = torch.zeros(1)
     flat = torch.cat([whole(units.impulses(g, like)).flatten(1) for g in groups])
     assert torch.equal(flat.nonzero()[:, 1], positions[units.order])
     value = torch.randn(2, 6, 10, 7)
-    assert torch.equal(units.gather(value)[1], value.flatten(1)[:, positions[units.order]])
+    expected = value.flatten(1)[:, positions[units.order]]
+    assert torch.equal(units.gather(value)[1], expected)
+
+
+@pytest.mark.parametrize("box", [(0, 0, 10, 7), (3, 2, 5, 4), (9, 6, 10, 7), (0, 1, 8, 2)])
+def test_positions_outside_a_patch_are_zero(box) -> None:
+    positions = torch.randperm(6 * 10 * 7)[:300].sort().values
+    units = Positions((6, 10, 7), positions, torch.device("cpu"))
+    top, left, bottom, right = box
+    patch = Patch(torch.randn(2, 6, bottom - top, right - left), top, left, (10, 7))
+    columns, found = units.gather(patch)
+    rows = torch.zeros(2, 300)
+    rows[:, columns] = found
+    assert torch.equal(rows, whole(patch).flatten(1)[:, positions[units.order]])
