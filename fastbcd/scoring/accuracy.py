@@ -30,11 +30,9 @@ def accuracy(net: nn.Module, data: Any, batch_size: int = 500) -> float:
     correct = torch.zeros((), dtype=torch.int64, device=images.device)
     with torch.autocast(images.device.type, enabled=False):
         check_classes(net, images, "the net")
-        model, memory_format = fused(net, train=False)
+        model, layout = fused(net, train=False)
         with eval_mode(net), torch.inference_mode():
-            for x, labels in mine.batches(
-                batch_size, dtype=dtype_of(net), memory_format=memory_format
-            ):
+            for x, labels in mine.batches(batch_size, dtype=dtype_of(net), memory_format=layout):
                 correct += (model.eval()(x).argmax(1) == labels).sum()
     return 100.0 * int(ranks.all_sum(correct)) / len(images)
 
@@ -54,9 +52,8 @@ def check_classes(net: nn.Module, data: ImageData, who: str) -> int:
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"{who} must return logits [B, classes]; for one image it returns {found}")
     classes = logits.shape[1]
-    outside = ((data.labels < 0) | (data.labels >= classes)).nonzero().flatten()
-    if len(outside):
-        i = int(outside[0])
+    outside = ((data.labels < 0) | (data.labels >= classes)).nonzero().flatten().tolist()
+    for i in outside[:1]:
         raise ValueError(
             f"label {int(data.labels[i])} of image {i} is out of range: {who} has {classes} classes"
         )
@@ -65,16 +62,12 @@ def check_classes(net: nn.Module, data: ImageData, who: str) -> int:
 
 def check_device(net: nn.Module, data: ImageData, who: str) -> None:
     """Refuse data and a net that are on different devices."""
-    device = device_of(net)
-    if device is not None and device != data.device:
-        raise ValueError(
-            f"the data is on {data.device} and {who} on {device}; move one of them with .to(device)"
-        )
-
-
-def device_of(net: nn.Module) -> torch.device | None:
-    """The device of the net's first tensor; None for a net without tensors."""
-    return next((t.device for t in (*net.parameters(), *net.buffers())), None)
+    for tensor in (*net.parameters(), *net.buffers())[:1]:
+        if tensor.device != data.device:
+            raise ValueError(
+                f"the data is on {data.device} and {who} on {tensor.device}; move one of them "
+                f"with .to(device)"
+            )
 
 
 def dtype_of(net: nn.Module) -> torch.dtype:

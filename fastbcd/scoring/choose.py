@@ -2,31 +2,24 @@
 
 The rule (Algorithm 1): the lowest-numbered hypothesis whose accuracy drops by less than ADT
 percentage points; if none does, the one that drops least, ties by smaller loss, then by number.
-Losses count as equal within 1e-5, the rounding that engines and batch sizes may differ by, so
-that hypotheses which change no answer at all are ranked by their numbers and not by rounding.
+Losses count as equal within 1e-5, the rounding that engines and batch sizes may differ by.
 
-What is certain is not computed. If r images are left, of which the base net gets w wrong, a
-hypothesis with d fewer correct answers than the base so far ends with a difference between d - w
-and d + (r - w). So
-
-    it is certain to pass   if d + (r - w) is below the tolerance: later numbers do not matter;
-    it is certain to fail   if d - w is not below the tolerance: it is set aside, and continued
-                            only if no hypothesis passes and it can still be the best.
-
-Both are facts about counts, not estimates: the choice is that of the one-by-one loop.
+What is certain is not computed. A hypothesis with c correct answers and n images ahead ends with c
+to c + n. If c is enough, it is certain to pass, and later numbers do not matter. If c + n is not,
+it is certain to fail: it is set aside, and continued only if no hypothesis passes and it can still
+be the best. These are facts about counts, so the choice is that of the one-by-one loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
-from fastbcd.masking.masks import MaskSet
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.plan import Plan
 from fastbcd.scoring.score import Tally, check_removals, prepared, read, run_pass
@@ -60,14 +53,9 @@ class Choice:
 
 
 def choose(
-    net: nn.Module,
-    hypotheses: Iterable[Tensor],
-    data: Any,
-    *,
-    adt: float,
-    engine: str | Engine = "auto",
-    early: bool = True,
-) -> Choice:
+    net: nn.Module, hypotheses: Iterable[Tensor], data: Any, *, adt: float,
+    engine: str | Engine = "auto", early: bool = True,
+) -> Choice:  # fmt: skip
     """Take the first hypothesis with a drop below `adt` percentage points, else the best.
 
     Args:
@@ -84,7 +72,7 @@ def choose(
     """
     engine = as_engine(engine)
     images, current = read(net, data)
-    source = _numbered(current, hypotheses)
+    source = ((k, check_removals(current, [h], k)[0]) for k, h in enumerate(hypotheses))
     removals = dict(islice(source, 1))
     if not removals:
         raise ValueError("there is no hypothesis to choose from")
@@ -100,11 +88,6 @@ def choose(
         return search.choice(search.best(), False)
 
 
-def _numbered(current: MaskSet, hypotheses: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    for number, ids in enumerate(hypotheses):
-        yield number, check_removals(current, [ids], first=number)[0]
-
-
 def beats(one: tuple[int, float], other: tuple[int, float]) -> bool:
     """Is (correct, loss) better than that of a lower-numbered hypothesis?
 
@@ -117,97 +100,74 @@ def beats(one: tuple[int, float], other: tuple[int, float]) -> bool:
 
 
 class _Search:
-    """One step's search: what the base gets right, and what is known of each hypothesis."""
+    """One step's search: the base's counts, and the counts of each hypothesis so far."""
 
     def __init__(self, plan: Plan, data: ImageData, adt: float, early: bool) -> None:
         self.plan, self.data, self.adt, self.early = plan, data, adt, early
-        self.samples = len(data)
         self.removals: dict[int, Tensor] = {}
-        self.done: dict[int, tuple[int, float]] = {}  # scored on all images: correct, loss
-        self.waiting: dict[int, Tally] = {}  # certain to fail: their counts so far
-        self.images = 0
-        # After how many images the base has how many right.
-        self.base_after = {0: 0}
+        self.tallies: dict[int, Tally] = {}
+        self.base_correct, self.base_loss = run_pass(plan, data, {}).mean(-1)
 
-        def note(tally: Tally) -> set[int]:
-            self.base_after[tally.seen] = tally.correct[-1]
-            return {-1}  # go on to the end
+    def drop(self, correct: int) -> float:
+        return 100.0 * (self.base_correct - correct) / len(self.data)
 
-        self.base_loss = run_pass(plan, data, {}, note).mean_loss(-1)
-        self.base_correct = self.base_after[self.samples]
-
-    def passes(self, difference: int) -> bool:
-        """Is a drop by this many correct answers below ADT?"""
-        return 100.0 * difference / self.samples < self.adt
+    def passes(self, correct: int) -> bool:
+        return self.drop(correct) < self.adt
 
     def wave(self, removals: dict[int, Tensor]) -> int | None:
         """Score some hypotheses; the number of the one to accept, or None."""
         self.removals.update(removals)
-        alive, accepted, before = set(removals), None, 0
+        alive, accepted = set(removals), None
 
         def decide(tally: Tally) -> set[int]:
-            nonlocal alive, accepted, before
-            self.images += len(alive) * (tally.seen - before)
-            before = tally.seen
-            ahead = self.samples - tally.seen
-            if not ahead:
-                self.done.update({k: (tally.correct[k], tally.mean_loss(k)) for k in alive})
-            elif not self.early:
+            nonlocal alive, accepted
+            self.tallies.update({k: tally.part([k]) for k in alive})
+            ahead = len(self.data) - tally.seen
+            if ahead and not self.early:
                 return alive
-            base = self.base_after[tally.seen]
-            wrong = ahead - (self.base_correct - base)  # images ahead that the base gets wrong
-            behind = {k: base - tally.correct[k] for k in alive}
-            sure = [k for k in alive if self.passes(behind[k] + ahead - wrong)]
-            lost = {k for k in alive if not self.passes(behind[k] - wrong)}
+            sure = [k for k in alive if self.passes(tally.sums[k][0])]
+            lost = {k for k in alive if not self.passes(tally.sums[k][0] + ahead)}
             if sure and lost >= {k for k in alive if k < min(sure)}:
                 # It is decided; only its own numbers are still needed.
                 accepted = min(sure)
                 alive = {accepted}
-                return alive if ahead else set()
-            if not ahead:
-                return set()
-            self.waiting.update({k: tally.alone(k) for k in lost})
-            alive -= lost
-            alive -= {k for k in alive if sure and k > min(sure)}
-            return alive
+            else:
+                alive = {k for k in alive - lost if not sure or k <= min(sure)}
+            return alive if ahead else set()
 
         run_pass(self.plan, self.data, removals, decide, base=False)
         return accepted
 
-    def finish(self) -> None:
-        """Score those that were set aside to the end, except those that cannot be the best."""
-        while self.waiting:
-            # One hypothesis is certain to end with at least this many correct answers.
-            floor = max([t.correct[k] for k, t in self.waiting.items()]
-                        + [c for c, _ in self.done.values()])  # fmt: skip
-            k, begun = min(self.waiting.items(), key=lambda item: item[1].seen)
-            if begun.correct[k] + self.samples - begun.seen < floor:
-                del self.waiting[k]
-                continue
-            # Those that stopped after the same image are continued together.
-            group = [j for j, t in self.waiting.items() if t.seen == begun.seen]
-            tally = Tally.together({j: self.waiting.pop(j) for j in group})
-            self.images += len(group) * (self.samples - tally.seen)
-            removals = {j: self.removals[j] for j in group}
-            tally = run_pass(self.plan, self.data, removals, base=False, begun=tally)
-            self.done.update({j: (tally.correct[j], tally.mean_loss(j)) for j in group})
-
     def best(self) -> int:
-        """The fallback: most correct answers, then smaller loss, then lower number."""
-        self.finish()
-        numbers = iter(sorted(self.done))
-        best = next(numbers)
-        for k in numbers:
-            if beats(self.done[k], self.done[best]):
-                best = k
+        """The fallback: most correct answers, then smaller loss, then lower number.
+
+        Those that were set aside are scored to the end, except those that cannot be the best.
+        """
+        samples = len(self.data)
+        while True:
+            # One hypothesis is certain to end with at least this many correct answers.
+            floor = max(t.sums[k][0] for k, t in self.tallies.items())
+            left = {k: t for k, t in self.tallies.items()
+                    if t.seen < samples and t.sums[k][0] + samples - t.seen >= floor}  # fmt: skip
+            if not left:
+                break
+            # Those that stopped after the same image are continued together.
+            begun = min(left.values(), key=lambda t: t.seen)
+            group = [k for k, t in left.items() if t.seen == begun.seen]
+            begun = replace(begun, sums={k: left[k].sums[k] for k in group})
+            removals = {k: self.removals[k] for k in group}
+            tally = run_pass(self.plan, self.data, removals, base=False, begun=begun)
+            self.tallies.update({k: tally.part([k]) for k in group})
+        best, *rest = sorted(k for k, t in self.tallies.items() if t.seen == samples)
+        for k in rest:
+            best = k if beats(self.tallies[k].mean(k), self.tallies[best].mean(best)) else best
         return best
 
     def choice(self, number: int, accepted: bool) -> Choice:
-        drops = {
-            k: 100.0 * (self.base_correct - c) / self.samples for k, (c, _) in self.done.items()
-        }
+        samples, tallies = len(self.data), self.tallies
+        drops = {k: self.drop(t.sums[k][0]) for k, t in tallies.items() if t.seen == samples}
         return Choice(
-            number, self.removals[number], accepted, len(self.removals), drops, self.images,
-            *self.done[number], self.base_correct, self.base_loss, self.samples,
-            self.plan.engine.name,
+            number, self.removals[number], accepted, len(self.removals), drops,
+            sum(t.seen for t in tallies.values()), *tallies[number].mean(number),
+            self.base_correct, self.base_loss, samples, self.plan.engine.name,
         )  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastbcd.masking.masks import MaskSet, set_masks
 from fastbcd.runtime.validate import check_whole
+from fastbcd.scoring.sequential import Sequential
 
 ENGINES = ("auto", "sequential", "stacked", "collapsed")
 
@@ -121,24 +122,24 @@ def difference_from_net(engine: ScoringEngine, request: Request, lanes: int) -> 
     halves = torch.rand(2, len(kept), generator=generator) < 0.5
     halves[1, : len(kept) // 2] = False
     removals = {k: kept[half] for k, half in enumerate(halves)}
-    work = engine.prepare(removals, lanes)
-    given = images.contiguous(memory_format=engine.memory_format)
-    found: dict[int, Tensor] = {}
-    for numbers, logits in engine.logits(given, work, True):
-        found.update(zip(numbers, logits.clone(), strict=True))
-    worst = 0.0
+
+    def outputs(one: ScoringEngine) -> dict[int, Tensor]:
+        given = images.contiguous(memory_format=one.memory_format)
+        found = one.logits(given, one.prepare(removals, lanes), True)
+        return {k: y.clone() for numbers, ys in found for k, y in zip(numbers, ys, strict=True)}
+
     try:
-        for number, logits in found.items():
-            set_masks(net, masks if number < 0 else masks.without(removals[number]))
-            truth = net(images.clone())
-            if logits.shape != truth.shape:
-                return float("inf")
-            error = (logits - truth).abs()[truth.isfinite()]
-            scale = truth[truth.isfinite()].abs()
-            if error.numel():
-                # NaN compares as larger than any difference.
-                relative = error.max() / scale.max().clamp(min=1e-6)
-                worst = max(worst, float(relative.nan_to_num(nan=float("inf"))))
+        truths = outputs(Sequential(net, masks))
     finally:
         set_masks(net, masks)
+    worst = 0.0
+    for number, logits in outputs(engine).items():
+        truth = truths[number]
+        if logits.shape != truth.shape:
+            return float("inf")
+        finite = truth.isfinite()
+        if finite.any():
+            error, scale = (logits - truth)[finite].abs().max(), truth[finite].abs().max()
+            # NaN compares as larger than any difference.
+            worst = max(worst, float((error / scale.clamp(min=1e-6)).nan_to_num(nan=torch.inf)))
     return worst

@@ -8,16 +8,9 @@ import torch
 
 from fastbcd.runtime.ranks import world
 from fastbcd.runtime.warn_once import warn_once
+from fastbcd.scoring.collapsed import cache
 from fastbcd.scoring.collapsed.affine_net import AffineNet
 from fastbcd.scoring.collapsed.build import FormBuilder
-from fastbcd.scoring.collapsed.cache import (
-    Signature,
-    cached_form,
-    drop_form,
-    is_checked,
-    keep_form,
-    mark_checked,
-)
 from fastbcd.scoring.collapsed.check import check_linear
 from fastbcd.scoring.collapsed.cost import CollapsedCost
 from fastbcd.scoring.collapsed.engine import Collapsed
@@ -36,20 +29,19 @@ class Plan(NamedTuple):
 
     engine: ScoringEngine
     why: str
-    images: int
-    hypotheses: int
+    request: Request
     batch: int  # images at a time
     lanes: int  # hypotheses at a time
-    multiply_adds: int  # of the whole call; 0 if unknown
-    bytes: int  # largest amount of memory that values take at a time
-    dtype: torch.dtype = torch.float32  # of the images
+    multiply_adds: int = 0  # of the whole call; 0 if unknown
+    bytes: int = 0  # largest amount of memory that values take at a time
     details: str = ""
 
     def __str__(self) -> str:
+        hypotheses, images = self.request.hypotheses, self.request.images
         cost = f"{self.multiply_adds / 1e9:,.1f} G multiply-adds" if self.multiply_adds else "?"
         return (
             f"engine      {self.engine.name}: {self.why}\n"
-            f"work        {self.hypotheses} hypotheses + base, {self.images:,} images, {cost}\n"
+            f"work        {hypotheses} hypotheses + base, {images:,} images, {cost}\n"
             f"{self.details}"
             f"chunk       {self.batch} images x {self.lanes} hypotheses, "
             f"{self.bytes / 2**20:,.1f} MiB of values at a time"
@@ -60,66 +52,59 @@ def make_plan(request: Request, engine: str) -> Plan:
     """Choose the engine and the portions. The net is traced once, whichever engine is chosen."""
     if engine == "sequential":
         return sequential_plan(request, "asked for")
-    name = type(request.net).__name__
-    dtype = request.example.dtype
+    name, dtype = type(request.net).__name__, request.example.dtype
     try:
         if dtype not in (torch.float32, torch.float64):
             raise NotTraceable(f"in {dtype} its logits would depend on the engine by rounding")
         program = make_program(request.net, request.example[:1])
-        if engine == "stacked":
-            return stacked_plan(request, program, "asked for")
+        plan: Plan | str = "asked for"
         try:
-            plan = collapsed_plan(request, program, required=engine == "collapsed")
+            if engine != "stacked":
+                plan = collapsed_plan(request, program, required=engine == "collapsed")
         except NotAffine as reason:
             if engine == "collapsed":
-                raise ValueError(
-                    f"engine='collapsed' cannot score {name}: {reason}; use engine='stacked'"
-                ) from None
+                raise
             plan = f"collapsed cannot: {reason}"
         return stacked_plan(request, program, plan) if isinstance(plan, str) else plan
-    except NotTraceable as reason:
+    except (NotTraceable, NotAffine) as reason:
+        other = "stacked" if isinstance(reason, NotAffine) else "sequential"
         if engine != "auto":
             raise ValueError(
-                f"engine={engine!r} cannot score {name}: {reason}; use engine='sequential'"
+                f"engine={engine!r} cannot score {name}: {reason}; use engine={other!r}"
             ) from None
         warn_once(f"fastbcd scores {name} one hypothesis at a time: {reason}")
         return sequential_plan(request, f"stacked cannot: {reason}")
 
 
 def sequential_plan(request: Request, why: str) -> Plan:
-    chosen = Sequential(request.net, request.masks)
-    batch = request.batch_size or 128
-    dtype = request.example.dtype
-    return Plan(chosen, why, request.images, request.hypotheses, batch, 1, 0, 0, dtype)
+    engine = Sequential(request.net, request.masks)
+    return Plan(engine, why, request, request.batch_size or 128, 1)
 
 
 def stacked_plan(request: Request, program: Program, why: str) -> Plan:
-    engine, hypotheses = Stacked(program, request.masks), request.hypotheses
+    engine = Stacked(program, request.masks)
     engine.check(request)
     spent = stacked_multiply_adds(request, program)
-    full = sum(program.multiply_adds.values()) * (1 + hypotheses) * request.images
+    full = sum(program.multiply_adds.values()) * (1 + request.hypotheses) * request.images
     per_image = peak_bytes(program)
     batch, lanes = portions(request, per_image, max(program.bytes_per_image.values()))
     saved = 1 - spent / full if full else 0.0
     details = f"prefix      {saved:.1%} of the multiply-adds saved by shared prefixes\n"
-    return Plan(
-        engine, why, request.images, hypotheses, batch, lanes, spent,
-        per_image * batch * (1 + lanes), request.example.dtype, details,
-    )  # fmt: skip
+    return Plan(engine, why, request, batch, lanes, spent, per_image * batch * (1 + lanes), details)
 
 
 def collapsed_plan(request: Request, program: Program, required: bool) -> Plan | str:
     """A plan with the cached form or a new one; or, unless required, why stacked is better."""
     builder = FormBuilder(AffineNet(program), request.masks, request.example)
-    signature = Signature(program)
-    form = cached_form(request.net, signature, request.masks)
+    signature = cache.Signature(program)
+    form = cache.cached_form(request.net, signature, request.masks)
     cost = CollapsedCost(request, builder, form)
     of_stacked = stacked_multiply_adds(request, program)
     if not required and (of_stacked < WORTH or not cost.could_be_below(of_stacked)):
         return "the least multiply-adds"
-    if not is_checked(request.net, signature):
+    if not cache.is_checked(request.net, signature):
         check_linear(program, request.example)
-        mark_checked(request.net, signature)
+        cache.mark_checked(request.net, signature)
     fits = cost.peak_bytes <= request.memory
     if not required and (cost.weighted() >= of_stacked or not fits):
         ours = f"{cost.weighted() / 1e9:,.0f} G multiply-adds and {_mib(cost.peak_bytes)}"
@@ -133,18 +118,17 @@ def collapsed_plan(request: Request, program: Program, required: bool) -> Plan |
     why = "asked for" if required else f"stacked would cost {of_stacked / 1e9:,.0f} G multiply-adds"
     if form is None:
         form = builder.build(cost.with_image)
-        keep_form(request.net, signature, form)
+        cache.keep_form(request.net, signature, form)
     engine = Collapsed(form, builder)
     try:
         engine.check(request)
     except NotAffine:
-        drop_form(request.net)
+        cache.drop_form(request.net)
         raise
     left = request.memory - cost.form_bytes
     form.affine.begin(request.example, left // 2)
-    share = -(-request.images // world())
     rows = ROWS.get(request.example.device.type, 1024)
-    batch = request.batch_size or max(1, min(share, 128))
+    batch = request.batch_size or max(1, min(-(-request.images // world()), 128))
     # A row holds c, and the output of its GEMM is a part of it.
     affordable = max(1, left // 4 // (max(cost.kinks, 1) * cost.itemsize))
     lanes = max(1, min(request.hypotheses, rows // batch, affordable // batch))
@@ -154,11 +138,8 @@ def collapsed_plan(request: Request, program: Program, required: bool) -> Plan |
         f"spent on    form {cost.build / 1e9:,.1f} G, affine part {cost.affine / 1e9:,.1f} G, "
         f"hypotheses {cost.trials / 1e9:,.1f} G\n"
     )
-    return Plan(
-        engine, why, request.images, request.hypotheses, batch, lanes,
-        cost.build + cost.affine + cost.trials,
-        (lanes + 2) * batch * cost.kinks * cost.itemsize, request.example.dtype, details,
-    )  # fmt: skip
+    spent, held = cost.build + cost.affine + cost.trials, (lanes + 2) * batch * cost.kinks
+    return Plan(engine, why, request, batch, lanes, spent, held * cost.itemsize, details)
 
 
 def _mib(size: int) -> str:

@@ -33,9 +33,6 @@ class NotTraceable(Exception):
     """The network cannot be run as a program; the message is the reason."""
 
 
-# ----------------------------------------------------------------------------- convolutions
-
-
 class Convolution(NamedTuple):
     """x -> conv2d(x) with constant weights, for x in channels_last order."""
 
@@ -47,9 +44,7 @@ class Convolution(NamedTuple):
     groups: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.conv2d(
-            x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups
-        )
+        return F.conv2d(x, *self)  # type: ignore[arg-type]
 
 
 def scale_and_shift(norm: Any) -> tuple[Tensor, Tensor]:
@@ -64,10 +59,9 @@ def scale_and_shift(norm: Any) -> tuple[Tensor, Tensor]:
     return scale.to(dtype), shift.to(dtype)
 
 
-def folded(conv: nn.Conv2d, norm: Any) -> Convolution:
+def _folded(conv: nn.Conv2d, norm: Any) -> Convolution:
     """conv(x), or norm(conv(x)), as one convolution."""
-    weight = conv.weight.detach()
-    bias = None if conv.bias is None else conv.bias.detach()
+    weight, bias = conv.weight.detach(), None if conv.bias is None else conv.bias.detach()
     if norm is not None:
         # bn(w*x + b) = (scale*w)*x + (scale*b + shift)
         scale, shift = scale_and_shift(norm)
@@ -76,9 +70,6 @@ def folded(conv: nn.Conv2d, norm: Any) -> Convolution:
     weight = weight.contiguous(memory_format=torch.channels_last)
     tail: Any = (conv.stride, conv.padding, conv.dilation, conv.groups)
     return Convolution(weight, bias, *tail)
-
-
-# ------------------------------------------------------------------------------- the program
 
 
 class Activation(NamedTuple):
@@ -100,8 +91,7 @@ class Activation(NamedTuple):
         """x, residual [T, B, ...] or [B, ...], mask [T, ...] -> [T, B, ...]."""
         small = {"scale": self.scale, "shift": self.shift, "residual": residual, "out": out}
         if isinstance(self.module, MaskedPoly):
-            coef = self.module.coef.detach()
-            return ops.masked_poly(x, mask, coef, trials=True, **small)
+            return ops.masked_poly(x, mask, self.module.coef.detach(), trials=True, **small)
         return ops.masked_relu(x, mask, trials=True, **small)
 
 
@@ -152,24 +142,20 @@ def make_program(net: nn.Module, image: Tensor) -> Program:
     """
     modules = mask_modules(net)
     try:
-        original = trace(net)
-        graph = without_inplace(net, original)
+        graph = without_inplace(net, trace(net))
     except Exception as error:  # whatever the net's own forward raises on fx proxies
         raise NotTraceable(f"torch.fx cannot trace it ({error})") from error
-    named = dict(net.named_modules())
     nodes = list(graph.nodes)
     inputs = [n for n in nodes if n.op == "placeholder"]
-    output = next(n for n in nodes if n.op == "output").args[0]
+    output = nodes[-1].args[0]
     if len(inputs) != 1:
         raise NotTraceable(f"it takes {len(inputs)} inputs instead of one batch of images")
     if not isinstance(output, fx.Node):
         raise NotTraceable("it does not return one tensor of logits")
-    for node in nodes:
-        _check_writes(node)
-    survey = _Survey(net, graph, {m: name for name, m in modules.items()})
+    _check_writes(nodes)
+    survey = _Survey(net, graph, modules)
     survey.run(image)
-    _check_overwritten(net, list(original.nodes), nodes, survey.storages)
-    fusion = _Fusion(named, survey.shapes, list(modules.values()))
+    fusion = _Fusion(net, survey, list(modules.values()))
     steps = fusion.steps(nodes)
     if sorted(s.site for s in steps if isinstance(s, Activation)) != list(range(len(modules))):
         raise NotTraceable("a masked activation is called more than once, or not at all")
@@ -177,9 +163,7 @@ def make_program(net: nn.Module, image: Tensor) -> Program:
     for step in steps:
         for node in step.inputs:
             uses[node] = uses.get(node, 0) + 1
-    for conv, norm in fusion.absorbed_by.items():
-        survey.multiply_adds[norm] += survey.multiply_adds.pop(conv)
-    constants = {n: _attribute(net, str(n.target)) for n in nodes if n.op == "get_attr"}
+    constants = {n: survey.env[n] for n in nodes if n.op == "get_attr"}
     fresh = {s.node for s in steps if uses.get(s.node) == 1 and fusion.is_fresh(s.node)}
     return Program(
         steps, inputs[0], output, constants, uses, fresh, _sizes_travel(nodes),
@@ -190,14 +174,15 @@ def make_program(net: nn.Module, image: Tensor) -> Program:
 class _Survey(fx.Interpreter):
     """Run one image through the graph; record shapes, bytes and multiply-adds of each node."""
 
-    def __init__(self, net: nn.Module, graph: fx.Graph, names: dict[MaskedActivation, str]) -> None:
+    def __init__(
+        self, net: nn.Module, graph: fx.Graph, modules: dict[str, MaskedActivation]
+    ) -> None:
         super().__init__(net, garbage_collect_values=False, graph=graph)
-        self.names = names
+        self.names = {module: name for name, module in modules.items()}
         self.shapes: dict[fx.Node, tuple[int, ...]] = {}
         self.tuples: set[fx.Node] = set()
         self.bytes: dict[fx.Node, int] = {}
         self.multiply_adds: dict[fx.Node, int] = {}
-        self.storages: dict[fx.Node, set[int]] = {}  # the memory that a value lies in
         self.extra_traceback = False
 
     def run_node(self, n: fx.Node) -> Any:
@@ -205,13 +190,12 @@ class _Survey(fx.Interpreter):
             value = super().run_node(n)
         self.multiply_adds[n] = counter.get_total_flops() // 2
         tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-        self.storages[n] = {t.untyped_storage().data_ptr() for t in tensors}
         if isinstance(value, Tensor):
             self.shapes[n] = tuple(value.shape)
             self.bytes[n] = value.numel() * value.element_size()
         elif tensors:
             self.tuples.add(n)
-        return value
+        return value.detach() if n.op == "get_attr" and tensors else value
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         module = self.fetch_attr(target)
@@ -226,36 +210,26 @@ class _Survey(fx.Interpreter):
 class _Fusion:
     """Turns nodes into steps, folding batch norms and additions into what follows them."""
 
-    def __init__(
-        self,
-        named: dict[str, nn.Module],
-        shapes: dict[fx.Node, tuple[int, ...]],
-        modules: list[MaskedActivation],
-    ) -> None:
-        self.named, self.shapes = named, shapes
+    def __init__(self, net: nn.Module, survey: _Survey, modules: list[MaskedActivation]) -> None:
+        self.net, self.survey = net, survey
         self.site_of = {module: i for i, module in enumerate(modules)}
         self.absorbed: set[fx.Node] = set()
-        self.absorbed_by: dict[fx.Node, fx.Node] = {}  # convolution -> the batch norm it runs in
 
     def steps(self, nodes: list[fx.Node]) -> list[Activation | Call]:
         """Last node first, so that an activation absorbs its inputs before they become steps."""
         found: list[Activation | Call] = []
         for node in reversed(nodes):
-            if not node.op.startswith("call_") or node in self.absorbed:
-                continue
-            module = self.module(node)
-            if module in self.site_of:
-                found.append(self.activation(node, module))
-            else:
-                found.append(self.call(node))
+            if node.op.startswith("call_") and node not in self.absorbed:
+                is_site = self.module(node) in self.site_of
+                found.append(self.activation(node) if is_site else self.call(node))
         return found[::-1]
 
     def module(self, node: Any) -> Any:
         is_module = isinstance(node, fx.Node) and node.op == "call_module"
-        return self.named[str(node.target)] if is_module else None
+        return self.net.get_submodule(str(node.target)) if is_module else None
 
-    def activation(self, node: fx.Node, module: MaskedActivation) -> Activation:
-        x: Any = node.args[0] if node.args else next(iter(node.kwargs.values()))
+    def activation(self, node: fx.Node) -> Activation:
+        module, x = self.module(node), _first_argument(node)
         residual = scale = shift = None
         if self.is_addition(x) and len(x.users) == 1:
             self.absorbed.add(x)
@@ -269,45 +243,42 @@ class _Fusion:
             x = x.args[0]
         return Activation(node, self.site_of[module], module, x, scale, shift, residual)
 
+    def call(self, node: fx.Node) -> Call:
+        run: Any = node.target
+        if node.op == "call_method":
+            run = getattr(Tensor, str(node.target))
+        elif node.op == "call_module":
+            module, source = self.module(node), _first_argument(node)
+            if self.is_norm(node) and self.is_conv(source) and len(source.users) == 1:
+                self.absorbed.add(source)
+                work = self.survey.multiply_adds
+                work[node] += work.pop(source)
+                run = _folded(self.module(source), module)
+                return Call(node, run, source.args, {})
+            run = _folded(module, None) if self.is_conv(node) else _pure_module(module)
+        return Call(node, run, node.args, dict(node.kwargs))
+
     def is_addition(self, node: Any) -> bool:
-        return (
-            isinstance(node, fx.Node)
-            and node.target in _ADDITIONS
-            and not node.kwargs
-            and len(node.args) == 2
-            and all(isinstance(a, fx.Node) and a.op != "get_attr" for a in node.args)
-            and node.args[0] is not node.args[1]
-            and self.shapes.get(node.args[0]) == self.shapes.get(node.args[1])  # type: ignore[arg-type]
-        )
+        """x + y of two different values of the same shape."""
+        if not isinstance(node, fx.Node) or node.target not in _ADDITIONS or node.kwargs:
+            return False
+        terms: Any = {a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"}
+        shapes = {self.survey.shapes.get(term) for term in terms}
+        return len(node.args) == len(terms) == 2 and len(shapes) == 1
 
     def is_norm(self, node: Any) -> bool:
         """A batch norm with running statistics, of one tensor given by position."""
         norm = self.module(node)
         return isinstance(norm, _NORMS) and norm.running_mean is not None and bool(node.args)
 
-    def is_fresh(self, node: fx.Node) -> bool:
-        """Does this step write new memory, rather than return a view of its input?"""
-        return isinstance(self.module(node), (nn.Linear, nn.modules.conv._ConvNd, *_NORMS))
-
     def is_conv(self, node: Any) -> bool:
         """A plain nn.Conv2d of one tensor given by position."""
         conv = self.module(node)
         return type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and bool(node.args)
 
-    def call(self, node: fx.Node) -> Call:
-        run: Any = node.target
-        if node.op == "call_module":
-            module: Any = self.module(node)
-            source: Any = node.args[0] if node.args else None
-            if self.is_norm(node) and self.is_conv(source) and len(source.users) == 1:
-                self.absorbed.add(source)
-                self.absorbed_by[source] = node
-                run = folded(self.module(source), module)
-                return Call(node, run, source.args, {})
-            run = folded(module, None) if self.is_conv(node) else _pure_module(module)
-        elif node.op == "call_method":
-            run = getattr(torch.Tensor, str(node.target))
-        return Call(node, run, node.args, dict(node.kwargs))
+    def is_fresh(self, node: fx.Node) -> bool:
+        """Does this step write new memory, rather than return a view of its input?"""
+        return isinstance(self.module(node), (nn.Linear, nn.modules.conv._ConvNd, *_NORMS))
 
 
 def _pure_module(module: nn.Module) -> nn.Module:
@@ -319,56 +290,23 @@ def _pure_module(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _attribute(net: nn.Module, path: str) -> Any:
-    value: Any = net
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value.detach() if isinstance(value, Tensor) else value
+def _first_argument(node: fx.Node) -> Any:
+    return next(iter((*node.args, *node.kwargs.values())), None)
 
 
 # -------------------------------------------------------------------- what a program cannot do
 
 
-def _check_writes(node: fx.Node) -> None:
+def _check_writes(nodes: list[fx.Node]) -> None:
     """Refuse operations that still write into their input in the graph without in-place ones."""
-    name = getattr(node.target, "__name__", str(node.target)) if node.op == "call_function" else ""
-    method = str(node.target) if node.op == "call_method" else ""
-    writes = (name.endswith("_") and not name.endswith("__")) or name in ("setitem", "ipow", "ior")
-    if writes or "out" in node.kwargs or (method and not hasattr(Tensor, method)):
-        raise NotTraceable(f"node {node.name!r} ({name or method}) writes into its input")
-
-
-def _check_overwritten(
-    net: nn.Module, original: list[fx.Node], nodes: list[fx.Node], storages: dict[fx.Node, set[int]]
-) -> None:
-    """Refuse an in-place operation whose memory is read later under another name.
-
-    y = x[:, :4]; y += 1 changes x too, and a program without in-place operations would not.
-    """
-    order = {node: i for i, node in enumerate(nodes)}
-    for old, node in zip(original, nodes, strict=True):
-        if not _is_inplace(net, old):
-            continue
-        changed = node.args[0] if node.args else next(iter(node.kwargs.values()))
-        if not isinstance(changed, fx.Node):
-            continue
-        for other in nodes[: order[node]]:
-            later = any(order[user] > order[node] for user in other.users)
-            if other is not changed and later and storages[other] & storages[changed]:
-                raise NotTraceable(
-                    f"node {node.name!r} writes into memory that is read later as {other.name!r}"
-                )
-        if changed.op == "get_attr":
-            raise NotTraceable(f"node {node.name!r} writes into {changed.target!r}")
-
-
-def _is_inplace(net: nn.Module, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        return bool(getattr(net.get_submodule(str(node.target)), "inplace", False))
-    if node.op == "call_method":
-        return str(node.target).endswith("_")
-    inplace = (operator.iadd, operator.isub, operator.imul, operator.itruediv)
-    return node.target in inplace or bool(node.kwargs.get("inplace"))
+    for node in nodes:
+        named = node.op == "call_function"
+        name = getattr(node.target, "__name__", str(node.target)) if named else ""
+        method = str(node.target) if node.op == "call_method" else ""
+        writes = name.endswith("_") and not name.endswith("__")
+        writes = writes or name in ("setitem", "ipow", "ior") or "out" in node.kwargs
+        if writes or (method and not hasattr(Tensor, method)):
+            raise NotTraceable(f"node {node.name!r} ({name or method}) writes into its input")
 
 
 def _sizes_travel(nodes: list[fx.Node]) -> bool:

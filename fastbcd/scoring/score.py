@@ -1,19 +1,16 @@
-"""score: the accuracy and the loss of every hypothesis on the train set.
+"""score: the accuracy and the loss of every hypothesis, a set of kept ReLUs to remove.
 
-    scores = fastbcd.score(net, removals, data)     # removals: LongTensor[K, D] of flat ids
-    scores.drop                                     # accuracy drop in percentage points, [K]
-
-A hypothesis is a set of kept ReLUs to remove. All engines give the same numbers: `sequential`
-is the paper's loop, `stacked` runs all hypotheses in one pass per data batch, `collapsed` runs
-them on the net's collapsed form, which is cheap when few ReLUs are left.
+All engines give the same numbers: `sequential` is the paper's loop, `stacked` runs all hypotheses
+in one pass per data batch, `collapsed` runs them on the net's collapsed form, which is cheap when
+few ReLUs are left.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,8 +28,6 @@ from fastbcd.runtime.tf32 import own_precision
 from fastbcd.scoring.accuracy import check_classes, check_device, dtype_of
 from fastbcd.scoring.engine import Engine, Request, as_engine
 from fastbcd.scoring.plan import Plan, make_plan
-
-__all__ = ["Scores", "score"]
 
 
 @dataclass(frozen=True)
@@ -57,13 +52,9 @@ class Scores:
 
 
 def score(
-    net: nn.Module,
-    removals: Tensor | Iterable[Tensor],
-    data: Any,
-    engine: str | Engine = "auto",
-    *,
-    explain: bool = False,
-) -> Scores:
+    net: nn.Module, removals: Tensor | Iterable[Tensor], data: Any, engine: str | Engine = "auto",
+    *, explain: bool = False,
+) -> Scores:  # fmt: skip
     """Score each removal on all of `data`, in eval mode and without augmentation.
 
     Args:
@@ -86,68 +77,48 @@ def score(
         if explain:
             print(plan)
         tally = run_pass(plan, images, dict(enumerate(hypotheses)))
+    found = [tally.mean(k) for k in range(len(hypotheses))]
     return Scores(
-        correct=torch.tensor([tally.correct[k] for k in range(len(hypotheses))], dtype=torch.int64),
-        loss=torch.tensor(
-            [tally.mean_loss(k) for k in range(len(hypotheses))], dtype=torch.float64
-        ),
-        base_correct=tally.correct[-1],
-        base_loss=tally.mean_loss(-1),
-        samples=len(images),
-        engine=plan.engine.name,
-    )
+        torch.tensor([correct for correct, _ in found], dtype=torch.int64),
+        torch.tensor([loss for _, loss in found], dtype=torch.float64),
+        *tally.mean(-1), len(images), plan.engine.name,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------- the pass
 
 
+@dataclass
 class Tally:
-    """Counts over the images so far; number -1 is the base."""
+    """Sums over the images so far."""
 
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self.correct = dict.fromkeys([-1, *numbers], 0)
-        self.loss = dict.fromkeys([-1, *numbers], 0.0)
-        self.seen = 0  # images
-        self.rounds = 0  # batches, a rank
+    sums: dict[int, tuple[int, float]]  # by number (-1: the base): correct answers, loss
+    seen: int = 0  # images
+    rounds: int = 0  # batches, a rank
 
-    def mean_loss(self, number: int) -> float:
-        return self.loss[number] / self.seen
+    def part(self, numbers: Iterable[int]) -> Tally:
+        """The sums of some hypotheses."""
+        return replace(self, sums={k: self.sums[k] for k in numbers})
 
-    def alone(self, number: int) -> Tally:
-        """The counts of one hypothesis."""
-        one = Tally([number])
-        one.correct[number], one.loss[number] = self.correct[number], self.loss[number]
-        one.seen, one.rounds = self.seen, self.rounds
-        return one
-
-    @staticmethod
-    def together(parts: dict[int, Tally]) -> Tally:
-        """The tallies of hypotheses that stopped after the same image, as one."""
-        tally = Tally(list(parts))
-        for number, part in parts.items():
-            tally.correct[number], tally.loss[number] = part.correct[number], part.loss[number]
-            tally.seen, tally.rounds = part.seen, part.rounds
-        return tally
+    def mean(self, number: int) -> tuple[int, float]:
+        """Correct answers and mean loss."""
+        return self.sums[number][0], self.sums[number][1] / self.seen
 
 
 Decide = Callable[[Tally], set[int]]
 
 
 def run_pass(
-    plan: Plan,
-    data: ImageData,
-    removals: dict[int, Tensor],
-    decide: Decide | None = None,
-    base: bool = True,
-    begun: Tally | None = None,
-) -> Tally:
+    plan: Plan, data: ImageData, removals: dict[int, Tensor], decide: Decide | None = None,
+    base: bool = True, begun: Tally | None = None,
+) -> Tally:  # fmt: skip
     """Score the hypotheses batch by batch, and the base too unless its counts are known.
 
-    begun: the tally of an earlier pass over these hypotheses, to continue.
-    After each batch `decide` names those that still matter; the pass ends when none does. Each
-    rank runs its shard of the images; the tally is that of all ranks, so they decide alike.
+    begun: an earlier pass over these hypotheses, to continue. decide: names those that still
+    matter after a batch; the pass ends when none does. Each rank runs its shard of the images;
+    the tally is that of all ranks, so they decide alike.
     """
-    tally = Tally(list(removals)) if begun is None else begun
+    tally = Tally({}) if begun is None else begun
     alive = dict(removals)
     # A hypothesis that removes nothing is the base.
     base = base or not all(ids.numel() for ids in removals.values())
@@ -156,18 +127,25 @@ def run_pass(
         for x, labels in _rounds(data, plan, tally.rounds):
             tally.rounds += 1
             numbers = [-1, *alive] if base else list(alive)
-            found: dict[int, tuple[int, float]] = dict.fromkeys(numbers, (0, 0.0))
+            nothing = torch.zeros(2, dtype=torch.float64, device=x.device)
+            found: dict[int, Tensor] = {}
             if len(labels):
-                found = {}
                 for some, logits in plan.engine.logits(x, work, base):
                     found.update(zip(some, _judge(logits, labels), strict=True))
-            mine = [(*(found[k] if k in found else found[-1]), len(labels)) for k in numbers]
-            total = all_sum(torch.tensor(mine, dtype=torch.float64)).tolist()
-            for number, (correct, loss, images) in zip(numbers, total, strict=True):
-                _check_finite(number, loss, tally.seen, int(images))
-                tally.correct[number] += int(correct)
-                tally.loss[number] += loss
-            tally.seen += int(total[0][2])
+            rows = [found[k] if k in found else found.get(-1, nothing) for k in numbers]
+            mine = torch.cat([*rows, nothing.new_tensor([len(labels)])])
+            *total, images = all_sum(mine).tolist()
+            for number, correct, loss in zip(numbers, total[::2], total[1::2], strict=True):
+                if math.isnan(loss):
+                    who = "the base net" if number == -1 else f"hypothesis {number}"
+                    raise FloatingPointError(
+                        f"{who} gives NaN logits in the batch of images {tally.seen} to "
+                        f"{tally.seen + int(images) - 1}; look at the weights and at the range of "
+                        f"the activations"
+                    )
+                before = tally.sums.get(number, (0, 0.0))
+                tally.sums[number] = before[0] + int(correct), before[1] + loss
+            tally.seen += int(images)
             if decide is None:
                 continue
             still = decide(tally)
@@ -182,30 +160,20 @@ def run_pass(
 def _rounds(data: ImageData, plan: Plan, first: int) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's batches from `first` on, and empty ones up to the number of other ranks."""
     shard = data.shard(rank(), world())
-    todo = shard.rest(first * plan.batch)
-    yield from todo.batches(plan.batch, dtype=plan.dtype, memory_format=plan.engine.memory_format)
+    yield from shard.rest(first * plan.batch).batches(
+        plan.batch, dtype=plan.request.example.dtype, memory_format=plan.engine.memory_format
+    )
     most = math.ceil(math.ceil(len(data) / world()) / plan.batch)
     for _ in range(most - max(first, math.ceil(len(shard) / plan.batch))):
         yield shard.images[:0], shard.labels[:0]
 
 
-def _judge(logits: Tensor, labels: Tensor) -> list[tuple[int, float]]:
-    """logits [n, B, classes] -> (how many are right, summed cross-entropy) for each of n."""
-    n = logits.shape[0]
-    hits = (logits.argmax(-1) == labels).sum(1)
-    losses = F.cross_entropy(
-        logits.double().flatten(0, 1), labels.repeat(n), reduction="none"
-    ).view(n, -1)
-    return list(zip(hits.tolist(), losses.sum(1).tolist(), strict=True))
-
-
-def _check_finite(number: int, loss: float, seen: int, batch: int) -> None:
-    if loss != loss:
-        who = "the base net" if number == -1 else f"hypothesis {number}"
-        raise FloatingPointError(
-            f"{who} gives NaN logits in the batch of images {seen} to {seen + batch - 1}; "
-            f"look at the weights and at the range of the activations"
-        )
+def _judge(logits: Tensor, labels: Tensor) -> Tensor:
+    """logits [n, B, classes] -> correct answers and summed cross-entropy, DoubleTensor[n, 2]."""
+    hits = logits.argmax(-1) == labels
+    answers = logits.double().flatten(0, 1), labels.repeat(len(logits))
+    losses = F.cross_entropy(*answers, reduction="none").view(hits.shape)
+    return torch.stack([hits.double().sum(1), losses.sum(1)], 1)
 
 
 # ---------------------------------------------------------------------------- preparation
@@ -220,13 +188,9 @@ def read(net: nn.Module, data: Any) -> tuple[ImageData, MaskSet]:
 
 @contextmanager
 def prepared(
-    net: nn.Module,
-    current: MaskSet,
-    removals: list[Tensor],
-    images: ImageData,
-    engine: Engine,
+    net: nn.Module, current: MaskSet, removals: list[Tensor], images: ImageData, engine: Engine,
     expected: int | None = None,
-) -> Iterator[Plan]:
+) -> Iterator[Plan]:  # fmt: skip
     """The plan, with the net in eval mode; afterwards the net is as it was.
 
     current: a copy of the net's masks. removals: all, or some that are typical of the
@@ -268,9 +232,9 @@ def check_removals(
             f"removals have shape {tuple(removals.shape)}; expected [K, D]: K hypotheses of D ids"
         )
     checked = []
-    for k, ids in enumerate(removals, first):
+    for k, given in enumerate(removals, first):
         try:
-            ids = current.check_kept(torch.as_tensor(ids))
+            ids = current.check_kept(torch.as_tensor(given))
         except (ValueError, IndexError, TypeError) as error:
             raise type(error)(f"hypothesis {k}: {error}") from None
         if ids.ndim != 1:

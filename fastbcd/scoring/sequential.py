@@ -23,7 +23,6 @@ class Sequential:
         self.net, self.masks = net, masks
 
     def prepare(self, removals: dict[int, Tensor], lanes: int) -> dict[int, Tensor]:
-        """Removals by number; the engine takes them one at a time."""
         return removals
 
     def logits(

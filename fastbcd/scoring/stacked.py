@@ -15,6 +15,7 @@ that site, so the lanes that a value has are the first n of them:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -30,48 +31,31 @@ from fastbcd.scoring.program import Activation, Call, NotTraceable, Program
 BATCH = 32  # images at a time, unless memory or the user says otherwise
 
 
+@dataclass(frozen=True)
 class LaneGroup:
-    """Hypotheses that run together, in the order of the first site that each changes.
+    """Hypotheses that run together, in the order of the first site that each changes."""
 
-    first[k]: the site where hypothesis k leaves the base, or the number of sites if never.
-    """
+    numbers: list[int]
+    count: dict[fx.Node, int]  # how many lanes a value has
+    reads: set[fx.Node]  # values of the base that lanes read
+    masks: list[Tensor]  # uint8 [lanes, *shape] by site
+    keep: set[fx.Node]  # values that are read after the last step
 
-    def __init__(self, program: Program, first: list[int], numbers: list[int]) -> None:
-        sites = len(program.activations)
-        # A hypothesis that removes nothing has no lane: its logits are the base's.
-        moving = sorted((f, k) for f, k in zip(first, numbers, strict=True) if f < sites)
-        self.numbers = [k for _, k in moving]
-        begin = len(moving) if program.uniform else 0
-        # count[node]: how many lanes a value has. reads: where lanes read the base's value.
-        self.count: dict[fx.Node, int] = {program.placeholder: begin}
-        self.reads: set[fx.Node] = {program.placeholder} if program.uniform else set()
-        for step in program.steps:
-            n = max((self.count.get(i, 0) for i in step.inputs), default=0)
-            if isinstance(step, Activation):
-                n = max(begin, sum(f <= step.site for f, _ in moving))
-            self.count[step.node] = n
-            self.reads |= {i for i in step.inputs if self.count.get(i, 0) < n}
-        if self.count[program.output] < len(moving):
-            self.reads.add(program.output)
 
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def masks(
-        self, masks: MaskSet, removals: dict[int, Tensor], program: Program
-    ) -> dict[int, Tensor]:
-        """[lanes, *shape] uint8 by site: the base's bits less what each lane removes."""
-        found = {}
-        for step in program.activations:
-            site = masks.sites[step.site]
-            bits = masks.bits[site.start : site.start + site.numel].to(torch.uint8)
-            lanes = bits.repeat(self.count[step.node], 1)
-            for lane, k in zip(lanes, self.numbers, strict=False):
-                ids = removals[k] - site.start
-                lane[ids[(ids >= 0) & (ids < site.numel)]] = 0
-            device = step.module.mask.device
-            found[step.site] = channels_last(lanes.view(-1, *site.shape).to(device))
-        return found
+def lane_counts(program: Program, begins: list[int]) -> tuple[dict[fx.Node, int], set[fx.Node]]:
+    """`count` and `reads` of lanes that leave the base at the sites `begins`."""
+    first = len(begins) if program.uniform else 0
+    count = {program.placeholder: first}
+    reads = {program.placeholder} if program.uniform else set()
+    for step in program.steps:
+        n = max((count.get(i, 0) for i in step.inputs), default=0)
+        if isinstance(step, Activation):
+            n = max(first, sum(site <= step.site for site in begins))
+        count[step.node] = n
+        reads |= {i for i in step.inputs if count.get(i, 0) < n}
+    if count[program.output] < len(begins):
+        reads.add(program.output)
+    return count, reads
 
 
 def first_change(masks: MaskSet, ids: Tensor) -> int:
@@ -90,118 +74,102 @@ class Stacked:
 
     def __init__(self, program: Program, masks: MaskSet) -> None:
         self.program, self.masks = program, masks
-        bits = dict(enumerate(masks.split()))
-        self.base_masks = [
-            channels_last(bits[s.site].unsqueeze(0).to(s.module.mask.device, torch.uint8))
-            for s in sorted(program.activations, key=lambda s: s.site)
-        ]
         self.buffers: dict[fx.Node, Tensor] = {}
+        self.base_masks = self.lane_masks([torch.empty(0, dtype=torch.int64)])
 
-    def prepare(self, removals: dict[int, Tensor], lanes: int) -> list[tuple[LaneGroup, dict]]:
+    def lane_masks(self, removals: list[Tensor]) -> list[Tensor]:
+        """[lanes, *shape] uint8 by site: the base's bits less what each lane removes."""
+        lanes = self.masks.bits.to(torch.uint8).repeat(len(removals), 1)
+        for lane, ids in zip(lanes, removals, strict=True):
+            lane[ids] = 0
+        steps = sorted(self.program.activations, key=lambda step: step.site)
+        parts = lanes.split([site.numel for site in self.masks.sites], dim=1)
+        return [
+            channels_last(part.reshape(-1, *step.module.mask.shape).to(step.module.mask.device))
+            for part, step in zip(parts, steps, strict=True)
+        ]
+
+    def prepare(self, removals: dict[int, Tensor], lanes: int) -> list[LaneGroup]:
         """Hypotheses by number, cut into groups of at most `lanes` that begin near each other."""
-        order = sorted(removals, key=lambda k: first_change(self.masks, removals[k]))
+        begin = {k: first_change(self.masks, ids) for k, ids in removals.items() if ids.numel()}
+        order = sorted(begin, key=lambda k: (begin[k], k))
         groups = []
         for i in range(0, len(order), lanes):
             numbers = order[i : i + lanes]
-            first = [first_change(self.masks, removals[k]) for k in numbers]
-            group = LaneGroup(self.program, first, numbers)
-            groups.append((group, group.masks(self.masks, removals, self.program)))
+            count, reads = lane_counts(self.program, [begin[k] for k in numbers])
+            masks = self.lane_masks([removals[k] for k in numbers])
+            groups.append(LaneGroup(numbers, count, reads, masks, {self.program.output}))
         return groups
 
     def logits(
-        self, x: Tensor, groups: list[tuple[LaneGroup, dict]], base: bool
+        self, x: Tensor, groups: list[LaneGroup], base: bool
     ) -> Iterator[tuple[list[int], Tensor]]:
         """(numbers, logits [n, B, classes]) of every hypothesis, and of the base as number -1."""
-        reads: set[fx.Node] = set().union(*(lanes.reads for lanes, _ in groups))
+        program, output = self.program, self.program.output
+        reads = set().union({output} if base else set(), *(group.reads for group in groups))
+        last = max((i for i, s in enumerate(program.steps) if s.node in reads), default=-1)
+        needed = {s.node: int(i <= last) for i, s in enumerate(program.steps)}
+        one = LaneGroup([-1], {program.placeholder: 1, **needed}, set(), self.base_masks, reads)
+        values = self.run(one, {program.placeholder: channels_last(x)}, {})
         if base:
-            reads.add(self.program.output)
-        values = self.run_base(x, reads)
-        if base:
-            yield [-1], values[self.program.output].unsqueeze(0)
-        for lanes, masks in groups:
-            if len(lanes):
-                yield lanes.numbers, self.run_lanes(values, lanes, masks)
+            yield [-1], values[output].unsqueeze(0)
+        for group in groups:
+            n, own = len(group.numbers), {}
+            if group.count[program.placeholder]:
+                own[program.placeholder] = extend(None, values[program.placeholder], 0, n)
+            own = self.run(group, own, values)
+            logits = extend(own.get(output), values.get(output), group.count[output], n)
+            yield group.numbers, logits.view(n, -1, logits.shape[-1])
 
-    def run_base(self, x: Tensor, reads: set[fx.Node]) -> dict[fx.Node, Any]:
-        """Run the base net as far as its values will be read, and keep those."""
-        program = self.program
-        missing = reads - {program.placeholder} - set(program.constants)
-        values: dict[fx.Node, Any] = {**program.constants, program.placeholder: channels_last(x)}
-        left = dict(program.uses)
-        for step in program.steps:
-            if not missing:
-                break
-            missing.discard(step.node)
-            if isinstance(step, Call):
-                values[step.node] = step(values)
-            else:
-                source = values[step.x].unsqueeze(0)
-                residual = None if step.residual is None else values[step.residual].unsqueeze(0)
-                out = source if step.x in program.fresh and step.x not in reads else None
-                y = step.run(source, self.base_masks[step.site], residual, out)
-                values[step.node] = y.squeeze(0)
-            for node in step.inputs:
-                left[node] -= 1
-                if not left[node] and node not in reads and node not in program.constants:
-                    del values[node]  # its memory serves the next step
-        return values
+    def run(
+        self, group: LaneGroup, values: dict[fx.Node, Any], base: dict[fx.Node, Any]
+    ) -> dict[fx.Node, Any]:
+        """Run the steps that have lanes; the lanes that an input lacks are those of the base.
 
-    def run_lanes(
-        self, base: dict[fx.Node, Any], lanes: LaneGroup, masks: dict[int, Tensor]
-    ) -> Tensor:
-        """The logits of the lanes, [lanes, B, classes], given the base's values."""
-        program, count = self.program, lanes.count
-        values: dict[fx.Node, Any] = {}
+        base: values of the base; none to compute them. Returned are the values in `group.keep`.
+        """
+        program, count = self.program, group.count
         left = dict(program.uses)
-        if count[program.placeholder]:
-            values[program.placeholder] = extend(None, base[program.placeholder], 0, len(lanes))
         for step in program.steps:
             n = count[step.node]
-            if isinstance(step, Activation):
-                if n:
-                    values[step.node] = self.activate(step, base, values, lanes, masks[step.site])
-            elif n:
-                full = {
-                    i: base[i] if i in program.constants
-                    else extend(values.get(i), base.get(i), count[i], n)
-                    for i in step.inputs
-                }  # fmt: skip
-                values[step.node] = step(full)
+            if n and isinstance(step, Activation):
+                values[step.node] = self.activate(step, group, values, base)
+            elif n and isinstance(step, Call):
+                own = [i for i in step.inputs if i not in program.constants]
+                full = {i: extend(values.get(i), base.get(i), count[i], n) for i in own}
+                values[step.node] = step({**program.constants, **full})
             for node in step.inputs:
                 left[node] -= 1
-                if not left[node]:
-                    values.pop(node, None)
-        node = program.output
-        logits = extend(values.get(node), base.get(node), count[node], len(lanes))
-        return logits.view(len(lanes), -1, logits.shape[-1])
+                if not left[node] and node not in group.keep:
+                    values.pop(node, None)  # its memory serves the next step
+        return values
 
     def activate(
-        self,
-        step: Activation,
+        self, step: Activation, group: LaneGroup, values: dict[fx.Node, Any],
         base: dict[fx.Node, Any],
-        values: dict[fx.Node, Any],
-        lanes: LaneGroup,
-        masks: Tensor,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """One site for all lanes: those that run already, then those that begin here."""
-        n, of_x = lanes.count[step.node], lanes.count[step.x]
-        of_residual = 0 if step.residual is None else lanes.count[step.residual]
+        count, masks = group.count, group.masks[step.site]
+        n, of_x = count[step.node], count[step.x]
+        of_residual = 0 if step.residual is None else count[step.residual]
         some = values[step.x] if of_x else base[step.x]
         batch, shape = some.shape[0] // max(of_x, 1), some.shape[1:]
-        if of_x == n and step.x in self.program.fresh:
-            out = values[step.x].view(n, batch, *shape)
+        if of_x == n and step.x in self.program.fresh and step.x not in group.keep:
+            out = some
+        elif not base:
+            out = torch.empty_like(some)
         else:
-            out = self.buffer(step.node, n * batch, some).view(n, batch, *shape)
+            out = self.buffer(step.node, n * batch, some)
+        lanes = out.view(n, batch, *shape)
 
         def part(node: fx.Node, have: int, a: int, b: int) -> Tensor:
             """Lanes a to b of a value: their own, or the base's for all of them."""
             return values[node].view(have, batch, *shape)[a:b] if b <= have else base[node]
 
-        cuts = sorted({0, of_x, of_residual, n})
-        for a, b in pairwise(cuts):
+        for a, b in pairwise(sorted({0, of_x, of_residual, n})):
             residual = None if step.residual is None else part(step.residual, of_residual, a, b)
-            step.run(part(step.x, of_x, a, b), masks[a:b], residual, out[a:b])
-        return out.view(n * batch, *shape)
+            step.run(part(step.x, of_x, a, b), masks[a:b], residual, lanes[a:b])
+        return out
 
     def buffer(self, node: fx.Node, items: int, like: Tensor) -> Tensor:
         """Memory [items, *like.shape[1:]] that belongs to this node, the same in every batch."""
@@ -244,10 +212,10 @@ def extend(value: Any, base: Any, have: int, want: int) -> Any:
 
 def stacked_multiply_adds(request: Request, program: Program) -> int:
     """Of the base and all hypotheses, each from its first changed site on, over all images."""
-    begins = [first_change(request.masks, ids) for ids in request.removals]
-    lanes = LaneGroup(program, begins, list(range(len(begins))))
-    of_lanes = sum(program.multiply_adds[node] * n for node, n in lanes.count.items())
-    of_all = of_lanes * request.hypotheses // max(len(begins), 1)
+    begins = [first_change(request.masks, ids) for ids in request.removals if ids.numel()]
+    count, _ = lane_counts(program, begins)
+    of_lanes = sum(program.multiply_adds[node] * n for node, n in count.items())
+    of_all = of_lanes * request.hypotheses // max(len(request.removals), 1)
     return (sum(program.multiply_adds.values()) + of_all) * request.images
 
 

@@ -202,6 +202,25 @@ def test_a_net_that_mixes_the_batch_is_not_stacked() -> None:
         score(net, hypotheses(net, 2, 2), (x, labels), engine="stacked")
 
 
+class WritesIntoAView(nn.Module):
+    """Changes its features through a view of them, which torch.fx does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act = nn.Conv2d(3, 2, 3), fastbcd.MaskedReLU((2, 6, 6))
+
+    def forward(self, x):
+        y = self.conv(x)
+        y.diagonal(0, 2, 3).add_(1.0)
+        return self.act(y).flatten(1)
+
+
+def test_a_net_that_writes_into_a_view_is_not_stacked() -> None:
+    net, (x, labels) = WritesIntoAView(), images(6)
+    with pytest.raises(ValueError, match="gives other logits than as a module"):
+        score(net, hypotheses(net, 2, 2), (x, labels), engine="stacked")
+
+
 def test_explain_prints_the_plan(capsys) -> None:
     net, (x, labels) = make("resnet"), images(9)
     late = torch.tensor([[fastbcd.masks(net).sites[-1].start]])
