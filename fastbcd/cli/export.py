@@ -56,7 +56,7 @@ def _from_run(options: argparse.Namespace) -> tuple[nn.Module, tuple[int, ...]]:
     run = fastbcd.load_run(options.source)
     _, poly = read_masks(options.source)
     data, arch = run.config["data"], run.config["net"]["arch"] or {}
-    size: tuple[int, ...] = (data["channels"], data["height"], data["width"])
+    size = tuple(data.get("shape") or (data["channels"], data["height"], data["width"]))
     classes = data["classes"]
     if options.data is not None:
         size, classes = _size(options.data)
@@ -94,4 +94,4 @@ def _size(name: str) -> tuple[tuple[int, ...], int]:
         shape = recipes.DATA[name]
         return (shape.channels, shape.image_size, shape.image_size), shape.classes
     data = fastbcd.load(name)
-    return tuple(data.images.shape[1:]), data.classes
+    return tuple(data.images.shape[1:]), data.need_classes("the net")

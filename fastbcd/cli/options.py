@@ -194,7 +194,7 @@ def make_net(options: argparse.Namespace, example: Tensor, classes: int) -> nn.M
 
 def given_net(options: argparse.Namespace, data: ImageData, *, trained: bool = True) -> nn.Module:
     """The net with --weights; if it should be trained and they are missing, with a warning."""
-    net = make_net(options, next(data.batches(2))[0].cpu(), data.classes)
+    net = make_net(options, next(data.batches(2))[0].cpu(), data.need_classes("the net"))
     if options.weights is not None:
         return load_weights(net, options.weights)
     if not trained:
@@ -210,7 +210,7 @@ def given_teacher(options: argparse.Namespace, data: ImageData) -> nn.Module | N
     """The net of --teacher, in eval mode; None if it is not given."""
     if options.teacher is None:
         return None
-    net = make_net(options, next(data.batches(2))[0].cpu(), data.classes)
+    net = make_net(options, next(data.batches(2))[0].cpu(), data.need_classes("the net"))
     return load_weights(net, options.teacher).eval()
 
 

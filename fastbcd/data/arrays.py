@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 Stats = Sequence[float] | None
-FLOATS = (torch.float32, torch.float64)
+DTYPES = (torch.uint8, torch.float32, torch.float64)
+LAYOUTS = {"NCHW": 4, "NHWC": 4, "NHW": 3, "NC...": None}  # and their number of dimensions
 # Samplers that draw all of their dataset, in any order.
 WHOLE = (torch_data.SequentialSampler, torch_data.RandomSampler, torch_data.DistributedSampler)
 
@@ -20,41 +21,49 @@ WHOLE = (torch_data.SequentialSampler, torch_data.RandomSampler, torch_data.Dist
 # ------------------------------------------------------------------------- arrays and tensors
 
 
-def image_tensor(images: Any, layout: str | None) -> Tensor:
-    """uint8 or float images [N,C,H,W] from what the user has."""
+def input_tensor(images: Any, layout: str | None) -> Tensor:
+    """uint8 or float inputs [N,C,...] from what the user has; `layout` as in from_arrays."""
     if not isinstance(images, Tensor):
-        array = np.ascontiguousarray(images)
-        images = torch.from_numpy(array if array.flags.writeable else array.copy())
+        images = torch.from_numpy(np.require(images, requirements=("C", "W")))
     check_values("images", images)
     if images.dtype in (torch.float16, torch.bfloat16):
         images = images.float()
-    if images.dtype != torch.uint8 and images.dtype not in FLOATS:
+    if images.dtype not in DTYPES:
         raise TypeError(f"images are {images.dtype}; give uint8 (0 to 255), or normalised floats")
-    if images.ndim == 3:
-        images, layout = images.unsqueeze(1), "NCHW"
-    if images.ndim != 4:
-        raise ValueError(f"images are {list(images.shape)}, not [N,C,H,W], [N,H,W,C] or [N,H,W]")
     if layout is None:
-        last = images.dtype == torch.uint8 and _channels_last(images.shape[1], images.shape[3])
-        layout = "NHWC" if last else "NCHW"
-    if layout not in ("NCHW", "NHWC"):
-        raise ValueError(f"layout is {layout!r}; it is 'NCHW' or 'NHWC'")
+        layout = "NC..."
+        if images.dtype == torch.uint8 and images.ndim == 3:
+            layout = "NHW"
+        elif images.dtype == torch.uint8 and images.ndim == 4 and _channels_last(*images.shape[1:]):
+            layout = "NHWC"
+    if layout not in LAYOUTS or LAYOUTS[layout] not in (None, images.ndim):
+        raise ValueError(
+            f"layout is {layout!r} for images {list(images.shape)}; give 'NCHW', 'NHWC' (4 "
+            f"dimensions), 'NHW' (3) or 'NC...' (inputs of any shape, taken as they are)"
+        )
+    if layout == "NHW":
+        images = images.unsqueeze(1)
     return (images.permute(0, 3, 1, 2) if layout == "NHWC" else images).contiguous()
 
 
-def label_tensor(labels: Any, name: str = "labels") -> Tensor:
-    """int64 [N] from whole numbers of any kind."""
-    if not isinstance(labels, Tensor):
-        array = np.asarray(labels)
-        if array.size and array.dtype.kind not in "iu":
-            raise TypeError(f"{name} are {array.dtype}; they must be whole numbers")
-        labels = torch.from_numpy(array.astype(np.int64))
-    check_values(name, labels)
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise TypeError(f"{name} are {labels.dtype}; they must be whole numbers")
-    if labels.ndim != 1:
-        raise ValueError(f"{name} are {list(labels.shape)}, not [N]; if one-hot: labels.argmax(1)")
-    return labels.long()
+def target_tensor(targets: Any, name: str = "labels") -> Tensor:
+    """Targets [N,...]: whole numbers become int64, floats and bools stay as they are."""
+    if not isinstance(targets, Tensor):
+        array = np.asarray(targets)
+        if array.size and array.dtype.kind not in "iufb":
+            raise TypeError(f"{name} are {array.dtype}; they must be numbers")
+        whole = array.dtype.kind in "iu" or array.size == 0
+        targets = torch.from_numpy(array.astype(np.int64) if whole else array.copy())
+    check_values(name, targets)
+    if targets.is_complex():
+        raise TypeError(f"{name} are {targets.dtype}; they must be real numbers")
+    whole = not targets.is_floating_point() and targets.dtype != torch.bool
+    return targets.long() if whole else targets
+
+
+def are_indices(targets: Tensor) -> bool:
+    """Are these class indices: whole numbers, one per sample?"""
+    return targets.dtype == torch.int64 and targets.ndim == 1
 
 
 def check_values(name: str, tensor: Tensor) -> None:
@@ -76,8 +85,8 @@ def check_labels(labels: np.ndarray, classes: int, where: str) -> None:
         )
 
 
-def _channels_last(first: int, last: int) -> bool:
-    """Does an image with these first and last dimensions have its channels last?"""
+def _channels_last(first: int, _: int, last: int) -> bool:
+    """Does an image with these dimensions have its channels last?"""
     return last in (1, 3) and first not in (1, 3)
 
 
@@ -85,7 +94,7 @@ def _channels_last(first: int, last: int) -> bool:
 
 
 def read_dataset(dataset: Any, mean: Stats, std: Stats) -> tuple[np.ndarray, np.ndarray]:
-    """All images and labels of a Dataset: uint8 or float [N,C,H,W], and int64 [N].
+    """All inputs and targets of a Dataset: uint8 or float [N,C,...], and numbers [N,...].
 
     Floats stay as they are without mean and std. With both, they are turned back into the bytes
     they were made from: k of k/255, or of (k/255 - mean)/std. It is the same for all items, as a
@@ -100,8 +109,13 @@ def read_dataset(dataset: Any, mean: Stats, std: Stats) -> tuple[np.ndarray, np.
     try:
         return _read_items(dataset, lambda image, where: _to_bytes(image, 0.0, 1.0, where))
     except _NotBytes:
-        columns = np.reshape(mean, (-1, 1, 1)), np.reshape(std, (-1, 1, 1))
-        return _read_items(dataset, lambda image, where: _to_bytes(image, *columns, where))
+        stats = np.asarray(mean), np.asarray(std)
+
+        def undo(image: np.ndarray, where: str) -> np.ndarray:
+            columns = [values.reshape(-1, *[1] * (image.ndim - 1)) for values in stats]
+            return _to_bytes(image, columns[0], columns[1], where)
+
+        return _read_items(dataset, undo)
 
 
 def sampled(loader: torch_data.DataLoader) -> list[int] | None:
@@ -125,54 +139,65 @@ Decode = Callable[[np.ndarray, str], np.ndarray]
 
 
 def _read_items(dataset: Any, decode: Decode) -> tuple[np.ndarray, np.ndarray]:
-    first, _ = _read_item(dataset, 0, decode)
-    images = np.empty((len(dataset), *first.shape), first.dtype)
-    labels = np.empty(len(dataset), np.int64)
+    held: list[np.ndarray] = []
     for i in range(len(dataset)):
-        image, labels[i] = _read_item(dataset, i, decode)
-        if image.shape != first.shape or image.dtype != first.dtype:
-            raise ValueError(
-                f"item {i} of the dataset is {image.dtype} {image.shape}, item 0 {first.dtype} "
-                f"{first.shape}; bring all to one size and dtype"
-            )
-        images[i] = image
-        if i < 8 and not np.array_equal(_read_item(dataset, i, decode)[0], image, equal_nan=True):
+        item = _read_item(dataset, i, decode)
+        held = held or [np.empty((len(dataset), *a.shape), a.dtype) for a in item]
+        for what, array, whole in zip(("image", "target"), item, held, strict=True):
+            if array.shape != whole.shape[1:] or array.dtype != whole.dtype:
+                raise ValueError(
+                    f"the {what} of item {i} of the dataset is {array.dtype} {array.shape}, that "
+                    f"of item 0 {whole.dtype} {whole.shape[1:]}; bring all to one size and dtype"
+                )
+            whole[i] = array
+        again = _read_item(dataset, i, decode)[0] if i < 8 else item[0]
+        if not np.array_equal(again, item[0], equal_nan=again.dtype.kind == "f"):
             raise ValueError(
                 f"item {i} of the dataset is another image each time it is read; give the "
                 f"dataset without its random transforms: fastbcd makes crops and flips itself"
             )
-    return images, labels
+    images, targets = held
+    return images, targets
 
 
-def _read_item(dataset: Any, i: int, decode: Decode) -> tuple[np.ndarray, int]:
-    """Item i of a Dataset: uint8 or float [C,H,W] and its label."""
+def _read_item(dataset: Any, i: int, decode: Decode) -> tuple[np.ndarray, np.ndarray]:
+    """Item i of a Dataset: its input, uint8 or float [C,...], and its target."""
     item = dataset[i]
     if not isinstance(item, tuple | list) or len(item) < 2:
         raise TypeError(f"item {i} of the dataset is a {type(item).__name__}, not (image, label)")
     image, label = item[:2]
-    where = f"the image of item {i} of the dataset"
     try:
-        label = operator.index(label)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"the label of item {i} of the dataset is {label!r}, not an int") from error
+        target = np.asarray(operator.index(label), np.int64)
+    except (TypeError, ValueError):
+        target = _array(label, f"the label of item {i} of the dataset")
+    if target.dtype.kind not in "iufb":
+        raise TypeError(
+            f"the label of item {i} of the dataset is {label!r}, not an int, nor a number or an "
+            f"array of numbers"
+        )
+    where = f"the image of item {i} of the dataset"
     mode = getattr(image, "mode", None)  # of a PIL image; a tensor has a method of that name
     if isinstance(mode, str) and mode not in ("L", "RGB"):
         raise TypeError(f"{where} has mode {mode!r}; convert it: image.convert('RGB')")
-    if isinstance(image, Tensor):
-        check_values(where, image)
-        small = image.dtype in (torch.float16, torch.bfloat16)
-        array = (image.float() if small else image).numpy(force=True)
-    else:
-        array = np.asarray(image)
-    if array.ndim not in (2, 3) or array.size == 0 or array.dtype.kind not in "fu":
+    array = _array(image, where)
+    if array.ndim == 0 or array.size == 0 or (array.dtype != np.uint8 and array.dtype.kind != "f"):
         raise TypeError(
             f"{where} is a {type(image).__name__}: {array.dtype} {list(array.shape)}; it must be a "
-            f"PIL image, or uint8 or float [C,H,W]"
+            f"PIL image, or uint8 or float [C,H,W] or [C,...]"
         )
-    array = array[None] if array.ndim == 2 else array
-    if not isinstance(image, Tensor) and _channels_last(array.shape[0], array.shape[2]):
+    if array.dtype == np.uint8 and array.ndim == 2:
+        array = array[None]
+    if not isinstance(image, Tensor) and array.ndim == 3 and _channels_last(*array.shape):
         array = array.transpose(2, 0, 1)
-    return (array if array.dtype == np.uint8 else decode(array, where)), label
+    return (array if array.dtype == np.uint8 else decode(array, where)), target
+
+
+def _array(value: Any, where: str) -> np.ndarray:
+    if not isinstance(value, Tensor):
+        return np.asarray(value)
+    check_values(where, value)
+    small = value.dtype in (torch.float16, torch.bfloat16)
+    return (value.float() if small else value).numpy(force=True)
 
 
 def _to_bytes(image: np.ndarray, mean: Any, std: Any, where: str) -> np.ndarray:

@@ -9,6 +9,9 @@ it: number v = (top·(2p+1) + left)·2 + flip, with top and left counted in the 
 there are (2p+1)²·2 of them (162 for p = 4). Which view a sample takes, and the order of samples,
 are pure functions of (seed, step, epoch, sample id): not of batches, devices or processes. The
 padding is 0 before normalising: black for uint8 images, 0 for floats.
+
+Inputs may have any shape [N,C,...], such as signals [N,C,L] or feature vectors [N,F], and targets
+any shape [N,...]. Crops and flips are for images [N,C,H,W] with a target per image.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from fastbcd.data import arrays, pixels
-from fastbcd.data.arrays import Stats, image_tensor, label_tensor
+from fastbcd.data.arrays import Stats, input_tensor, target_tensor
 from fastbcd.data.npz import npz_keys, read_npz
 from fastbcd.runtime.validate import check_whole
 
@@ -36,18 +39,23 @@ ORDER, VIEWS = 1, 2  # streams of random numbers; 0 is the masks'
 class ImageData:
     """Images, labels and how to normalise them; all tensors on one device.
 
+    Labels are class indices, int64 [N], and `classes` is their number; or other targets of any
+    shape and dtype [N,...] (maps, several labels, real numbers), and `classes` is None.
+
     >>> data = ImageData.from_arrays(np.zeros((6, 8, 8, 3), np.uint8), [0, 1, 2, 0, 1, 2])
     >>> data
     ImageData(6 × 3×8×8 uint8, 3 classes, cpu)
     >>> [tuple(x.shape) for x, labels in data.batches(4)]
     [(4, 3, 8, 8), (2, 3, 8, 8)]
+    >>> ImageData.from_arrays(torch.randn(6, 3, 64), torch.randn(6, 2))
+    ImageData(6 × 3×64 float32, targets 2 float32, cpu)
     """
 
-    images: Tensor  # uint8, float32 or float64 [N,C,H,W]
-    labels: Tensor  # int64 [N]
-    mean: tuple[float, ...]  # per channel, of uint8/255 or of the floats themselves
+    images: Tensor  # uint8, float32 or float64 [N,C,H,W], or another [N,C,...]
+    labels: Tensor  # int64 [N], or targets [N,...]
+    mean: tuple[float, ...]  # per channel, of uint8/255 or of the floats; one value for [N,F]
     std: tuple[float, ...]
-    classes: int
+    classes: int | None  # None: the labels are not class indices
     # int64 [N], each sample's number in the data it is a part of; 0 .. N-1 if not given
     ids: Tensor = None  # type: ignore[assignment]
     name: str | None = None  # what `load` was asked for; a run records it
@@ -57,26 +65,34 @@ class ImageData:
         if self.ids is None:
             object.__setattr__(self, "ids", torch.arange(len(images), device=images.device))
         arrays.check_values("images", images)
-        if images.dtype != torch.uint8 and images.dtype not in arrays.FLOATS:
+        if images.dtype not in arrays.DTYPES:
             raise TypeError(f"images are {images.dtype}; they must be uint8, float32 or float64")
-        if images.ndim != 4 or 0 in images.shape[1:]:
+        if images.ndim < 2 or 0 in images.shape[1:]:
             raise ValueError(
-                f"images have shape {list(images.shape)}, not [N,C,H,W] with C, H, W of at least 1"
+                f"images have shape {list(images.shape)}, not [N,C,H,W] or another [N,C,...] with "
+                f"sizes of at least 1"
             )
         for name, tensor in (("labels", self.labels), ("ids", self.ids)):
-            if tensor.dtype != torch.int64 or tensor.shape != images.shape[:1]:
+            if tensor.shape[:1] != images.shape[:1]:
                 raise ValueError(
                     f"{name} are {tensor.dtype} {list(tensor.shape)} beside {len(images)} images; "
-                    f"they must be int64 [{len(images)}]"
+                    f"they must be [{len(images)}] or [{len(images)},...]"
                 )
             if tensor.device != images.device:
                 raise ValueError(f"{name} are on {tensor.device}, the images on {images.device}")
+        channels = _channels(images)
         for name, values in (("mean", self.mean), ("std", self.std)):
-            if len(values) != images.shape[1]:
-                raise ValueError(f"{name} has {len(values)} values for {images.shape[1]} channels")
+            if len(values) != channels:
+                raise ValueError(f"{name} has {len(values)} values for {channels} channels")
             if not np.isfinite(values).all() or (name == "std" and min(values) <= 0):
                 raise ValueError(f"{name} is {tuple(values)}; it must be finite, and std above 0")
-        arrays.check_labels(self.labels.cpu().numpy(), self.classes, "labels")
+        if self.classes is not None:
+            if not arrays.are_indices(self.labels):
+                raise ValueError(
+                    f"labels are {self.labels.dtype} {list(self.labels.shape)}, not class indices, "
+                    f"int64 [{len(images)}]; classes={self.classes} must then be None"
+                )
+            arrays.check_labels(self.labels.cpu().numpy(), self.classes, "labels")
 
     # ------------------------------------------------------------------ where it comes from
 
@@ -87,15 +103,19 @@ class ImageData:
     ) -> ImageData:  # fmt: skip
         """From numpy arrays or tensors, without copying what already fits.
 
-        images: uint8 [N,C,H,W], [N,H,W,C] or [N,H,W]; or floats [N,C,H,W] or [N,H,W].
-        layout: "NCHW" or "NHWC" for 4-D images; None takes NHWC if they are uint8 and only the
-        last dimension is 1 or 3. mean, std: per channel, for (x - mean)/std, where x is uint8/255,
-        or the floats themselves; 0 and 1 if not given. classes: largest label + 1 if not given.
+        images: uint8 or float, [N,C,H,W] or any other [N,C,...]; uint8 [N,H,W,C] and [N,H,W] too.
+        layout: None takes uint8 [N,H,W] as images of one channel, and uint8 with only the last of
+        four dimensions 1 or 3 as [N,H,W,C]; all else stays as it is: floats [N,3,64] are signals
+        of 3 channels. "NHW", "NHWC" or "NCHW" say it for any dtype; "NC..." keeps any shape.
+        labels: class indices, whole numbers [N]; or targets of another shape or dtype.
+        mean, std: per channel, for (x - mean)/std, where x is uint8/255, or the floats themselves;
+        0 and 1 if not given. classes: largest label + 1 if not given.
         """
-        x, y = image_tensor(images, layout), label_tensor(labels)
-        mean = (0.0,) * x.shape[1] if mean is None else tuple(map(float, mean))
-        std = (1.0,) * x.shape[1] if std is None else tuple(map(float, std))
-        if classes is None:
+        x, y = input_tensor(images, layout), target_tensor(labels)
+        channels = _channels(x)
+        mean = (0.0,) * channels if mean is None else tuple(map(float, mean))
+        std = (1.0,) * channels if std is None else tuple(map(float, std))
+        if classes is None and arrays.are_indices(y):
             classes = int(y.max()) + 1 if len(y) else 0
         return cls(x, y.to(x.device), mean, std, classes)
 
@@ -118,8 +138,9 @@ class ImageData:
             std = np.atleast_1d(read_npz(path, "std")).tolist()
         try:
             if classes is None:
-                others = [label_tensor(read_npz(path, k), k) for k in keys if k.endswith("labels")]
-                classes = max((int(o.max()) + 1 for o in others if len(o)), default=0)
+                others = [target_tensor(read_npz(path, k), k) for k in keys if k.endswith("labels")]
+                if all(map(arrays.are_indices, others)):
+                    classes = max((int(o.max()) + 1 for o in others if len(o)), default=0)
             return cls.from_arrays(images, labels, mean, std, classes=classes)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{path}, split {split!r}: {error}") from error
@@ -130,15 +151,16 @@ class ImageData:
     ) -> ImageData:
         """From a torch Dataset of (image, label) pairs, read once, in order.
 
-        Images: PIL, or uint8 or float tensors or arrays. Floats, as ToTensor or Normalize give
-        them, are used as they are. With mean and std given, floats k/255 and floats normalised
-        with these are held as bytes. Random transforms are refused: crops and flips are made here
-        (`views`).
+        Images: PIL, or uint8 or float tensors or arrays [C,...]; uint8 [H,W] has one channel.
+        Labels: ints, or numbers, tensors or arrays of one shape. Floats, as ToTensor or Normalize
+        give them, are used as they are. With mean and std given, floats k/255 and floats
+        normalised with these are held as bytes. Random transforms are refused: crops and flips
+        are made here (`views`).
         """
         if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
             return cls.from_arrays(*dataset.tensors, mean=mean, std=std, classes=classes)
         images, labels = arrays.read_dataset(dataset, mean, std)
-        return cls.from_arrays(images, labels, mean, std, classes=classes, layout="NCHW")
+        return cls.from_arrays(images, labels, mean, std, classes=classes, layout="NC...")
 
     @classmethod
     def from_loader(
@@ -156,7 +178,20 @@ class ImageData:
 
     def __repr__(self) -> str:
         shape, dtype = "×".join(map(str, self.images.shape[1:])), str(self.images.dtype)[6:]
-        return f"ImageData({len(self)} × {shape} {dtype}, {self.classes} classes, {self.device})"
+        targets = "×".join(map(str, self.labels.shape[1:])) or "1"
+        what = f"targets {targets} {str(self.labels.dtype)[6:]}"
+        what = what if self.classes is None else f"{self.classes} classes"
+        return f"ImageData({len(self)} × {shape} {dtype}, {what}, {self.device})"
+
+    def need_classes(self, what: str) -> int:
+        """The number of classes; an error that names `what` needs it if there is none."""
+        if self.classes is None:
+            raise ValueError(
+                f"{what} needs class indices, but the labels are {self.labels.dtype} "
+                f"{list(self.labels.shape)}: give whole numbers [{len(self)}] (one-hot labels: "
+                f"labels.argmax(1)), or a metric for these targets"
+            )
+        return self.classes
 
     @property
     def device(self) -> torch.device:
@@ -188,7 +223,9 @@ class ImageData:
 
     def subset(self, indices: Any) -> ImageData:
         """The samples at these positions, copied; they keep their ids and so their views."""
-        index = label_tensor(indices, "indices").to(self.device)
+        index = target_tensor(indices, "indices").to(self.device)
+        if not arrays.are_indices(index):
+            raise TypeError(f"indices are {index.dtype} {list(index.shape)}, not whole numbers [n]")
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(self):
             raise IndexError(
                 f"indices go from {int(index.min())} to {int(index.max())}; "
@@ -209,9 +246,12 @@ class ImageData:
     ) -> Tensor:  # fmt: skip
         """(images/255 - mean)/std in one pass, new or into `out`, whose dtype and layout stay.
 
-        images [B,C,H,W] of this data's dtype; floats are not divided by 255.
+        images [B,C,...] of this data's dtype; floats are not divided by 255. memory_format is for
+        images [B,C,H,W]; others are contiguous.
         """
         if out is None:
+            if images.ndim != 4:
+                memory_format = torch.contiguous_format
             out = torch.empty(
                 images.shape, dtype=dtype, device=images.device, memory_format=memory_format
             )
@@ -235,15 +275,30 @@ class ImageData:
         keys = self._random(ORDER, seed=seed, step=step, epoch=epoch)
         return torch.from_numpy(np.argsort(keys, kind="stable")).to(self.device)
 
-    def view_count(self, padding: int) -> int:
-        """How many views an image has: (2·padding+1)² crops, each with and without flip."""
+    def check_views(self, padding: int, flip: bool) -> None:
+        """Refuse crops and flips of inputs that are not images, or with a map as the target."""
         check_whole("padding", padding, 0)
-        height, width = self.images.shape[2:]
-        if padding > max(height, width):
+        wanted, images, labels = f"padding={padding}, flip={flip}", self.images, self.labels
+        if (padding or flip) and images.ndim != 4:
+            raise ValueError(
+                f"{wanted} is for images [N,C,H,W]; these inputs are {list(images.shape)}: use "
+                f"padding=0, flip=False"
+            )
+        if (padding or flip) and labels.ndim > 2:
+            raise ValueError(
+                f"{wanted} would move the images but not their targets {list(labels.shape)}: use "
+                f"padding=0, flip=False, and augment in a loop of your own"
+            )
+        if padding > max(images.shape[2:], default=0):
+            height, width = images.shape[2:]
             raise ValueError(
                 f"padding={padding} for images of {height}×{width}, so that most crops are empty; "
                 f"use at most {max(height, width)}"
             )
+
+    def view_count(self, padding: int) -> int:
+        """How many views an image has: (2·padding+1)² crops, each with and without flip."""
+        self.check_views(padding, flip=False)
         return 2 * (2 * padding + 1) ** 2
 
     def view_ids(
@@ -253,6 +308,7 @@ class ImageData:
 
         Without flip all of them are even.
         """
+        self.check_views(padding, flip)
         count = np.uint64(self.view_count(padding))
         views = self._random(VIEWS, seed=seed, step=step, epoch=epoch) % count
         ids = torch.from_numpy(views.astype(np.int64))
@@ -276,21 +332,23 @@ class ImageData:
         self, indices: Tensor, view_ids: Tensor, *, padding: int = 4, out: Tensor | None = None,
         **options: Any,
     ) -> Tensor:  # fmt: skip
-        """Samples `indices` under the views `view_ids` (both int64 [B]), normalised [B,C,H,W].
+        """Samples `indices` under the views `view_ids` (both int64 [B]), normalised [B,C,...].
 
         Equivalent to RandomCrop((H, W), padding) and a flip on the raw image, then normalising.
         out and options (memory_format, dtype): as for `normalise`.
         """
         count = self.view_count(padding)
+        image = self.images.ndim == 4
         # On a GPU the check would wait for the device; train_batches makes only valid ids.
         if view_ids.device.type == "cpu" and len(view_ids):
             low, high = int(view_ids.min()), int(view_ids.max())
-            if low < 0 or high >= count:
+            last = count - 1 if image else 0
+            if low < 0 or high > last:
                 raise ValueError(
-                    f"view_ids go from {low} to {high}; padding {padding} gives 0 to {count - 1}"
+                    f"view_ids go from {low} to {high}; padding {padding} gives 0 to {last}"
                 )
-        x = pixels.crop(self.images.index_select(0, indices), view_ids, padding)
-        return self.normalise(x, out, **options)
+        x = self.images.index_select(0, indices)
+        return self.normalise(pixels.crop(x, view_ids, padding) if image else x, out, **options)
 
     def train_batches(
         self, batch_size: int, *, seed: int, step: int, epoch: int, padding: int = 4,
@@ -324,6 +382,11 @@ def batch_sizes(samples: int, batch_size: int, smallest: int = 1) -> list[int]:
     if len(sizes) > 1 and sizes[-1] < smallest:
         sizes[-2:] = [sum(sizes[-2:])]
     return sizes
+
+
+def _channels(images: Tensor) -> int:
+    """How many values a mean and a std have."""
+    return images.shape[1] if images.ndim > 2 else 1
 
 
 def _share(values: Tensor, rank: int, world: int) -> Tensor:

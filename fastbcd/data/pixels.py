@@ -17,8 +17,7 @@ def normalise(
     if top == 1.0 and not any(mean) and set(std) == {1.0}:
         return out.copy_(images)
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
-    size = (images.shape[2], images.shape[3])
-    scale, shift = _affine(mean, std, top, size, wide, images.device)
+    scale, shift = _affine(mean, std, top, tuple(images.shape[1:]), wide, images.device)
     if out.is_contiguous():
         return torch.addcmul(shift, images, scale, out=out)
     # Arithmetic in the images' own order and then a copy is faster than across the two orders.
@@ -27,17 +26,17 @@ def normalise(
 
 @lru_cache(maxsize=64)
 def _affine(
-    mean: tuple[float, ...], std: tuple[float, ...], top: float, size: tuple[int, int],
+    mean: tuple[float, ...], std: tuple[float, ...], top: float, shape: tuple[int, ...],
     dtype: torch.dtype, device: torch.device,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(x/top - mean)/std = x·scale + shift: scale and shift, [C,H,W].
+    """(x/top - mean)/std = x·scale + shift: scale and shift, [C,...].
 
-    Spread over H and W, because then the arithmetic is vectorised: 2.5 times as fast on a CPU.
+    Spread over the shape, because then the arithmetic is vectorised: 2.5 times as fast on a CPU.
     """
     scale = [1 / (top * s) for s in std]
     shift = [-m / s for m, s in zip(mean, std, strict=True)]
     both = torch.tensor([scale, shift], dtype=torch.float64).to(device, dtype)
-    scales, shifts = both[:, :, None, None].expand(-1, -1, *size).contiguous()
+    scales, shifts = both.view(2, -1, *[1] * (len(shape) - 1)).expand(2, *shape).contiguous()
     return scales, shifts
 
 

@@ -27,7 +27,7 @@ def as_data(data: Any) -> ImageData:
     """What `score` and `bcd` take, as ImageData.
 
     data: ImageData, an (images, labels) pair as for `ImageData.from_arrays`, a Dataset or a
-    DataLoader. Floats are used as they are.
+    DataLoader. Floats are used as they are. Inputs and targets may have any shape.
 
     >>> as_data((torch.zeros(2, 3, 8, 8), torch.tensor([0, 1])))
     ImageData(2 × 3×8×8 float32, 2 classes, cpu)

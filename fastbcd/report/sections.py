@@ -209,7 +209,8 @@ def summary(runs: Sequence[Stages], about: Sequence[Subject], given: float | Non
 
 def _facts(run: Stages, about: Subject, dense: float | None) -> dict[str, str]:
     last, start, data = run.last, run.start, run.last.config["data"]
-    size = f"{data['channels']}×{data['height']}×{data['width']}"
+    shape = data.get("shape") or [data["channels"], data["height"], data["width"]]
+    size = "×".join(map(str, shape))
     facts = {
         "state": "finished" if last.done else "not finished",
         "ReLUs kept": f"{last.count:,} of {last.start.total:,} "

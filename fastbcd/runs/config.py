@@ -25,8 +25,9 @@ NOT_COMPARED = ("fastbcd", "data.name", "test.name", "net.arch", "settings.watch
 # Schemas: a field's types, or the schema of the object that it holds.
 NULL, NUMBER = (type(None),), (int, float)
 _DATA: dict[str, Any] = {
-    "name": (str, *NULL), "images": (int,), "channels": (int,), "height": (int,), "width": (int,),
-    "classes": (int,), "dtype": (str,), "mean": (list,), "std": (list,), "digest": (str,),
+    "name": (str, *NULL), "images": (int,), "channels": (int, *NULL), "height": (int, *NULL),
+    "width": (int, *NULL), "classes": (int, *NULL), "dtype": (str,),
+    "mean": (list,), "std": (list,), "digest": (str,),
 }  # fmt: skip
 _SETTINGS: dict[str, Any] = {
     "bcd": {"budget": (int,), "drc": (int, str, dict), "rt": (int,), "adt": NUMBER,

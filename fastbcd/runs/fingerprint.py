@@ -93,16 +93,19 @@ def net_facts(net: nn.Module) -> dict[str, Any]:
 def data_facts(data: ImageData) -> dict[str, Any]:
     """Name, size and normalisation, and a digest of the labels and of some of the images.
 
-    The device is not among them: a run continues on another one.
+    The device is not among them: a run continues on another one. Inputs that are not images have
+    `shape` and None for channels, height and width.
     """
     some = data.images[:: max(1, len(data) // SAMPLED)]
     stats = torch.tensor([*data.mean, *data.std], dtype=torch.float64)
     mark = digest({"images": some, "labels": data.labels, "ids": data.ids, "stats": stats})
-    channels, height, width = data.images.shape[1:]
+    shape = list(data.images.shape[1:])
+    channels, height, width = shape if len(shape) == 3 else [None] * 3
     return {
         "name": data.name, "images": len(data), "channels": channels, "height": height,
         "width": width, "classes": data.classes, "dtype": str(data.images.dtype)[6:],
         "mean": list(data.mean), "std": list(data.std), "digest": mark.hex()[:16],
+        **({} if len(shape) == 3 else {"shape": shape}),
     }  # fmt: skip
 
 

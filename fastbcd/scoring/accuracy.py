@@ -40,13 +40,16 @@ def accuracy(net: nn.Module, data: Any, batch_size: int = 500) -> float:
 def check_classes(net: nn.Module, data: ImageData, who: str) -> int:
     """The number of logits of `who` for one image; refuses labels that are out of range."""
     check_device(net, data, who)
+    data.need_classes(f"the accuracy of {who}")
     try:
         with eval_mode(net), torch.inference_mode():
             logits = net(next(data.batches(1, dtype=dtype_of(net)))[0])
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        grey = data.images.ndim == 3
+        hint = "; for grey images [N,H,W] give images.unsqueeze(1)" if grey else ""
         raise ValueError(
             f"{who} does not run on images of shape {list(data.images.shape[1:])}: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}{hint}"
         ) from error
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != 1:
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__

@@ -124,7 +124,8 @@ def difference_from_net(engine: ScoringEngine, request: Request, lanes: int) -> 
     removals = {k: kept[half] for k, half in enumerate(halves)}
 
     def outputs(one: ScoringEngine) -> dict[int, Tensor]:
-        given = images.contiguous(memory_format=one.memory_format)
+        order = one.memory_format if images.ndim == 4 else torch.contiguous_format
+        given = images.contiguous(memory_format=order)
         found = one.logits(given, one.prepare(removals, lanes), True)
         return {k: y.clone() for numbers, ys in found for k, y in zip(numbers, ys, strict=True)}
 

@@ -145,9 +145,9 @@ class TeacherLogits:
         n = len(x)
         # Always the same strides: with one channel several count as channels_last, and which
         # convolution runs depends on them.
-        filled = torch.empty(
-            (batch, *x.shape[1:]), dtype=x.dtype, device=x.device, memory_format=self.memory_format
-        )
+        order = self.memory_format if x.ndim == 4 else torch.contiguous_format
+        shape = (batch, *x.shape[1:])
+        filled = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=order)
         filled[:n] = x
         filled[n:] = 0
         return self.teacher(filled)[:n].float()

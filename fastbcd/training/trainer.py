@@ -313,6 +313,7 @@ def check_trainable(
         raise TypeError(f"settings are {type(settings).__name__}; expected fastbcd.Finetune")
     if not len(data):
         raise ValueError("there are no images to train on")
+    data.check_views(settings.padding, settings.flip)
     if len(data) < ranks.world():
         raise ValueError(f"{len(data)} images are too few for {ranks.world()} ranks")
     check_classes(net, data, "the net")

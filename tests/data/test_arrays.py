@@ -95,12 +95,13 @@ X = np.zeros((3, 3, 4, 4), np.uint8)
         (X, [0, 1, 7], {"classes": 5}, r"labels\[2\] is 7; with 5 classes labels are 0 to 4"),
         (X, [0, -1, -2], {}, r"labels\[1\] is -1"),
         (X, [0, 1], {}, "labels are torch.int64 \\[2\\] beside 3 images"),
-        (X, [0.0, 1.0, 2.0], {}, "labels are float64; they must be whole"),
-        (X, torch.zeros(3), {}, "labels are torch.float32; they must be whole"),
-        (X, torch.zeros(3, dtype=torch.bool), {}, "labels are torch.bool"),
-        (X, np.eye(3, dtype=int), {}, r"labels are \[3, 3\].*argmax"),
+        (X, ["a", "b", "c"], {}, "labels are <U1; they must be numbers"),
+        (X, torch.zeros(3, dtype=torch.complex64), {}, "labels are torch.complex64; .* real"),
+        (X, torch.zeros(3), {"classes": 2}, r"float32 \[3\], not class indices, .*classes=2 must"),
+        (X, torch.tensor(3), {}, r"labels are torch.int64 \[\] beside 3 images"),
         (X.astype(np.int64), [0, 1, 2], {}, "images are torch.int64; give uint8"),
-        (X[0, 0], [0, 1, 2], {}, r"images are \[4, 4\], not \[N,C,H,W\]"),
+        (X[:, 0, 0, 0], [0, 1, 2], {}, r"images have shape \[3\], not \[N,C,H,W\]"),
+        (X, [0, 1, 2], {"layout": "NHW"}, r"layout is 'NHW' for images \[3, 3, 4, 4\]"),
         (X, [0, 1, 2], {"mean": (0.5,)}, "mean has 1 values for 3 channels"),
         (X, [0, 1, 2], {"std": (0.1, 0.0, 1.0)}, r"std is \(0.1, 0.0, 1.0\); .* above 0"),
         (X, [0, 1, 2], {"mean": (0.1, float("nan"), 1.0)}, "mean is .*finite"),
@@ -125,7 +126,7 @@ def test_the_constructor_does_not_convert():
         ImageData(images, labels.int(), (0.0,), (1.0,), 2)
     with pytest.raises(TypeError, match=r"images are torch.float16"):
         ImageData(images.half(), labels, (0.0,), (1.0,), 2)
-    with pytest.raises(ValueError, match=r"images have shape \[2, 3, 3\]"):
+    with pytest.raises(ValueError, match=r"mean has 1 values for 3 channels"):
         ImageData(images[:, 0], labels, (0.0,), (1.0,), 2)
 
 
@@ -232,7 +233,7 @@ class Stream(IterableDataset):
         (refuse(random_flip), "another image each time.*without its random transforms"),
         (
             refuse(images=[RAW.images[0], RAW.images[1, :, 1:]]),
-            r"item 1 .*uint8 \(3, 5, 5\), item 0 uint8 \(3, 6",
+            r"item 1 .*uint8 \(3, 5, 5\), that of item 0 uint8 \(3, 6",
         ),
         (refuse(labels=["cat"] * 12), "label of item 0 .* is 'cat', not an int"),
         (refuse(lambda x: x * torch.nan, mean=MEAN, std=STD), "item 0 .*from nan to nan: neither"),
@@ -256,3 +257,126 @@ def test_datasets_refused(read, message):
 
 def test_as_data_keeps_image_data():
     assert as_data(RAW) is RAW
+
+
+# ------------------------------------------------------------------ other inputs and targets
+
+
+@pytest.mark.parametrize("shape", [(3, 64), (64,), (2, 4, 5, 6), (1, 3, 64)])
+def test_inputs_of_any_shape_stay_as_they_are(shape):
+    x = torch.randn(6, *shape)
+    items = Items(x, [0, 1, 2, 0, 1, 2])
+    for data in ((x, torch.arange(6) % 3), (x.numpy(), items.labels), items, DataLoader(items)):
+        read = as_data(data)
+        assert read.images.shape == x.shape
+        ((batch, labels),) = read.batches(6, memory_format=torch.channels_last)
+        assert torch.equal(batch, x)
+        assert torch.equal(labels, torch.arange(6) % 3)
+    shuffled = read.train_batches(4, seed=0, step=0, epoch=0, padding=0, flip=False)
+    for batch, _, indices, _ in shuffled:
+        assert torch.equal(batch, x[indices])
+
+
+def test_bytes_of_any_shape_are_normalised_per_channel():
+    x = torch.randint(0, 256, (4, 2, 3, 3, 3), dtype=torch.uint8)
+    read = ImageData.from_arrays(x, torch.arange(4), mean=(0.5, 0.25), std=(0.1, 2.0))
+    expected = [(x[:, :1] / 255 - 0.5) / 0.1, (x[:, 1:] / 255 - 0.25) / 2]
+    torch.testing.assert_close(next(read.batches(4))[0], torch.cat(expected, 1))
+    flat = ImageData.from_arrays(x.flatten(1), torch.arange(4), mean=(0.5,), std=(0.1,))
+    torch.testing.assert_close(next(flat.batches(4))[0], (x.flatten(1) / 255 - 0.5) / 0.1)
+
+
+def test_grey_images_are_bytes_or_stated():
+    grey = RAW.images[:, 0]
+    assert as_data((grey, RAW.labels)).images.shape == (12, 1, 6, 5)
+    assert as_data(Items(grey, RAW.labels)).images.shape == (12, 1, 6, 5)
+    assert as_data((grey / 255, RAW.labels)).images.shape == (12, 6, 5)
+    for images in (grey, grey / 255):
+        assert ImageData.from_arrays(images, RAW.labels, layout="NHW").images.shape[1:] == (1, 6, 5)
+        kept = ImageData.from_arrays(images, RAW.labels, layout="NC...")
+        assert kept.images.shape[1:] == (6, 5)
+    net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(24, 4))
+    with pytest.raises(ValueError, match=r"images of shape \[6, 5\].*images.unsqueeze\(1\)"):
+        fastbcd.accuracy(net, (grey / 255, RAW.labels))
+
+
+TARGETS = {
+    "maps": torch.randint(0, 5, (12, 6, 5)),
+    "several labels": torch.randint(0, 2, (12, 7)).float(),
+    "several bools": torch.randint(0, 2, (12, 7)).bool(),
+    "numbers": torch.randn(12),
+    "boxes": torch.randn(12, 4, 2, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
+def test_targets_of_any_shape(targets):
+    items = Items(RAW.images, targets)
+    for data in ((RAW.images, targets), (RAW.images, targets.numpy()), items, DataLoader(items)):
+        read = as_data(data)
+        assert read.classes is None
+        assert read.labels.dtype == targets.dtype
+        assert torch.equal(read.labels, targets)
+        assert torch.equal(read.shard(1, 2).labels, targets[6:])
+        assert torch.equal(torch.cat([y for _, y in read.batches(5)]), targets)
+    assert f"targets {'×'.join(map(str, targets.shape[1:])) or 1} " in repr(read)
+    net = torch.nn.Sequential(torch.nn.Flatten(), fastbcd.MaskedReLU(90), torch.nn.Linear(90, 4))
+    message = rf"needs class indices, but the labels are {targets.dtype} \[12.*argmax.*metric"
+    for call in (fastbcd.accuracy, fastbcd.saliency):
+        with pytest.raises(ValueError, match=message):
+            call(net, data)
+
+
+def test_targets_that_are_pictures_or_lists():
+    masks = RAW.images[:, 0]
+    pictures = as_data(Items(RAW.images, [Picture(m.numpy(), "P") for m in masks]))
+    assert torch.equal(pictures.labels, masks.long())
+    assert as_data(Items(RAW.images, [[0.5, 1.5]] * 12)).labels.shape == (12, 2)
+    with pytest.raises(ValueError, match=r"target of item 1 .*\(2,\), that of item 0 .*\(1,\)"):
+        as_data(Items(RAW.images, [np.zeros(1), *[np.zeros(2)] * 11]))
+
+
+def test_crops_and_flips_are_for_images():
+    epoch = {"seed": 0, "step": 0, "epoch": 0}
+    signals = as_data((torch.randn(4, 3, 64), torch.arange(4)))
+    with pytest.raises(ValueError, match=r"flip=True is for images .*\[4, 3, 64\]: .*flip=False"):
+        signals.train_batches(2, **epoch, padding=0)
+    with pytest.raises(ValueError, match=r"padding=4, flip=False is for images"):
+        signals.train_batches(2, **epoch, flip=False)
+    with pytest.raises(ValueError, match="view_ids go from 1 to 1; padding 0 gives 0 to 0"):
+        signals.views(torch.tensor([0]), torch.tensor([1]), padding=0)
+    maps = as_data((RAW.images, TARGETS["maps"]))
+    with pytest.raises(ValueError, match=r"but not their targets \[12, 6, 5\]: use padding=0"):
+        maps.train_batches(2, **epoch)
+    assert len(list(maps.train_batches(6, **epoch, padding=0, flip=False))) == 2
+    assert len(list(as_data((RAW.images, torch.randn(12))).train_batches(6, **epoch))) == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "layer"),
+    [
+        ((2, 8), lambda: torch.nn.Conv1d(2, 3, 3, padding=1)),
+        ((2, 2, 2, 4), lambda: torch.nn.Conv3d(2, 3, 3, padding=1)),
+        ((16,), lambda: torch.nn.Linear(16, 24)),
+    ],
+)
+def test_bcd_on_inputs_of_any_shape(shape, layer, tmp_path):
+    torch.manual_seed(0)
+    parts = [layer(), torch.nn.ReLU(), torch.nn.Flatten()]
+    x = torch.randn(20, *shape)
+    size = torch.nn.Sequential(*parts)(x).shape[1]
+    dense = torch.nn.Sequential(*parts, torch.nn.Linear(size, 3))
+    net = fastbcd.convert(dense, x)
+    data = x, torch.arange(20) % 3
+    assert fastbcd.saliency(net, data).shape == (size,)
+    for engine in ("sequential", "stacked"):
+        scores = fastbcd.score(net, torch.tensor([[0], [1]]), data, engine)
+        assert scores.base_correct == int((dense(x).argmax(1) == data[1]).sum())
+    plain = {"epochs": 1, "padding": 0, "flip": False, "batch_size": 8}
+    options = {"budget": size - 4, "drc": 2, "rt": 2, "teacher": dense, "run_dir": tmp_path / "run"}
+    for _ in range(2):  # the second resumes
+        run = fastbcd.bcd(net, data, finetune=fastbcd.Finetune(**plain), **options)
+        assert run.masks.count() == size - 4
+    with pytest.raises(ValueError, match="padding=4, flip=True is for images"):
+        fastbcd.bcd(net, data, **{**options, "run_dir": None, "budget": 1})
+    assert fastbcd.load_run(tmp_path / "run", model=net).config["data"]["shape"] == list(shape)

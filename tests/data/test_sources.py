@@ -63,7 +63,7 @@ def test_npz_splits_are_treated_alike(tmp_path):
         ({"images": X, "labels": [0, 1, -4]}, r"own.npz, split 'train': labels\[2\] is -4"),
         (
             {"images": X.astype(float), "labels": [[0]]},
-            r"own.npz, split 'train': labels are \[1, 1\]",
+            r"own.npz, split 'train': labels are torch.int64 \[1, 1\] beside 3",
         ),
         ({"images": X.astype(np.int16), "labels": [0] * 3}, "own.npz.*images are torch.int16"),
     ],
