@@ -39,19 +39,11 @@ from fastbcd.training.settings import Finetune
 
 
 def run_recipe(
-    recipe: Recipe,
-    run_dir: str | os.PathLike[str],
-    data: ImageData,
-    *,
-    test: ImageData | None = None,
-    dense: nn.Module | None = None,
-    seed: int = 0,
-    samples: int | None = None,
-    engine: str | Engine = "auto",
-    progress: bool = False,
-    dense_options: dict[str, Any] | None = None,
-    start_options: dict[str, Any] | None = None,
-) -> Run:
+    recipe: Recipe, run_dir: str | os.PathLike[str], data: ImageData, *,
+    test: ImageData | None = None, dense: nn.Module | None = None, seed: int = 0,
+    samples: int | None = None, engine: str | Engine = "auto", progress: bool = False,
+    dense_options: dict[str, Any] | None = None, start_options: dict[str, Any] | None = None,
+) -> Run:  # fmt: skip
     """Run or resume the stages of a recipe in run_dir; returns the run of BCD.
 
     Args:

@@ -14,27 +14,19 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastbcd.masking.activations import MaskedPoly, MaskedReLU
-from fastbcd.masking.masks import MaskSet, mask_modules, masks
+from fastbcd.masking.masks import MaskSet, mask_modules
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.validate import check_number, check_whole
-from fastbcd.starts.gated import (
-    IndicatorPoly,
-    check_budget,
-    count_on,
-    gather,
-    largest,
-    to_poly,
-    twin,
-)
-from fastbcd.starts.mask_training import MaskTraining, StartingPoint
+from fastbcd.starts.gated import IndicatorPoly, check_budget, count_on, gather, largest, to_poly
+from fastbcd.starts.mask_training import History, MaskTraining, Method, StartingPoint
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer, cosine, training_dtype
 
@@ -46,26 +38,13 @@ PUBLISHED_LAMBDA = {6_000: 200.0, 9_000: 140.0, 12_900: 80.0, 15_000: 60.0}
 
 
 def autorep(
-    net: nn.Module,
-    data: Any,
-    budget: int,
-    *,
-    teacher: nn.Module | None = None,
-    test: Any = None,
-    epochs: int = 200,
-    lr: float = 1e-3,
-    lr_end: float = 1e-5,
-    penalty: float | None = None,
-    threshold: float = 0.003,
-    batch_size: int = 128,
-    finetune: Finetune | None = None,
-    paper_quirks: bool = False,
-    scale_x2: float = 1.0,
-    seed: int = 0,
-    run_dir: str | os.PathLike[str] | None = None,
-    resume: str | bool = "auto",
+    net: nn.Module, data: Any, budget: int, *, teacher: nn.Module | None = None, test: Any = None,
+    epochs: int = 200, lr: float = 1e-3, lr_end: float = 1e-5, penalty: float | None = None,
+    threshold: float = 0.003, batch_size: int = 128, finetune: Finetune | None = None,
+    paper_quirks: bool = False, scale_x2: float = 1.0, seed: int = 0,
+    run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
     progress: bool = False,
-) -> StartingPoint:
+) -> StartingPoint:  # fmt: skip
     """Replace ReLUs by quadratics until exactly `budget` are kept.
 
     Args:
@@ -94,17 +73,21 @@ def autorep(
     check_budget(net, budget)
     if any(isinstance(act, MaskedReLU) for act in mask_modules(net).values()):
         net = to_poly(net)
-    settings: dict[str, Any] = {
-        "budget": budget, "epochs": epochs, "lr": lr, "lr_end": lr_end,
-        "penalty": published_lambda(budget) if penalty is None else penalty,
+    penalty = published_lambda(budget) if penalty is None else penalty
+    check_whole("epochs", epochs, 0)
+    check_number("lr", lr, 0, strictly=True)
+    for name, value in (("lr_end", lr_end), ("penalty", penalty), ("threshold", threshold)):
+        check_number(name, value, 0)
+    check_number("scale_x2", scale_x2, 0)
+    settings = {
+        "budget": budget, "epochs": epochs, "lr": lr, "lr_end": lr_end, "penalty": penalty,
         "threshold": threshold, "paper_quirks": paper_quirks, "scale_x2": scale_x2,
     }  # fmt: skip
-    training = MaskTraining(
-        name="autorep", settings=settings, net=net, data=data, test=test, teacher=teacher,
-        finetune=finetune, batch_size=batch_size, seed=seed, run_dir=run_dir, resume=resume,
-        progress=progress,
-    )  # fmt: skip
-    return training.run(lambda net: Replacement(net, **settings, seed=seed))
+    return MaskTraining(
+        name="autorep", method=Replacement, settings=settings, net=net, data=data, test=test,
+        teacher=teacher, finetune=finetune, batch_size=batch_size, seed=seed, run_dir=run_dir,
+        resume=resume, progress=progress,
+    ).run()  # fmt: skip
 
 
 def published_lambda(budget: int) -> float:
@@ -138,90 +121,65 @@ def dapa(mean: Tensor, var: Tensor, paper_quirks: bool = False) -> Tensor:
     return torch.stack([c0 / 5, c1, c2 / 10] if paper_quirks else [c0, c1, c2])
 
 
-class Replacement:
-    """AutoReP's mask training (a `Method`)."""
+class Replacement(Method):
+    """AutoReP's mask training."""
 
-    def __init__(
-        self, net: nn.Module, *, budget: int, epochs: int, lr: float, lr_end: float, penalty: float,
-        threshold: float, paper_quirks: bool, scale_x2: float, seed: int,
-    ) -> None:  # fmt: skip
-        check_whole("epochs", epochs, 0)
-        check_number("lr", lr, 0, strictly=True)
-        check_number("lr_end", lr_end, 0)
-        check_number("penalty", penalty, 0)
-        check_number("threshold", threshold, 0)
-        check_number("scale_x2", scale_x2, 0)
-        self.budget, self.epochs, self.lr, self.lr_end = budget, epochs, lr, lr_end
-        self.weight, self.threshold = penalty, threshold
-        self.paper_quirks, self.scale_x2 = paper_quirks, scale_x2
-        self.start = masks(net).copy()
-        dtype, generator = training_dtype(net), torch.Generator().manual_seed(seed)
+    def __init__(self, net: nn.Module, s: SimpleNamespace) -> None:
+        dtype, generator = training_dtype(net), torch.Generator().manual_seed(s.seed)
 
         def indicator(act: MaskedPoly) -> IndicatorPoly:
             return IndicatorPoly(act, torch.rand(act.mask.shape, generator=generator).to(dtype))
 
-        self.model = twin(net, indicator)
-        self.acts: list[IndicatorPoly] = list(mask_modules(self.model).values())  # type: ignore
+        super().__init__(net, s, indicator)
 
-    def begin(self, history: list[dict[str, Any]]) -> None:
-        pass  # the model's tensors are the whole state
-
-    def done(self, history: list[dict[str, Any]]) -> bool:
-        return len(history) >= self.epochs
+    def done(self, history: History) -> bool:
+        return len(history) >= self.s.epochs
 
     def epoch(self, trainer: Trainer, epoch: int, bar: Any) -> dict[str, Any]:
         if epoch == 0:
             self._calibrate(trainer)
-        lr = cosine(self.lr, epoch, self.epochs, self.lr_end)
+        lr = cosine(self.s.lr, epoch, self.s.epochs, self.s.lr_end)
         loss = trainer.epoch(
-            epoch, lr, penalty=self.density_penalty, before_batch=self._before_batch, bar=bar
+            epoch, lr, penalty=self._penalty, before_batch=self._before_batch, bar=bar
         )
         for act in self.acts:
             act.measuring = False
-        self._follow()
-        count = int(self.bits().sum())
-        return {"count": count, "lambda": self.weight, "lr": lr, "loss": loss}
-
-    def density_penalty(self) -> Tensor:
-        """λ·relu(density - target), density the share of units whose ReLU is on."""
-        total = self.start.total
-        density = torch.stack([count_on(act) for act in self.acts]).sum() / total
-        return self.weight * torch.relu(density - self.budget / total)
+            act.follow(self.s.threshold)
+        return {"count": int(self.bits().sum()), "lambda": self.s.penalty, "lr": lr, "loss": loss}
 
     def bits(self) -> Tensor:
         return gather([act.mask for act in self.acts])
 
-    def decide(self, history: list[dict[str, Any]]) -> MaskSet:
+    def decide(self, history: History) -> MaskSet:
         aux, on = gather([act.aux for act in self.acts]).double(), self.bits()
-        if (count := int(on.sum())) > SLACK * self.budget:
-            warnings.warn(
-                f"after {len(history)} epochs {count:,} bits are on, more than the budget of "
-                f"{self.budget:,}; only those with the largest aux are kept. Increase epochs or "
-                f"penalty",
-                RuntimeWarning,
-                stacklevel=6,
-            )
+        if (count := int(on.sum())) > SLACK * self.s.budget:
+            then = "only those with the largest aux are kept. Increase epochs or penalty"
+            self.warn_above(history, f"{count:,} bits are on", then)
         span = aux.max() - aux.min() + 1
-        return largest(self.start, aux + span * on, self.budget)
+        return largest(self.start, aux + span * on, self.s.budget)
 
-    def _follow(self) -> None:
-        for act in self.acts:
-            act.follow(self.threshold)
+    def _penalty(self) -> Tensor:
+        """λ·relu(density - target), density the share of units whose ReLU is on."""
+        total = self.start.total
+        density = torch.stack([count_on(act) for act in self.acts]).sum() / total
+        return self.s.penalty * torch.relu(density - self.s.budget / total)
 
     def _before_batch(self, iteration: int) -> None:
-        self._follow()
         for act in self.acts:
+            act.follow(self.s.threshold)
             act.measuring = iteration < REFRESH
         if iteration % EVERY == 0 and 0 < iteration < REFRESH:
             self._refresh()
 
     @torch.no_grad()
     def _refresh(self) -> None:
-        """Fit the quadratics to the current statistics, averaged over the ranks."""
-        for act in self.acts:
-            mean, var = (ranks.all_sum(t) / ranks.world() for t in (act.mean, act.var))
-            coef = dapa(mean, var, self.paper_quirks)
-            coef[2] *= self.scale_x2
+        """Fit the quadratics to the current statistics, averaged over the ranks in one buffer."""
+        mine = torch.cat([t for act in self.acts for t in (act.mean, act.var)])
+        parts = (ranks.all_sum(mine) / ranks.world()).split([2 * len(a.mean) for a in self.acts])
+        for act, part in zip(self.acts, parts, strict=True):
+            mean, var = part.view(2, -1)
+            coef = dapa(mean, var, self.s.paper_quirks)
+            coef[2] *= self.s.scale_x2
             act.coef.copy_(coef)
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fastbcd import ops
 from fastbcd.masking.activations import MaskedActivation, MaskedPoly, MaskedReLU
 from fastbcd.masking.masks import MaskSet, masks
+from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import dtype_of
 
 IDENTITY = (0.0, 1.0, 0.0)  # c0, c1, c2
@@ -67,7 +68,12 @@ class IndicatorPoly(MaskedPoly):
     def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The activation of x + residual, [B, *shape]."""
         if self.measuring:
-            self._measure(x if residual is None else x + residual)
+            with torch.no_grad():
+                seen = (x if residual is None else x + residual).to(self.mean.dtype)
+                dims = [d for d in range(x.ndim) if d != 1]
+                var, mean = torch.var_mean(seen, dims, correction=0)
+                self.mean.lerp_(mean, self.momentum)
+                self.var.lerp_(var, self.momentum)
         return ops.indicator_poly(x, self.mask, self.coef, self.aux, residual=residual)
 
     @torch.no_grad()
@@ -76,35 +82,17 @@ class IndicatorPoly(MaskedPoly):
         on = torch.where(self.mask, self.aux > -threshold, self.aux > threshold)
         self.mask.copy_(on & self.allowed)
 
-    @torch.no_grad()
-    def _measure(self, x: Tensor) -> None:
-        dims = [d for d in range(x.ndim) if d != 1]
-        var, mean = torch.var_mean(x.to(self.mean.dtype), dims, correction=0)
-        self.mean.lerp_(mean, self.momentum)
-        self.var.lerp_(var, self.momentum)
-
-
-class _StraightThrough(torch.autograd.Function):
-    """The number of bits that are on; their gradient goes to aux, times softplus(aux)."""
-
-    @staticmethod
-    def forward(ctx: Any, aux: Tensor, mask: Tensor) -> Tensor:
-        ctx.save_for_backward(aux)
-        return mask.sum().to(aux.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * F.softplus(ctx.saved_tensors[0]), None
-
 
 def count_on(act: IndicatorPoly) -> Tensor:
-    """The number of ReLUs that a site keeps, with a gradient for aux.
+    """The number of ReLUs that a site keeps; its gradient with respect to aux is softplus(aux).
 
     >>> act = IndicatorPoly(MaskedPoly(3), torch.zeros(3))
     >>> count_on(act).item()
     3.0
     """
-    return _StraightThrough.apply(act.aux, act.mask)
+    aux = act.aux
+    straight_through = F.softplus(aux.detach()) * (aux - aux.detach())  # 0, with that gradient
+    return act.mask.sum() + straight_through.sum()
 
 
 def twin(net: nn.Module, make: Callable[[Any], MaskedActivation]) -> nn.Module:
@@ -176,13 +164,10 @@ def check_budget(net: nn.Module, budget: Any) -> None:
     """Refuse what is no module, and a budget that is not a number of ReLUs that it keeps."""
     if not isinstance(net, nn.Module):
         raise TypeError(f"net is a {type(net).__name__}; expected a torch.nn.Module")
-    if not isinstance(budget, int) or isinstance(budget, bool):
-        raise TypeError(f"budget={budget!r}; it must be a whole number of ReLUs")
     count = masks(net).count()
-    if not 0 <= budget <= count:
-        raise ValueError(
-            f"budget={budget:,}; the net keeps {count:,} ReLUs, so it must lie in 0 .. {count:,}"
-        )
+    check_whole("budget", budget, 0)
+    if budget > count:
+        raise ValueError(f"budget={budget:,}; the net keeps {count:,} ReLUs, so it is at most that")
 
 
 def _channels_last(t: Tensor) -> Tensor:

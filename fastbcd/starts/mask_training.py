@@ -10,37 +10,36 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+import warnings
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from fastbcd.data.sources import as_data
-from fastbcd.masking.masks import MaskSet, masks, set_masks
+from fastbcd.masking.activations import MaskedActivation
+from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import RunDirectory, check_resume, open_run
 from fastbcd.runs.files import read_state
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import accuracy, check_classes
+from fastbcd.starts.gated import twin
 from fastbcd.starts.overlaps import Overlaps
+from fastbcd.training import trainer as training
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
-from fastbcd.training.trainer import (
-    NET,
-    Trainer,
-    check_trainable,
-    cosine,
-    epoch_line,
-    repeatable,
-    with_prefix,
-)
 
 DECIDED, TUNED, FINAL = "decided", "finetune", "final"  # phases; an epoch of masks has none
+History = list[dict[str, Any]]
+Tensors = dict[str, Tensor]
 
 
 @dataclass
@@ -60,11 +59,11 @@ class StartingPoint:
 
     model: nn.Module
     masks: MaskSet
-    history: list[dict[str, Any]]
+    history: History
     accuracy: dict[str, float]
     measured_on: str
     overlaps: list[list[float]] = field(default_factory=list)
-    finetune: list[dict[str, Any]] = field(default_factory=list)
+    finetune: History = field(default_factory=list)
 
     def __repr__(self) -> str:
         steps = ", ".join(f"{name} {value:.2f} %" for name, value in self.accuracy.items())
@@ -72,25 +71,37 @@ class StartingPoint:
         return f"StartingPoint({kept}; on the {self.measured_on} set: {steps})"
 
 
-class Method(Protocol):
-    """How masks are trained. `model` has the net's own weights and trainable activations."""
+class Method:
+    """How masks are trained.
 
-    model: nn.Module
+    s: the settings. start: the masks at the start. model: the net's own weights with trainable
+    activations `acts`, which `activation` makes of the net's. A subclass has:
 
-    def begin(self, history: list[dict[str, Any]]) -> None:
+        done(history) -> bool                   whether the mask training is over
+        epoch(trainer, epoch, bar) -> dict      trains for an epoch; its record, with "count",
+                                                "lambda" and "loss"
+        bits() -> bool [total]                  the current mask
+        decide(history) -> MaskSet              which ReLUs are kept
+    """
+
+    def __init__(
+        self, net: nn.Module, s: SimpleNamespace, activation: Callable[[Any], MaskedActivation]
+    ) -> None:
+        self.s, self.start = s, masks(net).copy()
+        self.model = twin(net, activation)
+        self.acts: list[Any] = list(mask_modules(self.model).values())
+
+    def begin(self, history: History) -> None:
         """Continue after these epochs; the model's own tensors are already restored."""
 
-    def done(self, history: list[dict[str, Any]]) -> bool:
-        """Whether the mask training is over."""
-
-    def epoch(self, trainer: Trainer, epoch: int, bar: Any) -> dict[str, Any]:
-        """Train for an epoch and return its record, with "count", "lambda" and "loss"."""
-
-    def bits(self) -> Tensor:
-        """The current mask, bool [total]."""
-
-    def decide(self, history: list[dict[str, Any]]) -> MaskSet:
-        """Which ReLUs are kept."""
+    def warn_above(self, history: History, found: str, then: str) -> None:
+        """Warn that the training ended above the budget."""
+        warnings.warn(
+            f"after {len(history)} epochs {found}, more than the budget of {self.s.budget:,}; "
+            f"{then}",
+            RuntimeWarning,
+            stacklevel=7,
+        )
 
 
 @dataclass(kw_only=True)
@@ -98,6 +109,7 @@ class MaskTraining:
     """One run of a method: the net, the data and the settings."""
 
     name: str
+    method: type[Any]  # of a `Method`, called with the net and the settings
     settings: dict[str, Any]  # of the method: what decides the outcome, for config.json
     net: nn.Module
     data: Any
@@ -110,128 +122,28 @@ class MaskTraining:
     resume: str | bool
     progress: bool
 
-    def run(self, make: Callable[[nn.Module], Method]) -> StartingPoint:
-        """Train the masks, cut them to bits, fine-tune. After an exception the net is as before.
-
-        make: returns the method for the net, which has its weights from the start of the run.
-        """
-        self._check()
-        given = snapshots.take(self.net)
-        make(self.net)  # checks its settings before anything is written
-        with closing(self._open()) as run:
-            ranks.check_same("the weights and masks", given)
-            try:
-                return self._train(run, given, make)
-            except BaseException:
-                snapshots.restore(self.net, given)
-                raise
-
-    def _check(self) -> None:
+    def run(self) -> StartingPoint:
+        """Train the masks, cut them to bits, fine-tune. After an exception the net is as before."""
         check_whole("batch_size", self.batch_size, 1)
         check_whole("seed", self.seed, 0)
         check_resume(self.resume)
         self.data = as_data(self.data)
         self.tuning = Finetune(epochs=0) if self.finetune is None else self.finetune
-        check_trainable(self.net, self.data, self.tuning, self.teacher)
+        training.check_trainable(self.net, self.data, self.tuning, self.teacher)
         self.measured = self.data  # what accuracies are measured on
         if self.test is not None:
             self.measured = self.test = as_data(self.test)
             check_classes(self.net, self.test, "the net, asked about the test set,")
         self.progress = self.progress and ranks.rank() == 0
-
-    def _train(
-        self, run: RunDirectory, given: dict[str, Tensor], make: Callable[[nn.Module], Method]
-    ) -> StartingPoint:
-        if run.state is None:
-            run.save(0, given, {})
-        elif _phase(run.history, FINAL):
-            snapshots.restore(self.net, run.state.tensors)
-            return self._result(run.history)
-        else:
-            snapshots.restore(self.net, _start_of(run, given))
-        teacher = self.net if self.teacher is None else self.teacher  # it is copied
-        logits = TeacherLogits.for_settings(teacher, self.data, self.tuning)
-        if not _phase(run.history, DECIDED):
-            self._train_masks(run, make(self.net), logits)
-        self._fine_tune(run, logits)
-        return self._result(run.history)
-
-    def _train_masks(self, run: RunDirectory, method: Method, logits: TeacherLogits | None) -> None:
-        """Train the masks to the end and write the bits into the net."""
-        settings = dataclasses.replace(
-            self.tuning, optimizer="adam", weight_decay=0.0, batch_size=self.batch_size
-        )
-        trainer = self._trainer(method.model, settings, logits)
-        history, seen = run.history, Overlaps(masks(self.net).sites)
-        with trainer.session():
-            if run.state is not None and run.state.step:
-                trainer.load(run.state.tensors)
-                seen.load(run.state.tensors, run.state.step)
-            method.begin(history)
-            while not method.done(history):
-                begin, epoch = time.perf_counter(), len(history)
-                before = history[-1]["count"] if history else masks(self.net).count()
-                record: dict[str, Any] = {"number": epoch + 1, "epoch": epoch}
-                with self._epoch(trainer, epoch, self.name) as bar:
-                    record |= method.epoch(trainer, epoch, bar)
-                record["decrease"] = before - record["count"]
-                record["iou"] = seen.add(epoch, method.bits())
-                self._measure(method.model, record, begin)
-                self._save(run, record, lambda: {**trainer.state(), **seen.state()})
-            found = {"trained": accuracy(method.model, self.measured)}
-        chosen = method.decide(history)
-        set_masks(self.net, chosen)
-        found["thresholded"] = accuracy(self.net, self.measured)
-        decided = {"number": len(history) + 1, "phase": DECIDED, "count": chosen.count()}
-        decided |= {"accuracy": found, "overlaps": seen.pairs(self.seed)}
-        self._save(run, decided, lambda: with_prefix(snapshots.take(self.net), NET))
-
-    def _fine_tune(self, run: RunDirectory, logits: TeacherLogits | None) -> None:
-        """What `Finetuner.run` does, with a record and a saved state per epoch."""
-        s, history = self.tuning, run.history
-        trainer = self._trainer(self.net, s, logits)
-        with trainer.session():
-            if run.state is not None and run.state.record.get("phase") in (DECIDED, TUNED):
-                trainer.load(run.state.tensors)
-            for epoch in range(len(_phase(history, TUNED)), s.epochs):
-                begin, lr = time.perf_counter(), cosine(s.lr, epoch, s.epochs)
-                record = {"number": len(history) + 1, "phase": TUNED, "epoch": epoch, "lr": lr}
-                with self._epoch(trainer, epoch, "fine-tune") as bar:
-                    record["loss"] = trainer.epoch(epoch, lr, step=1, bar=bar)
-                self._measure(self.net, record, begin)
-                self._save(run, record, trainer.state)
-        (decided,) = _phase(history, DECIDED)
-        final = {**decided, "number": len(history) + 1, "phase": FINAL}
-        final["accuracy"] = {**decided["accuracy"], "final": accuracy(self.net, self.measured)}
-        self._save(run, final, lambda: snapshots.take(self.net))
-
-    def _trainer(self, net: nn.Module, settings: Finetune, logits: TeacherLogits | None) -> Trainer:
-        return Trainer(
-            net, self.data, settings, teacher=logits, seed=self.seed, fused_optimizer=False
-        )
-
-    @contextmanager
-    def _epoch(self, trainer: Trainer, epoch: int, what: str) -> Iterator[Any]:
-        """Seeded by the epoch, with a bar."""
-        bar = tqdm(total=len(trainer.sizes), disable=not self.progress, desc=what)
-        with bar, repeatable(self.data.device, self.seed, epoch):
-            yield bar
-
-    def _measure(self, net: nn.Module, record: dict[str, Any], begin: float) -> None:
-        """Complete the record of an epoch and print it."""
-        if self.test is not None:
-            record["test_accuracy"] = accuracy(net, self.test)
-        record["seconds"] = {"epoch": time.perf_counter() - begin}
-        if self.progress:
-            tqdm.write(epoch_line(title(record), record))
-
-    def _save(
-        self, run: RunDirectory, record: dict[str, Any], tensors: Callable[[], dict[str, Tensor]]
-    ) -> None:
-        """Finish an epoch; tensors are only copied if they are written or compared."""
-        state = tensors() if self.run_dir is not None or ranks.world() > 1 else {}
-        ranks.check_same("the weights and masks", state)
-        run.save(record["number"], state, record)
+        given = snapshots.take(self.net)
+        with closing(self._open()) as self.directory:
+            self.history = self.directory.history
+            ranks.check_same("the weights and masks", given)
+            try:
+                return self._train(given)
+            except BaseException:
+                snapshots.restore(self.net, given)
+                raise
 
     def _open(self) -> RunDirectory:
         tuning = {k: v for k, v in dataclasses.asdict(self.tuning).items() if k != "teacher_cache"}
@@ -242,34 +154,108 @@ class MaskTraining:
             teacher=None if self.teacher is None else snapshots.weights_mark(self.teacher),
         )  # fmt: skip
 
-    def _result(self, history: list[dict[str, Any]]) -> StartingPoint:
-        final = history[-1]
+    def _train(self, given: Tensors) -> StartingPoint:
+        state = self.directory.state
+        if state is None:
+            self.directory.save(0, given, {})
+        elif self._phase(FINAL):
+            snapshots.restore(self.net, state.tensors)
+        else:  # from the net's tensors at the start of the run, on every rank
+            if ranks.rank() == 0:
+                given = read_state(Path(self.directory.path) / "start.safetensors").tensors
+            begin = {name: ranks.from_first(given[name]) for name in sorted(given)}
+            snapshots.restore(self.net, begin)
+        if not self._phase(FINAL):
+            teacher = self.net if self.teacher is None else self.teacher  # it is copied
+            logits = TeacherLogits.for_settings(teacher, self.data, self.tuning)
+            self.trainer = partial(
+                training.Trainer, teacher=logits, seed=self.seed, fused_optimizer=False
+            )
+            if not self._phase(DECIDED):
+                self._train_masks()
+            self._fine_tune()
+        final = self.history[-1]
         return StartingPoint(
-            self.net, masks(self.net), _phase(history, None), final["accuracy"],
+            self.net, masks(self.net), self._phase(None), final["accuracy"],
             measured_on="train" if self.test is None else "test", overlaps=final["overlaps"],
-            finetune=_phase(history, TUNED),
+            finetune=self._phase(TUNED),
         )  # fmt: skip
 
+    def _train_masks(self) -> None:
+        """Train the masks to the end and write the bits into the net."""
+        method = self.method(self.net, SimpleNamespace(**self.settings, seed=self.seed))
+        settings = dataclasses.replace(
+            self.tuning, optimizer="adam", weight_decay=0.0, batch_size=self.batch_size
+        )
+        trainer = self.trainer(method.model, self.data, settings)
+        history, state, seen = self.history, self.directory.state, Overlaps(masks(self.net).total)
 
-def _phase(history: list[dict[str, Any]], phase: str | None) -> list[dict[str, Any]]:
-    return [record for record in history if record.get("phase") == phase]
+        def train(epoch: int, bar: Any) -> dict[str, Any]:
+            before = history[-1]["count"] if history else masks(self.net).count()
+            record = method.epoch(trainer, epoch, bar)
+            record["decrease"] = before - record["count"]
+            return {**record, "iou": seen.add(epoch, method.bits())}
 
+        with trainer.session():
+            if state is not None and state.step:
+                trainer.load(state.tensors)
+                seen.load(state.tensors, state.step)
+            method.begin(history)
+            while not method.done(history):
+                self._epoch(trainer, {"epoch": len(history)}, train, seen.state)
+            found = {"trained": accuracy(method.model, self.measured)}
+        chosen = method.decide(history)
+        set_masks(self.net, chosen)
+        found["thresholded"] = accuracy(self.net, self.measured)
+        decided = {"phase": DECIDED, "count": chosen.count(), "accuracy": found}
+        decided["overlaps"] = seen.pairs(self.seed)
+        self._save(decided, lambda: training.with_prefix(snapshots.take(self.net), training.NET))
 
-def _start_of(run: RunDirectory, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The net's tensors at the start of the run, on every rank."""
-    if ranks.rank() == 0:
-        like = read_state(Path(run.path) / "start.safetensors").tensors
-    return {name: ranks.from_first(like[name]) for name in sorted(like)}
+    def _fine_tune(self) -> None:
+        """What `Finetuner.run` does, with a record and a saved state per epoch."""
+        s, state = self.tuning, self.directory.state
+        trainer = self.trainer(self.net, self.data, s)
 
+        def train(epoch: int, bar: Any) -> dict[str, Any]:
+            lr = training.cosine(s.lr, epoch, s.epochs)
+            return {"lr": lr, "loss": trainer.epoch(epoch, lr, step=1, bar=bar)}
 
-def title(record: dict[str, Any]) -> str:
-    """What an epoch's line begins with.
+        with trainer.session():
+            if state is not None and state.record.get("phase") in (DECIDED, TUNED):
+                trainer.load(state.tensors)
+            for epoch in range(len(self._phase(TUNED)), s.epochs):
+                self._epoch(trainer, {"phase": TUNED, "epoch": epoch}, train, dict)
+        (decided,) = self._phase(DECIDED)
+        found = {**decided["accuracy"], "final": accuracy(self.net, self.measured)}
+        final = {**decided, "phase": FINAL, "accuracy": found}
+        self._save(final, lambda: snapshots.take(self.net))
 
-    >>> title({"epoch": 6, "count": 900, "decrease": 100, "lambda": 1e-5, "loss": 0.5})
-    'epoch 6: 900 ReLUs (-100), λ 1e-05'
-    """
-    if "count" in record:
-        what = f"{record['count']:,} ReLUs ({-record['decrease']:+,}), λ {record['lambda']:.4g}"
-    else:
-        what = f"lr {record['lr']:.3g}"
-    return f"epoch {record['epoch']}: {what}"
+    def _epoch(
+        self, trainer: training.Trainer, record: dict[str, Any],
+        train: Callable[[int, Any], dict[str, Any]], more: Callable[[], Tensors],
+    ) -> None:  # fmt: skip
+        """Train for an epoch, seeded by its number; complete its record, print it, save it."""
+        begin, what = time.perf_counter(), record.get("phase", self.name)
+        bar = tqdm(total=len(trainer.sizes), disable=not self.progress, desc=what)
+        with bar, training.repeatable(self.data.device, self.seed, record["epoch"]):
+            record |= train(record["epoch"], bar)
+        if self.test is not None:
+            record["test_accuracy"] = accuracy(trainer.net, self.test)
+        record["seconds"] = {"epoch": time.perf_counter() - begin}
+        if self.progress:
+            what = f"lr {record.get('lr', 0):.3g}"
+            if "count" in record:
+                what = f"{record['count']:,} ReLUs ({-record['decrease']:+,}), "
+                what += f"λ {record['lambda']:.4g}"
+            tqdm.write(training.epoch_line(f"epoch {record['epoch']}: {what}", record))
+        self._save(record, lambda: {**trainer.state(), **more()})
+
+    def _save(self, record: dict[str, Any], tensors: Callable[[], Tensors]) -> None:
+        """Add a record to the history; tensors are only copied if they are written or compared."""
+        number = len(self.history) + 1
+        state = tensors() if self.run_dir is not None or ranks.world() > 1 else {}
+        ranks.check_same("the weights and masks", state)
+        self.directory.save(number, state, {**record, "number": number})
+
+    def _phase(self, phase: str | None) -> History:
+        return [record for record in self.history if record.get("phase") == phase]

@@ -12,17 +12,17 @@ or below the budget the numbers are cut to bits, and the net is fine-tuned.
 from __future__ import annotations
 
 import os
-import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastbcd.masking.activations import MaskedReLU
-from fastbcd.masking.masks import MaskSet, mask_modules, masks
+from fastbcd.masking.masks import MaskSet, mask_modules
 from fastbcd.runtime.validate import check_number, check_whole
-from fastbcd.starts.gated import SoftReLU, check_budget, gather, largest, twin
-from fastbcd.starts.mask_training import MaskTraining, StartingPoint
+from fastbcd.starts.gated import SoftReLU, check_budget, gather, largest
+from fastbcd.starts.mask_training import History, MaskTraining, Method, StartingPoint
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer, training_dtype
 
@@ -31,25 +31,12 @@ PATIENCE = 5  # epochs at the start in which λ never grows
 
 
 def snl(
-    net: nn.Module,
-    data: Any,
-    budget: int,
-    *,
-    teacher: nn.Module | None = None,
-    test: Any = None,
-    lr: float = 1e-3,
-    lambda0: float = 1e-5,
-    kappa: float = 1.1,
-    threshold: float = 1e-2,
-    max_epochs: int = 2000,
-    batch_size: int = 128,
-    finetune: Finetune | None = PUBLISHED,
-    exact: bool = True,
-    seed: int = 0,
-    run_dir: str | os.PathLike[str] | None = None,
-    resume: str | bool = "auto",
-    progress: bool = False,
-) -> StartingPoint:
+    net: nn.Module, data: Any, budget: int, *, teacher: nn.Module | None = None, test: Any = None,
+    lr: float = 1e-3, lambda0: float = 1e-5, kappa: float = 1.1, threshold: float = 1e-2,
+    max_epochs: int = 2000, batch_size: int = 128, finetune: Finetune | None = PUBLISHED,
+    exact: bool = True, seed: int = 0, run_dir: str | os.PathLike[str] | None = None,
+    resume: str | bool = "auto", progress: bool = False,
+) -> StartingPoint:  # fmt: skip
     """Linearise the net in place, down to `budget` ReLUs.
 
     Args:
@@ -76,16 +63,20 @@ def snl(
     for name, act in mask_modules(net).items():
         if type(act) is not MaskedReLU:
             raise ValueError(f"site {name!r} is a {type(act).__name__}; use fastbcd.autorep for it")
-    settings: dict[str, Any] = {
+    check_number("lr", lr, 0, strictly=True)
+    check_number("lambda0", lambda0, 0)
+    check_number("kappa", kappa, 1)
+    check_number("threshold", threshold, 0)
+    check_whole("max_epochs", max_epochs, 0)
+    settings = {
         "budget": budget, "lr": lr, "lambda0": lambda0, "kappa": kappa, "threshold": threshold,
         "max_epochs": max_epochs, "exact": exact,
     }  # fmt: skip
-    training = MaskTraining(
-        name="snl", settings=settings, net=net, data=data, test=test,
+    return MaskTraining(
+        name="snl", method=Selective, settings=settings, net=net, data=data, test=test,
         teacher=teacher, finetune=finetune, batch_size=batch_size, seed=seed, run_dir=run_dir,
         resume=resume, progress=progress,
-    )  # fmt: skip
-    return training.run(lambda net: Selective(net, **settings))
+    ).run()  # fmt: skip
 
 
 class Penalty:
@@ -103,47 +94,36 @@ class Penalty:
 
     def after(self, epoch: int, count: int) -> bool:
         """Update λ at the end of an epoch, counted from 0; returns whether it grew."""
-        if count < self.lowest:
-            self.lowest = count
-            return False
-        if epoch < PATIENCE:
-            return False
-        self.weight *= self.kappa
-        self.updates += 1
-        return True
+        grows = count >= self.lowest and epoch >= PATIENCE
+        self.lowest = min(self.lowest, count)
+        self.weight *= self.kappa if grows else 1
+        self.updates += grows
+        return grows
 
 
-class Selective:
-    """SNL's mask training (a `Method`)."""
+class Selective(Method):
+    """SNL's mask training."""
 
-    def __init__(
-        self, net: nn.Module, *, budget: int, lr: float, lambda0: float, kappa: float,
-        threshold: float, max_epochs: int, exact: bool,
-    ) -> None:  # fmt: skip
-        check_number("lr", lr, 0, strictly=True)
-        check_number("lambda0", lambda0, 0)
-        check_number("kappa", kappa, 1)
-        check_number("threshold", threshold, 0)
-        check_whole("max_epochs", max_epochs, 0)
-        self.budget, self.lr, self.threshold = budget, lr, threshold
-        self.max_epochs, self.exact = max_epochs, exact
-        self.start = masks(net).copy()
-        dtype = training_dtype(net)
-        self.model = twin(net, lambda act: SoftReLU(act.mask, dtype))
-        self.alphas: list[Tensor] = [act.alpha for act in mask_modules(self.model).values()]  # type: ignore
-        self.penalty = Penalty(lambda0, kappa, self.start.count())
+    def __init__(self, net: nn.Module, s: SimpleNamespace) -> None:
+        super().__init__(net, s, lambda act: SoftReLU(act.mask, training_dtype(net)))
+        self.alphas: list[Tensor] = [act.alpha for act in self.acts]
+        self.penalty = Penalty(s.lambda0, s.kappa, self.start.count())
 
-    def begin(self, history: list[dict[str, Any]]) -> None:
+    def begin(self, history: History) -> None:
         for record in history:
             self.penalty.after(record["epoch"], record["count"])
 
-    def done(self, history: list[dict[str, Any]]) -> bool:
+    def done(self, history: History) -> bool:
         count = history[-1]["count"] if history else self.start.count()
-        return count <= self.budget or len(history) >= self.max_epochs
+        return count <= self.s.budget or len(history) >= self.s.max_epochs
 
     def epoch(self, trainer: Trainer, epoch: int, bar: Any) -> dict[str, Any]:
         weight = self.penalty.weight
-        loss = trainer.epoch(epoch, self.lr, penalty=lambda: weight * self.absolute_sum(), bar=bar)
+
+        def penalty() -> Tensor:  # λ·Σ|a| over all units
+            return weight * torch.stack([alpha.abs().sum() for alpha in self.alphas]).sum()
+
+        loss = trainer.epoch(epoch, self.s.lr, penalty=penalty, bar=bar)
         count = int(self.bits().sum())
         grew = self.penalty.after(epoch, count)
         return {
@@ -151,22 +131,13 @@ class Selective:
             "lambda_updates": self.penalty.updates, "loss": loss,
         }  # fmt: skip
 
-    def absolute_sum(self) -> Tensor:
-        """Σ|a| over all units."""
-        return torch.stack([alpha.abs().sum() for alpha in self.alphas]).sum()
-
     def bits(self) -> Tensor:
-        return (gather(self.alphas) > self.threshold) & self.start.bits
+        return (gather(self.alphas) > self.s.threshold) & self.start.bits
 
-    def decide(self, history: list[dict[str, Any]]) -> MaskSet:
-        above = MaskSet(self.start.sites, self.bits())
-        if above.count() > self.budget:
-            then = "only the largest are kept" if self.exact else "all of them are kept"
-            warnings.warn(
-                f"after {len(history)} epochs {above.count():,} units are above the threshold, "
-                f"more than the budget of {self.budget:,}; {then}. Increase max_epochs, lambda0 "
-                f"or kappa",
-                RuntimeWarning,
-                stacklevel=6,
-            )
-        return largest(self.start, gather(self.alphas), self.budget) if self.exact else above
+    def decide(self, history: History) -> MaskSet:
+        above, exact = MaskSet(self.start.sites, self.bits()), self.s.exact
+        if above.count() > self.s.budget:
+            then = "only the largest are kept" if exact else "all of them are kept"
+            found = f"{above.count():,} units are above the threshold"
+            self.warn_above(history, found, f"{then}. Increase max_epochs, lambda0 or kappa")
+        return largest(self.start, gather(self.alphas), self.s.budget) if exact else above

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,10 +240,7 @@ def test_a_training_that_stays_above_the_budget_warns() -> None:
 
 def test_which_units_are_kept() -> None:
     """Those whose bit is on before those whose bit is off, by aux."""
-    method = module.Replacement(
-        to_poly(make("mlp")), budget=3, epochs=1, lr=0.1, lr_end=0.0, penalty=1.0,
-        threshold=0.003, paper_quirks=False, scale_x2=1.0, seed=0,
-    )  # fmt: skip
+    method = module.Replacement(to_poly(make("mlp")), SimpleNamespace(budget=3, seed=0))
     first = method.acts[0]
     with torch.no_grad():
         for act in method.acts:

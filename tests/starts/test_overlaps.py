@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-import fastbcd
 from fastbcd.starts.overlaps import MOST, Overlaps
 
 
 def test_overlaps_keep_evenly_spread_masks_and_resume() -> None:
-    sites = fastbcd.MaskSet.full({"act": (8,)}).sites
-    straight, first = Overlaps(sites), Overlaps(sites)
+    straight, first = Overlaps(8), Overlaps(8)
     g = torch.Generator().manual_seed(0)
     masks = torch.rand(300, 8, generator=g) > 0.3
     for epoch in range(300):
@@ -20,7 +18,7 @@ def test_overlaps_keep_evenly_spread_masks_and_resume() -> None:
             first.add(epoch, masks[epoch])
     assert len(straight.packed) <= MOST
     assert sorted(straight.packed)[:3] == [0, 8, 16]
-    resumed = Overlaps(sites)
+    resumed = Overlaps(8)
     resumed.load(first.state(), 150)
     found = [resumed.add(epoch, masks[epoch]) for epoch in range(150, 300)]
     assert resumed.pairs(0) == straight.pairs(0)

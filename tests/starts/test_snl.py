@@ -227,7 +227,7 @@ def test_weights_keep_their_memory_format() -> None:
     [
         ({"budget": 51}, ValueError, "budget=51; the net keeps 50 ReLUs"),
         ({"budget": -1}, ValueError, "budget=-1"),
-        ({"budget": 2.5}, TypeError, "whole number of ReLUs"),
+        ({"budget": 2.5}, TypeError, "budget=2.5; it must be a whole number"),
         ({"teacher": Other()}, ValueError, "the teacher has 7 classes and the net 5"),
         ({"lr": 0.0}, ValueError, "lr=0.0; it must be finite and above 0"),
         ({"kappa": 0.9}, ValueError, "kappa=0.9; it must be finite and at least 1"),
