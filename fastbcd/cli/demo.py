@@ -1,9 +1,4 @@
-"""`fastbcd demo`: a small ResNet on embedded images, from all its ReLUs to a few hundred.
-
-It trains the dense net, gets a starting point by SNL, runs BCD and prints a table; with matplotlib
-it draws a picture. It takes a minute or two on 2 cores. The same command again resumes an
-interrupted demo, or shows the result of a finished one.
-"""
+"""`fastbcd demo`: a small ResNet on embedded images, from all its ReLUs to a few hundred."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from torch import nn
 
 import fastbcd
 from fastbcd import Finetune
-from fastbcd.cli import options as common
+from fastbcd.cli.inputs import say
 from fastbcd.runs.read import Stages, read
 
 START, BUDGET = 5_000, 300  # ReLUs of the starting point, and of the result
@@ -25,13 +20,9 @@ START, BUDGET = 5_000, 300  # ReLUs of the starting point, and of the result
 PLAIN: dict[str, Any] = {"padding": 0, "flip": False, "batch_size": 64}
 
 
-def main(arguments: list[str] | None = None) -> int:
+def work(options: argparse.Namespace) -> None:
     """Run or resume the stages in --run-dir and show the result."""
-    parser = argparse.ArgumentParser(prog="fastbcd demo", description=__doc__)
-    parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"), help="(%(default)s)")
-    options = parser.parse_args(arguments)
-    run_dir = options.run_dir
-    return common.run_command("demo", lambda: show(run_dir), arguments=arguments, run_dir=run_dir)
+    show(options.run_dir)
 
 
 def small_resnet() -> nn.Module:
@@ -50,7 +41,6 @@ def show(run_dir: Path, images: int = 6_000, tests: int = 2_000) -> None:
     train = fastbcd.load("fashion-mnist-mini", "train").first(images)
     test = fastbcd.load("fashion-mnist-mini", "test").first(tests)
     dense = small_resnet()
-    say = common.say
     say(f"1. a dense net: {fastbcd.masks(dense).count():,} ReLUs")
     fastbcd.train(
         dense, train, epochs=5, lr=0.05, test=test, run_dir=run_dir / "1-dense", progress=True,

@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 from torch import nn
 
 import fastbcd
 from fastbcd import MaskSet, private, recipes
-from fastbcd.cli import options as common
+from fastbcd.cli import inputs
 from fastbcd.cli.cost import read_masks
 from fastbcd.runs.read import quadratics
 
+Size = tuple[int, ...]  # of an image
 
-def main(arguments: list[str] | None = None) -> int:
+
+def work(options: argparse.Namespace) -> None:
     """Write the gather form as .pt2 or .onnx."""
-    parser = argparse.ArgumentParser(
-        prog="fastbcd export",
-        description="Write a net in which each site evaluates only the ReLUs it keeps. The file "
-        "takes normalised images. A run directory records its net and the size of its images; "
-        "--arch, --model and --data are for runs that did not, and for files of masks.",
-    )
-    add = parser.add_argument
-    add("source", type=Path, metavar="RUN|MASKS",
-        help="a run directory; or a file of masks, with --weights")  # fmt: skip
-    add("--out", type=Path, required=True, metavar="PATH",
-        help="NAME.pt2 (torch.export) or NAME.onnx")  # fmt: skip
-    common.add_net_options(parser)
-    parser.add_argument_group("data").add_argument(
-        "--data", metavar="NAME",
-        help="gives the size of images and the number of classes: "
-        f"{', '.join(recipes.DATA)} or an .npz file (cifar100)",
-    )  # fmt: skip
-    parser.set_defaults(arch=None, seed=0, device="cpu")
-    options = parser.parse_args(arguments)
-    return common.run_command("export", lambda: _run(options))
-
-
-def _run(options: argparse.Namespace) -> None:
     net, size = _from_masks(options) if options.source.is_file() else _from_run(options)
     torch.manual_seed(0)
     off = private.export(net, torch.randn(2, *size), options.out)
@@ -49,14 +27,14 @@ def _run(options: argparse.Namespace) -> None:
           f"normalised images; {check}")  # fmt: skip
 
 
-def _from_run(options: argparse.Namespace) -> tuple[nn.Module, tuple[int, ...]]:
+def _from_run(options: argparse.Namespace) -> tuple[nn.Module, Size]:
     """The net of a run and the size of its images, as recorded unless options give them."""
     if options.weights is not None:
         raise ValueError(f"--weights {options.weights}: a run directory has its own; drop it")
     run = fastbcd.load_run(options.source)
     _, poly = read_masks(options.source)
     data, arch = run.config["data"], run.config["net"]["arch"] or {}
-    size = tuple(data.get("shape") or (data["channels"], data["height"], data["width"]))
+    size: Size = tuple(data.get("shape") or (data["channels"], data["height"], data["width"]))
     classes = data["classes"]
     if options.data is not None:
         size, classes = _size(options.data)
@@ -71,24 +49,24 @@ def _from_run(options: argparse.Namespace) -> tuple[nn.Module, tuple[int, ...]]:
         options.replacement = "poly" if arch.get("replacement") == "poly" else "identity"
         print(f"calling {options.model}, which {run.path} recorded as its --model")
     options.replacement = "poly" if poly else options.replacement
-    return run.fill(common.make_net(options, torch.zeros(2, *size), classes)), size
+    return run.fill(inputs.make_net(options, torch.zeros(2, *size), classes)), size
 
 
-def _from_masks(options: argparse.Namespace) -> tuple[nn.Module, tuple[int, ...]]:
+def _from_masks(options: argparse.Namespace) -> tuple[nn.Module, Size]:
     masks = MaskSet.load(options.source)
     if options.weights is None:
         raise ValueError(f"{options.source} holds masks only: give the net's --weights too")
-    if quadratics(common.read_weights(options.weights), [site.name for site in masks.sites]):
+    if quadratics(inputs.read_weights(options.weights), [site.name for site in masks.sites]):
         options.replacement = "poly"
     options.arch = options.arch or "resnet18"
     size, classes = _size(options.data or "cifar100")
-    net = common.make_net(options, torch.zeros(2, *size), classes)
-    common.load_weights(net, options.weights)
+    net = inputs.make_net(options, torch.zeros(2, *size), classes)
+    inputs.load_weights(net, options.weights)
     fastbcd.set_masks(net, masks)
     return net, size
 
 
-def _size(name: str) -> tuple[tuple[int, ...], int]:
+def _size(name: str) -> tuple[Size, int]:
     """The shape of an image, and the number of classes; a file is read."""
     if name in recipes.DATA:
         shape = recipes.DATA[name]

@@ -1,44 +1,82 @@
-"""The command `fastbcd`: it calls the file of a command."""
+"""The command `fastbcd`: parses the arguments of a command and runs it, with errors of one line."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 from fastbcd import info
-from fastbcd.cli import autorep, bcd, cost, demo, export, recipes, report, snl, train
+from fastbcd.cli import bcd, cost, demo, export, recipes, report, starts, train
+from fastbcd.cli.inputs import say
+from fastbcd.cli.options import TABLE, parser_of
+from fastbcd.runtime import ranks
 
-COMMANDS = {
-    "demo": (demo.main, "train a small ResNet on embedded images and remove most of its ReLUs"),
-    "train": (train.main, "train a dense net, as a starting point and as a teacher"),
-    "snl": (snl.main, "a starting point for bcd: removed ReLUs become linear"),
-    "autorep": (autorep.main, "a starting point for bcd: removed ReLUs become quadratics"),
-    "bcd": (bcd.main, "remove ReLUs by Block Coordinate Descent, or run one of the recipes"),
-    "recipes": (recipes.main, "the paper's experiments by name, with their cost and results"),
-    "report": (report.main, "write a page with figures of runs, beside the published results"),
-    "cost": (cost.main, "bytes, rounds and seconds of the ReLUs kept in private inference"),
-    "export": (export.main, "write a net that evaluates only the ReLUs kept, as .pt2 or .onnx"),
-    "info": (info.main, "which kernels run here, and why others do not; --check compares them"),
-}
+COMMANDS = TABLE["commands"]  # their help and options
+WORK: dict[str, Callable[[argparse.Namespace], None]] = {
+    "demo": demo.work, "train": train.work, "snl": starts.snl, "autorep": starts.autorep,
+    "bcd": bcd.work, "recipes": recipes.work, "report": report.work, "cost": cost.work,
+    "export": export.work,
+}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command with the rest of the arguments.
+    """Run a command with the rest of the arguments; returns the exit status.
 
-    >>> main(["info"])  # doctest: +SKIP
+    >>> main(["recipes", "ablation-base"])  # doctest: +ELLIPSIS
+    ablation-base (Figure 5): resnet18 on cifar100, 50,000 images, 0.555 G multiply-adds each
+    ...
+    0
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    first, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     parser = argparse.ArgumentParser(
         prog="fastbcd",
         description="Remove ReLUs from trained networks by Block Coordinate Descent.",
-        epilog="\n".join(f"  {name:<8} {text}" for name, (_, text) in COMMANDS.items()),
+        epilog="\n".join(f"  {name:<8} {about['help']}" for name, about in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "command", choices=COMMANDS, metavar="command", help="one of the commands below"
-    )
-    options = parser.parse_args(arguments[:1])
-    return COMMANDS[options.command][0](arguments[1:])
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below")
+    command = parser.parse_args([first]).command
+    return info.main(rest) if command == "info" else run(command, rest)
+
+
+def run(command: str, arguments: list[str]) -> int:
+    """Run a command on every rank; errors of the user are one line."""
+    parser = parser_of(command)
+    options = parser.parse_args(arguments)
+    if command == "bcd":
+        bcd.check(options, parser)
+    run_dir = getattr(options, "run_dir", None)
+    if "run_dir" in options and run_dir is None:
+        run_dir = options.run_dir = _default_run_dir(command, options)
+    try:
+        with ranks.joined():
+            WORK[command](options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        again = f"fastbcd {command} {shlex.join(arguments)}"
+        if run_dir is not None and run_dir.exists():
+            say(f"\ninterrupted; what was finished is in {run_dir}. To resume:\n  {again}")
+        else:
+            say(f"\ninterrupted before anything was saved. To start again:\n  {again}")
+        return 130
+    except (ValueError, OSError, FloatingPointError, ImportError) as error:
+        if ranks.world() > 1:
+            raise
+        print(f"fastbcd {command}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _default_run_dir(command: str, options: argparse.Namespace) -> Path:
+    net = options.model.replace(":", ".") if options.model else options.arch
+    parts = [command, net, Path(options.data).stem, getattr(options, "budget", None)]
+    return Path("runs") / "-".join(str(part) for part in parts if part is not None)
 
 
 if __name__ == "__main__":

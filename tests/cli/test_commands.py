@@ -18,10 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 import fastbcd
-from fastbcd.cli import bcd as bcd_command
-from fastbcd.cli import demo
+from fastbcd.cli import demo, inputs
 from fastbcd.cli import main as cli
-from fastbcd.cli import options as common
+from fastbcd.cli.options import parser_of
 from fastbcd.descent import bcd as descent
 from fastbcd.runs.files import read_state
 from helpers import published_nets
@@ -152,7 +151,8 @@ def test_ctrl_c_in_a_process(tmp_path) -> None:
 
 
 def test_weights_of_many_kinds(capsys) -> None:
-    net = fastbcd.convert(common.find_function("my_nets:small")(), torch.zeros(2, 1, 28, 28))
+    images = torch.zeros(2, 1, 28, 28)
+    net = fastbcd.convert(inputs.call_model("my_nets:small", images), images)
     masks = fastbcd.masks(net)
     fastbcd.set_masks(net, masks.without(masks.sample(150, seed=0, step=0, trial=0)))
     state = net.state_dict()
@@ -228,7 +228,7 @@ def test_every_setting_of_the_fine_tuning_is_an_option() -> None:
     assert {k: tuning[k] for k in ("padding", "momentum", "flip", "amp")} == {
         "padding": 1, "momentum": 0.5, "flip": False, "amp": True,
     }  # fmt: skip
-    options = vars(bcd_command._parser().parse_args(["--budget", "3"]))
+    options = vars(parser_of("bcd").parse_args(["--budget", "3"]))
     fields = {field.name for field in dataclasses.fields(fastbcd.Finetune)}
     assert fields - options.keys() == {"teacher_cache"}
 
@@ -300,7 +300,7 @@ def test_ctrl_c_before_anything_is_saved(monkeypatch, capsys) -> None:
     def interrupted(options) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(common, "load_data", interrupted)
+    monkeypatch.setattr(inputs, "load_data", interrupted)
     assert fastbcd_(f"{BCD} --run-dir never") == 130
     out = capsys.readouterr().out
     assert f"interrupted before anything was saved. To start again:\n  fastbcd {BCD}" in out

@@ -16,8 +16,8 @@ from torch import nn
 
 import fastbcd
 from fastbcd import MaskSet, private
+from fastbcd.cli import inputs
 from fastbcd.cli import main as cli
-from fastbcd.cli import options as common
 from fastbcd.runs import fingerprint
 from fastbcd.runs.files import State, config_digest, state_bytes
 from fastbcd.training.trainer import Trainer
@@ -131,7 +131,7 @@ def test_a_run_of_a_known_net_needs_no_options(replacement, tmp_path, monkeypatc
 def test_a_run_of_an_own_net_needs_no_options(run, replacement, monkeypatch, capsys) -> None:
     """The command records --model and --replacement."""
     data = fastbcd.load("fashion-mnist-mini").first(16)
-    monkeypatch.setattr(common, "load_data", lambda options: (data, data))
+    monkeypatch.setattr(inputs, "load_data", lambda options: (data, data))
     line = "bcd --model my_nets:small --budget 100 --drc 58 --rt 2 --epochs 0 --quiet"
     assert fastbcd_(f"{line} --replacement {replacement} --run-dir recorded") == 0
     example = next(data.batches(2))[0]

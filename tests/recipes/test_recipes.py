@@ -8,7 +8,7 @@ import json
 import pytest
 
 from fastbcd import models, recipes
-from fastbcd.cli.recipes import main
+from fastbcd.cli.main import main
 from fastbcd.data.sources import KNOWN
 from fastbcd.report import published
 
@@ -100,11 +100,11 @@ def test_plan() -> None:
 
 
 def test_listing(capsys) -> None:
-    assert main([]) == 0
+    assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(recipes.RECIPES)
     assert max(map(len, lines)) < 140
-    assert main(["wrn22-8-tiny-*", "ablation-base"]) == 0
+    assert main(["recipes", "wrn22-8-tiny-*", "ablation-base"]) == 0
     out = capsys.readouterr().out
     assert out.count("wrn22-8-tiny") == 3
     assert "published       SNL 67.17 %, BCD 68.89 %" in out
@@ -113,8 +113,7 @@ def test_listing(capsys) -> None:
 def test_bad_names(capsys) -> None:
     with pytest.raises(ValueError, match="did you mean resnet18-cifar100-15k"):
         recipes.get("resnet18-cifar100-15K")
-    with pytest.raises(SystemExit):
-        main(["resnet18-cifar100-15"])
+    assert main(["recipes", "resnet18-cifar100-15"]) == 2
     assert "did you mean resnet18-cifar100-15" in capsys.readouterr().err
     base = recipes.get("ablation-base")
     for changes, words in (

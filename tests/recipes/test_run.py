@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 import fastbcd
 from fastbcd import recipes
-from fastbcd.cli import options as common
-from fastbcd.cli.bcd import main
+from fastbcd.cli import inputs
+from fastbcd.cli.main import main
 from fastbcd.recipes import run as recipe_run
 from fastbcd.runs import fingerprint as snapshots
 
@@ -130,11 +130,11 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
 def test_the_command(tmp_path, whole, data, dense, monkeypatch, capsys) -> None:
     """--recipe with the weights of the dense net; options that the recipe fixes are refused."""
     monkeypatch.setitem(recipes.RECIPES, "stand-in", STAND_IN)
-    monkeypatch.setattr(common, "load_data", lambda options: (data, data))
+    monkeypatch.setattr(inputs, "load_data", lambda options: (data, data))
     given = {}
     monkeypatch.setattr(recipe_run, "run_recipe", lambda *a, **k: given.update(k) or whole[0])
     save_file(dense.state_dict(), tmp_path / "dense.safetensors")
-    options = ["--recipe", "stand-in", "--run-dir", str(tmp_path / "run")]
+    options = ["bcd", "--recipe", "stand-in", "--run-dir", str(tmp_path / "run")]
     assert main([*options, "--weights", str(tmp_path / "dense.safetensors")]) == 0
     assert "143,900 ReLUs kept" in capsys.readouterr().out
     assert torch.equal(given["dense"].conv1.weight, dense.conv1.weight)

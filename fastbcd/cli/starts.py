@@ -1,0 +1,31 @@
+"""`fastbcd snl` and `fastbcd autorep`: starting points, with the published values as defaults."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import Any
+
+import fastbcd
+from fastbcd.cli import inputs
+from fastbcd.cli.options import call
+
+
+def work(method: Any, options: argparse.Namespace) -> None:
+    """Train masks on the net of --weights, down to --budget ReLUs, and report the result."""
+    data, test = inputs.load_data(options)
+    net, teacher = inputs.trained_net(options, data), inputs.given_teacher(options, data)
+    tuning = {"epochs": options.finetune_epochs, "lr": options.finetune_lr}
+    start = call(
+        method, options, net=net, data=data, test=test, teacher=teacher,
+        finetune=call(fastbcd.Finetune, options, **tuning),
+    )  # fmt: skip
+    a = start.accuracy
+    inputs.say(
+        f"{start.masks.count():,} ReLUs after {len(start.history)} epochs; test accuracy "
+        f"{a['trained']:.2f} % with trained masks, {a['thresholded']:.2f} % rounded to bits, "
+        f"{a['final']:.2f} % at the end; weights and masks: {options.run_dir}"
+    )
+
+
+snl, autorep = partial(work, fastbcd.snl), partial(work, fastbcd.autorep)
