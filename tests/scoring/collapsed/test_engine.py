@@ -125,7 +125,7 @@ class ReadsMore(nn.Module):
         return self.head(y.mean((2, 3)) * self.factor)
 
 
-@pytest.mark.parametrize("change", ["buffer", "eps", "attribute", "padding"])
+@pytest.mark.parametrize("change", ["buffer", "eps", "statistics", "attribute", "padding"])
 def test_changes_outside_the_state_dict_are_noticed(builds, change) -> None:
     torch.manual_seed(0)
     net, data = thinned(randomize(ReadsMore()).eval()), images(30)
@@ -135,6 +135,8 @@ def test_changes_outside_the_state_dict_are_noticed(builds, change) -> None:
         net.gain.mul_(3)
     elif change == "eps":
         net.norm.eps = 2.0
+    elif change == "statistics":  # of a batch norm that no activation follows
+        net.norm.running_var.mul_(3)
     elif change == "attribute":
         net.factor = 2.5
     else:
