@@ -48,25 +48,21 @@ class Engine:
     def __post_init__(self) -> None:
         if self.name not in ENGINES:
             raise ValueError(f"engine={self.name!r}; choose from {', '.join(ENGINES)}")
-        for option in ("batch_size", "memory", "wave"):
-            value = getattr(self, option)
-            if value is not None or option == "wave":
-                check_whole(option, value, 1)
+        check_whole("batch_size", 1 if self.batch_size is None else self.batch_size, 1)
+        check_whole("memory", 1 if self.memory is None else self.memory, 1)
+        check_whole("wave", self.wave, 1)
         if not isinstance(self.tf32, bool):
             raise TypeError(f"tf32={self.tf32!r}; it must be True or False")
 
 
 def as_engine(engine: str | Engine) -> Engine:
-    """The settings of an engine that is given by its name.
-
-    >>> as_engine("stacked").name
-    'stacked'
-    """
-    if not isinstance(engine, str | Engine):
-        raise TypeError(
-            f"engine={engine!r}; pass a name ({', '.join(ENGINES)}) or a fastbcd.Engine"
-        )
-    return Engine(engine) if isinstance(engine, str) else engine
+    """The settings of an engine that may be given by its name."""
+    if isinstance(engine, str):
+        return Engine(engine)
+    if not isinstance(engine, Engine):
+        names = ", ".join(ENGINES)
+        raise TypeError(f"engine={engine!r}; pass a name ({names}) or a fastbcd.Engine")
+    return engine
 
 
 class Request(NamedTuple):
@@ -85,9 +81,7 @@ class Request(NamedTuple):
     @property
     def tolerance(self) -> float:
         """The difference of logits that rounding explains, relative to the largest logit."""
-        if self.example.dtype == torch.float64:
-            return 1e-9
-        return 1e-2 if self.tf32 else 1e-4
+        return 1e-9 if self.example.dtype == torch.float64 else 1e-2 if self.tf32 else 1e-4
 
 
 class ScoringEngine(Protocol):
@@ -113,11 +107,11 @@ def difference_from_net(engine: ScoringEngine, request: Request, lanes: int) -> 
     the kept ReLUs at random, and one that removes half of the later ones. Logits that are not
     finite in the net are not compared.
     """
-    net, masks = request.net, request.masks
+    net, masks, example = request.net, request.masks, request.example
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(request.example[:1].shape, generator=generator, dtype=torch.float64)
-    noise *= 10 * request.example.double().std().clamp(min=0.1).cpu()
-    images = torch.cat([request.example[:1], noise.to(request.example)])
+    noise = torch.randn(example[:1].shape, generator=generator, dtype=torch.float64)
+    noise *= 10 * example.double().std().clamp(min=0.1).cpu()
+    images = torch.cat([example[:1], noise.to(example)])
     kept = masks.bits.nonzero().flatten()
     halves = torch.rand(2, len(kept), generator=generator) < 0.5
     halves[1, : len(kept) // 2] = False
@@ -129,16 +123,13 @@ def difference_from_net(engine: ScoringEngine, request: Request, lanes: int) -> 
         found = one.logits(given, one.prepare(removals, lanes), True)
         return {k: y.clone() for numbers, ys in found for k, y in zip(numbers, ys, strict=True)}
 
-    try:
-        truths = outputs(Sequential(net, masks))
-    finally:
-        set_masks(net, masks)
-    worst = 0.0
+    truths, worst = outputs(Sequential(net, masks)), 0.0
+    set_masks(net, masks)
     for number, logits in outputs(engine).items():
         truth = truths[number]
-        if logits.shape != truth.shape:
-            return float("inf")
         finite = truth.isfinite()
+        if logits.shape != truth.shape:
+            return torch.inf
         if finite.any():
             error, scale = (logits - truth)[finite].abs().max(), truth[finite].abs().max()
             # NaN compares as larger than any difference.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -132,7 +132,9 @@ class Program(NamedTuple):
 
     @property
     def activations(self) -> list[Activation]:
-        return [step for step in self.steps if isinstance(step, Activation)]
+        """In the order of their sites."""
+        found = [step for step in self.steps if isinstance(step, Activation)]
+        return sorted(found, key=lambda step: step.site)
 
 
 def make_program(net: nn.Module, image: Tensor) -> Program:
@@ -153,9 +155,8 @@ def make_program(net: nn.Module, image: Tensor) -> Program:
     if not isinstance(output, fx.Node):
         raise NotTraceable("it does not return one tensor of logits")
     _check_writes(nodes)
-    survey = _Survey(net, graph, modules)
-    survey.run(image)
-    fusion = _Fusion(net, survey, list(modules.values()))
+    fusion = _Fusion(net, graph, modules.values())
+    fusion.run(image)
     steps = fusion.steps(nodes)
     if sorted(s.site for s in steps if isinstance(s, Activation)) != list(range(len(modules))):
         raise NotTraceable("a masked activation is called more than once, or not at all")
@@ -163,73 +164,58 @@ def make_program(net: nn.Module, image: Tensor) -> Program:
     for step in steps:
         for node in step.inputs:
             uses[node] = uses.get(node, 0) + 1
-    constants = {n: survey.env[n] for n in nodes if n.op == "get_attr"}
+    constants = {n: fusion.env[n] for n in nodes if n.op == "get_attr"}
     fresh = {s.node for s in steps if uses.get(s.node) == 1 and fusion.is_fresh(s.node)}
     return Program(
         steps, inputs[0], output, constants, uses, fresh, _sizes_travel(nodes),
-        survey.shapes, survey.tuples, survey.bytes, survey.multiply_adds,
+        fusion.shapes, fusion.tuples, fusion.bytes, fusion.multiply_adds,
     )  # fmt: skip
 
 
-class _Survey(fx.Interpreter):
-    """Run one image through the graph; record shapes, bytes and multiply-adds of each node."""
+class _Fusion(fx.Interpreter):
+    """Surveys the graph on one image; then turns nodes into steps, absorbing what precedes them."""
 
-    def __init__(
-        self, net: nn.Module, graph: fx.Graph, modules: dict[str, MaskedActivation]
-    ) -> None:
+    def __init__(self, net: nn.Module, graph: fx.Graph, sites: Iterable[MaskedActivation]) -> None:
         super().__init__(net, garbage_collect_values=False, graph=graph)
-        self.names = {module: name for name, module in modules.items()}
+        self.extra_traceback = False
+        self.site_of = {module: i for i, module in enumerate(sites)}
+        self.absorbed: set[fx.Node] = set()
         self.shapes: dict[fx.Node, tuple[int, ...]] = {}
         self.tuples: set[fx.Node] = set()
         self.bytes: dict[fx.Node, int] = {}
         self.multiply_adds: dict[fx.Node, int] = {}
-        self.extra_traceback = False
 
     def run_node(self, n: fx.Node) -> Any:
         with FlopCounterMode(display=False) as counter:
             value = super().run_node(n)
         self.multiply_adds[n] = counter.get_total_flops() // 2
-        tensors = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
         if isinstance(value, Tensor):
             self.shapes[n] = tuple(value.shape)
             self.bytes[n] = value.numel() * value.element_size()
-        elif tensors:
+            return value.detach() if n.op == "get_attr" else value
+        if any(isinstance(t, Tensor) for t in tree_leaves(value)):
             self.tuples.add(n)
-        return value.detach() if n.op == "get_attr" and tensors else value
+        return value
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        module = self.fetch_attr(target)
-        if module in self.names and tuple(args[0].shape[1:]) != tuple(module.mask.shape):
-            raise ValueError(
-                f"the images do not fit the masks: site {self.names[module]!r} has a mask of "
-                f"shape {tuple(module.mask.shape)} and its input has {tuple(args[0].shape[1:])}"
-            )
-        return _pure_module(module)(*args, **kwargs)
-
-
-class _Fusion:
-    """Turns nodes into steps, folding batch norms and additions into what follows them."""
-
-    def __init__(self, net: nn.Module, survey: _Survey, modules: list[MaskedActivation]) -> None:
-        self.net, self.survey = net, survey
-        self.site_of = {module: i for i, module in enumerate(modules)}
-        self.absorbed: set[fx.Node] = set()
+        return _pure_module(self.fetch_attr(target))(*args, **kwargs)
 
     def steps(self, nodes: list[fx.Node]) -> list[Activation | Call]:
         """Last node first, so that an activation absorbs its inputs before they become steps."""
         found: list[Activation | Call] = []
         for node in reversed(nodes):
             if node.op.startswith("call_") and node not in self.absorbed:
-                is_site = self.module(node) in self.site_of
+                is_site = self.called(node) in self.site_of
                 found.append(self.activation(node) if is_site else self.call(node))
         return found[::-1]
 
-    def module(self, node: Any) -> Any:
-        is_module = isinstance(node, fx.Node) and node.op == "call_module"
-        return self.net.get_submodule(str(node.target)) if is_module else None
+    def called(self, node: Any) -> Any:
+        """The module that a node calls; None for any other node or value."""
+        calls = isinstance(node, fx.Node) and node.op == "call_module"
+        return self.fetch_attr(str(node.target)) if calls else None
 
     def activation(self, node: fx.Node) -> Activation:
-        module, x = self.module(node), _first_argument(node)
+        module, x = self.called(node), _first_argument(node)
         residual = scale = shift = None
         if self.is_addition(x) and len(x.users) == 1:
             self.absorbed.add(x)
@@ -239,7 +225,7 @@ class _Fusion:
             x, residual = (second, first) if swap else (first, second)
         if self.is_norm(x) and len(x.users) == 1:
             self.absorbed.add(x)
-            scale, shift = scale_and_shift(self.module(x))
+            scale, shift = scale_and_shift(self.called(x))
             x = x.args[0]
         return Activation(node, self.site_of[module], module, x, scale, shift, residual)
 
@@ -248,12 +234,11 @@ class _Fusion:
         if node.op == "call_method":
             run = getattr(Tensor, str(node.target))
         elif node.op == "call_module":
-            module, source = self.module(node), _first_argument(node)
+            module, source = self.called(node), _first_argument(node)
             if self.is_norm(node) and self.is_conv(source) and len(source.users) == 1:
                 self.absorbed.add(source)
-                work = self.survey.multiply_adds
-                work[node] += work.pop(source)
-                run = _folded(self.module(source), module)
+                self.multiply_adds[node] += self.multiply_adds.pop(source)
+                run = _folded(self.called(source), module)
                 return Call(node, run, source.args, {})
             run = _folded(module, None) if self.is_conv(node) else _pure_module(module)
         return Call(node, run, node.args, dict(node.kwargs))
@@ -263,22 +248,22 @@ class _Fusion:
         if not isinstance(node, fx.Node) or node.target not in _ADDITIONS or node.kwargs:
             return False
         terms: Any = {a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"}
-        shapes = {self.survey.shapes.get(term) for term in terms}
+        shapes = {self.shapes.get(term) for term in terms}
         return len(node.args) == len(terms) == 2 and len(shapes) == 1
 
     def is_norm(self, node: Any) -> bool:
         """A batch norm with running statistics, of one tensor given by position."""
-        norm = self.module(node)
+        norm = self.called(node)
         return isinstance(norm, _NORMS) and norm.running_mean is not None and bool(node.args)
 
     def is_conv(self, node: Any) -> bool:
         """A plain nn.Conv2d of one tensor given by position."""
-        conv = self.module(node)
+        conv = self.called(node)
         return type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and bool(node.args)
 
     def is_fresh(self, node: fx.Node) -> bool:
         """Does this step write new memory, rather than return a view of its input?"""
-        return isinstance(self.module(node), (nn.Linear, nn.modules.conv._ConvNd, *_NORMS))
+        return isinstance(self.called(node), (nn.Linear, nn.modules.conv._ConvNd, *_NORMS))
 
 
 def _pure_module(module: nn.Module) -> nn.Module:
@@ -294,19 +279,14 @@ def _first_argument(node: fx.Node) -> Any:
     return next(iter((*node.args, *node.kwargs.values())), None)
 
 
-# -------------------------------------------------------------------- what a program cannot do
-
-
 def _check_writes(nodes: list[fx.Node]) -> None:
     """Refuse operations that still write into their input in the graph without in-place ones."""
     for node in nodes:
-        named = node.op == "call_function"
-        name = getattr(node.target, "__name__", str(node.target)) if named else ""
-        method = str(node.target) if node.op == "call_method" else ""
-        writes = name.endswith("_") and not name.endswith("__")
-        writes = writes or name in ("setitem", "ipow", "ior") or "out" in node.kwargs
-        if writes or (method and not hasattr(Tensor, method)):
-            raise NotTraceable(f"node {node.name!r} ({name or method}) writes into its input")
+        name = str(getattr(node.target, "__name__", node.target))
+        unknown = node.op == "call_method" and not hasattr(Tensor, name)
+        writes = node.op == "call_function" and name.endswith("_") and name[-2:] != "__"
+        if unknown or writes or name in ("setitem", "ipow", "ior") or "out" in node.kwargs:
+            raise NotTraceable(f"node {node.name!r} ({name}) writes into its input")
 
 
 def _sizes_travel(nodes: list[fx.Node]) -> bool:
@@ -316,9 +296,8 @@ def _sizes_travel(nodes: list[fx.Node]) -> bool:
     hold more hypotheses than x.
     """
     for node in nodes:
-        method = node.target if node.op == "call_method" else None
-        attribute = node.args[1] if node.target is getattr else None
-        if method not in _SIZES and attribute not in _SIZES:
+        name = node.args[1] if node.target is getattr else node.target
+        if name not in _SIZES or node.op not in ("call_method", "call_function"):
             continue
         source, reached = node.args[0], list(node.users)
         while reached:

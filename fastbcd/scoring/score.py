@@ -85,9 +85,6 @@ def score(
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------- the pass
-
-
 @dataclass
 class Tally:
     """Sums over the images so far."""
@@ -176,9 +173,6 @@ def _judge(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([hits.double().sum(1), losses.sum(1)], 1)
 
 
-# ---------------------------------------------------------------------------- preparation
-
-
 def read(net: nn.Module, data: Any) -> tuple[ImageData, MaskSet]:
     """The images and a copy of the net's masks, which are on the same device."""
     images = as_data(data)
@@ -204,12 +198,10 @@ def prepared(
             limit = default_memory(example.device) if engine.memory is None else engine.memory
             # Ranks plan alike, whatever memory each of them has.
             limit = int(from_first(torch.tensor(min(limit, 2**62))))
-            number = len(removals) if expected is None else expected
-            request = Request(
-                net, current, removals, number, len(images), example, engine.batch_size, limit,
-                engine.tf32,
-            )  # fmt: skip
-            plan = make_plan(request, engine.name)
+            plan = make_plan(Request(
+                net, current, removals, expected or len(removals), len(images), example,
+                engine.batch_size, limit, engine.tf32,
+            ), engine.name)  # fmt: skip
         if plan.engine.name == "stacked":
             stack.enter_context(kept_memory())
         yield plan

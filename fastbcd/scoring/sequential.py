@@ -1,7 +1,4 @@
-"""sequential: the paper's loop, one hypothesis after the other through the net itself.
-
-The reference for the other engines, and the engine for nets that cannot be traced.
-"""
+"""sequential: the paper's loop, one hypothesis at a time; the reference for the other engines."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ that site, so the lanes that a value has are the first n of them:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,6 +30,7 @@ from fastbcd.scoring.engine import Request, difference_from_net
 from fastbcd.scoring.program import Activation, Call, NotTraceable, Program
 
 BATCH = 32  # images at a time, unless memory or the user says otherwise
+Values = dict[fx.Node, Any]
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,8 @@ def lane_counts(program: Program, begins: list[int]) -> tuple[dict[fx.Node, int]
 
 def first_change(masks: MaskSet, ids: Tensor) -> int:
     """The first site that a removal touches; the number of sites if it is empty."""
-    if not ids.numel():
-        return len(masks.sites)
-    starts = torch.tensor([s.start for s in masks.sites])
-    return int(torch.searchsorted(starts, ids.min(), right=True)) - 1
+    starts = [site.start for site in masks.sites]
+    return bisect_right(starts, int(ids.min())) - 1 if ids.numel() else len(starts)
 
 
 class Stacked:
@@ -82,12 +82,9 @@ class Stacked:
         lanes = self.masks.bits.to(torch.uint8).repeat(len(removals), 1)
         for lane, ids in zip(lanes, removals, strict=True):
             lane[ids] = 0
-        steps = sorted(self.program.activations, key=lambda step: step.site)
-        parts = lanes.split([site.numel for site in self.masks.sites], dim=1)
-        return [
-            channels_last(part.reshape(-1, *step.module.mask.shape).to(step.module.mask.device))
-            for part, step in zip(parts, steps, strict=True)
-        ]
+        like = [step.module.mask for step in self.program.activations]
+        parts = zip(lanes.split([mask.numel() for mask in like], dim=1), like, strict=True)
+        return [channels_last(t.reshape(-1, *mask.shape).to(mask.device)) for t, mask in parts]
 
     def prepare(self, removals: dict[int, Tensor], lanes: int) -> list[LaneGroup]:
         """Hypotheses by number, cut into groups of at most `lanes` that begin near each other."""
@@ -121,9 +118,7 @@ class Stacked:
             logits = extend(own.get(output), values.get(output), group.count[output], n)
             yield group.numbers, logits.view(n, -1, logits.shape[-1])
 
-    def run(
-        self, group: LaneGroup, values: dict[fx.Node, Any], base: dict[fx.Node, Any]
-    ) -> dict[fx.Node, Any]:
+    def run(self, group: LaneGroup, values: Values, base: Values) -> Values:
         """Run the steps that have lanes; the lanes that an input lacks are those of the base.
 
         base: values of the base; none to compute them. Returned are the values in `group.keep`.
@@ -144,10 +139,7 @@ class Stacked:
                     values.pop(node, None)  # its memory serves the next step
         return values
 
-    def activate(
-        self, step: Activation, group: LaneGroup, values: dict[fx.Node, Any],
-        base: dict[fx.Node, Any],
-    ) -> Tensor:  # fmt: skip
+    def activate(self, step: Activation, group: LaneGroup, values: Values, base: Values) -> Tensor:
         """One site for all lanes: those that run already, then those that begin here."""
         count, masks = group.count, group.masks[step.site]
         n, of_x = count[step.node], count[step.x]
@@ -173,11 +165,9 @@ class Stacked:
 
     def buffer(self, node: fx.Node, items: int, like: Tensor) -> Tensor:
         """Memory [items, *like.shape[1:]] that belongs to this node, the same in every batch."""
-        held = self.buffers.get(node)
-        if held is None or held.shape[0] < items:
-            held = channels_last(like.new_empty(items, *like.shape[1:]))
-            self.buffers[node] = held
-        return held[:items]
+        if node not in self.buffers or len(self.buffers[node]) < items:
+            self.buffers[node] = channels_last(like.new_empty(items, *like.shape[1:]))
+        return self.buffers[node][:items]
 
     def check(self, request: Request) -> None:
         """Refuse a net whose hypotheses affect each other when they share a batch."""
@@ -207,9 +197,6 @@ def extend(value: Any, base: Any, have: int, want: int) -> Any:
     return missing if have == 0 else tree_map(lambda v, b: torch.cat([v, b]), value, missing)
 
 
-# ------------------------------------------------------------------------- costs and portions
-
-
 def stacked_multiply_adds(request: Request, program: Program) -> int:
     """Of the base and all hypotheses, each from its first changed site on, over all images."""
     begins = [first_change(request.masks, ids) for ids in request.removals if ids.numel()]
@@ -221,13 +208,11 @@ def stacked_multiply_adds(request: Request, program: Program) -> int:
 
 def peak_bytes(program: Program) -> int:
     """Bytes for one image at the worst step, and of the buffers that are held for all steps."""
-    left = dict(program.uses)
-    sizes, sites = program.bytes_per_image, program.activations
+    left, sizes, sites = dict(program.uses), program.bytes_per_image, program.activations
     held = sum(sizes[s.node] for s in sites if s.x not in program.fresh)
     # Where lanes begin, an activation cannot be in place: the largest such, to be safe.
     held += max((sizes[s.node] for s in sites if s.x in program.fresh), default=0)
-    alive = sizes.get(program.placeholder, 0)
-    worst = alive
+    worst = alive = sizes.get(program.placeholder, 0)
     for step in program.steps:
         reused = step.x if isinstance(step, Activation) and step.x in program.fresh else None
         alive += 0 if reused else sizes.get(step.node, 0)
