@@ -13,15 +13,6 @@ from fastbcd.private.protocols import PROTOCOLS, Constant, Protocol
 from fastbcd.private.ranges import Ranges, SiteRange, activation_ranges
 
 __all__ = [
-    "PROTOCOLS",
-    "Constant",
-    "Cost",
-    "Protocol",
-    "Ranges",
-    "SiteCost",
-    "SiteRange",
-    "activation_ranges",
-    "cost",
-    "export",
-    "gather_form",
-]
+    "PROTOCOLS", "Constant", "Cost", "Protocol", "Ranges", "SiteCost", "SiteRange",
+    "activation_ranges", "cost", "export", "gather_form",
+]  # fmt: skip

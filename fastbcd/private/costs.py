@@ -15,8 +15,9 @@ any, so an emptied site is listed with the rounds that it saves.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -71,54 +72,28 @@ class Cost:
     rtt: float  # seconds
     sites: tuple[SiteCost, ...]
     not_included: tuple[NonlinearOp, ...] = ()  # other nonlinear operations of the net
+    total: SiteCost = field(init=False, repr=False)  # the sum of the sites, without the set-up
+    relus: int = field(init=False, repr=False)  # kept
+    bytes: float | None = field(init=False, repr=False)  # sent, both directions together
+    rounds: float | None = field(init=False, repr=False)  # of all sites, one after the other
+    saved_rounds: float | None = field(init=False, repr=False)  # by the emptied sites
+    emptied: tuple[SiteCost, ...] = field(init=False, repr=False)  # the sites that keep no ReLU
+    setup: float | None = field(init=False, repr=False)  # seconds, once
+    seconds: float | None = field(init=False, repr=False)  # setup + compute + transfer + latency
+    known_seconds: float = field(
+        init=False, repr=False
+    )  # seconds without the unknown terms: a lower bound
 
-    @property
-    def total(self) -> SiteCost:
-        """The sum of the sites, without the set-up."""
+    def __post_init__(self) -> None:
         names = [f.name for f in fields(SiteCost)[1:]]
-        sums = {name: _sum([getattr(s, name) for s in self.sites]) for name in names}
-        return SiteCost("total", **sums)  # type: ignore[arg-type]
-
-    @property
-    def relus(self) -> int:
-        """ReLUs kept."""
-        return self.total.relus
-
-    @property
-    def bytes(self) -> float | None:
-        """Bytes sent, both directions together."""
-        return self.total.bytes
-
-    @property
-    def rounds(self) -> float | None:
-        """Rounds of all sites, one after the other."""
-        return self.total.rounds
-
-    @property
-    def saved_rounds(self) -> float | None:
-        """Rounds saved by the emptied sites."""
-        return self.total.saved_rounds
-
-    @property
-    def emptied(self) -> tuple[SiteCost, ...]:
-        """The sites that keep no ReLU."""
-        return tuple(s for s in self.sites if s.relus == 0)
-
-    @property
-    def setup(self) -> float | None:
-        """Seconds, once."""
-        return self.protocol.setup_seconds.value
-
-    @property
-    def seconds(self) -> float | None:
-        """setup + compute + transfer + latency."""
-        return _sum([self.setup, self.total.seconds])
-
-    @property
-    def known_seconds(self) -> float:
-        """`seconds` without the unknown terms: a lower bound."""
-        terms = [self.setup, *(t for s in self.sites for t in (s.compute, s.transfer, s.latency))]
-        return sum(t for t in terms if t is not None)
+        sums: Any = {name: _sum(getattr(s, name) for s in self.sites) for name in names}
+        total, setup = SiteCost("total", **sums), self.protocol.setup_seconds.value
+        terms = [setup, *(t for s in self.sites for t in (s.compute, s.transfer, s.latency))]
+        vars(self).update(
+            {name: sums[name] for name in ("relus", "bytes", "rounds", "saved_rounds")},
+            total=total, emptied=tuple(s for s in self.sites if s.relus == 0), setup=setup,
+            seconds=_sum([setup, total.seconds]), known_seconds=sum(filter(None, terms)),
+        )  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:
         """All values, ready for JSON; None where a value is unknown."""
@@ -135,13 +110,12 @@ class Cost:
         }
 
     def __str__(self) -> str:
-        total = self.total
         names = ["ReLUs", "of", "squares", "bytes", "rounds", "compute", "transfer", "latency",
                  "seconds"]  # fmt: skip
-        rows = [["site", *names], *map(_cells, self.sites), _cells(total)]
+        rows = [["site", *names], *map(_cells, self.sites), _cells(self.total)]
         rows[-1][-1] = si(self.seconds, "s")  # with the set-up
         constants = self.protocol.constants()
-        if not total.squares:
+        if not self.total.squares:
             rows = [row[:3] + row[4:] for row in rows]
             constants = {k: c for k, c in constants.items() if not k.startswith("square")}
         width = max(len(row[0]) for row in rows)
@@ -197,12 +171,9 @@ def cost(
         raise ValueError(f"bandwidth={bandwidth!r}; give bits per second, above 0")
     if not (isinstance(rtt, int | float) and 0 <= rtt < math.inf):
         raise ValueError(f"rtt={rtt!r}; give the round trip in seconds, 0 or more")
-    sites = [
-        _site(
-            chosen, s.name, s.numel, relus=n, poly=s.name in quadratic, bandwidth=bandwidth, rtt=rtt
-        )
-        for s, n in zip(kept.sites, kept.counts().values(), strict=True)
-    ]
+    made = partial(_site, chosen, bandwidth=bandwidth, rtt=rtt)
+    counts = zip(kept.sites, kept.counts().values(), strict=True)
+    sites = [made(s.name, s.numel, relus=n, poly=s.name in quadratic) for s, n in counts]
     nets = masks.modules() if isinstance(masks, nn.Module) else ()
     reports: list[Any] = [getattr(m, "conversion_report", None) for m in nets]
     others = tuple(op for report in reports if report for op in report.nonlinear)
@@ -227,26 +198,25 @@ def _site(
     p: Protocol, name: str, units: int, *, relus: int, poly: bool, bandwidth: float, rtt: float
 ) -> SiteCost:
     squares = units - relus if poly else 0
-    size = _sum([_times(relus, p.relu_bytes.value), _times(squares, p.square_bytes.value)])
-    rounds = _sum([_times(relus > 0, p.relu_rounds.value),
-                   _times(squares > 0, p.square_rounds.value)])  # fmt: skip
-    compute = _sum([_times(relus, p.relu_seconds.value), _times(squares, p.square_seconds.value)])
+
+    def figure(kind: str, relus: int, squares: int) -> float | None:
+        counts = {f"relu_{kind}": relus, f"square_{kind}": squares}
+        values = ((n, getattr(p, key).value) for key, n in counts.items())
+        # What is not used costs 0, even if its value is unknown.
+        return _sum(None if n and value is None else float(n * (value or 0)) for n, value in values)
+
+    size, compute = figure("bytes", relus, squares), figure("seconds", relus, squares)
+    rounds = figure("rounds", relus > 0, squares > 0)
     return SiteCost(
         name, units, relus, squares, size, rounds, 0 if relus else p.relu_rounds.value, compute,
         None if size is None else 8 * size / bandwidth, None if rounds is None else rounds * rtt,
     )  # fmt: skip
 
 
-def _times(count: int, value: float | None) -> float | None:
-    """count * value; 0 for a count of 0 even if the value is unknown."""
-    if count == 0:
-        return 0.0
-    return None if value is None else float(count * value)
-
-
-def _sum(terms: list[float | None]) -> float | None:
+def _sum(terms: Iterable[float | None]) -> float | None:
     """The sum; None if a term is unknown."""
-    return None if None in terms else sum(t for t in terms if t is not None)
+    found = list(terms)
+    return None if None in found else sum(t for t in found if t is not None)
 
 
 def _cells(site: SiteCost) -> list[str]:
@@ -267,14 +237,10 @@ def si(value: float | None, unit: str) -> str:
     >>> si(87_425_024, "B"), si(2.2e-6, "s"), si(0, "s"), si(None, "s")
     ('87.4 MB', '2.20 µs', '0 s', 'unknown')
     """
-    if value is None:
-        return "unknown"
-    if value == 0:
-        return f"0 {unit}"
+    if not value:
+        return "unknown" if value is None else f"0 {unit}"
     prefixes = {-3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T"}
-    power = max(-3, min(4, math.floor(math.log10(value) / 3 + 1e-12)))
-    if unit == "s":
-        power = min(power, 0)
+    power = max(-3, min(0 if unit == "s" else 4, math.floor(math.log10(value) / 3 + 1e-12)))
     scaled = value / 1000.0**power
     digits = 0 if scaled >= 100 else 1 if scaled >= 10 else 2
     return f"{scaled:,.{digits}f} {prefixes[power]}{unit}"

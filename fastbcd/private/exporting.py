@@ -52,8 +52,14 @@ def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> flo
             f"example has a batch of {len(example)}; give two or more images, since torch.export "
             f"treats a batch of one as a constant"
         )
-    if path.suffix == ".onnx":
-        _need("onnx", "onnxscript")
+    for package in ("onnx", "onnxscript") if path.suffix == ".onnx" else ():
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise ImportError(
+                f"writing .onnx needs the package {package}: pip install fastbcd[onnx]; .pt2 does "
+                f"not need it"
+            ) from error
     masked = any(isinstance(module, MaskedActivation) for module in net.modules())
     model = (gather_form(net) if masked else copy.deepcopy(net)).eval()
     with torch.no_grad():
@@ -116,14 +122,3 @@ _FORMATS: dict[str, Any] = {
     ".pt2": (torch.export.save, _run_program),
     ".onnx": (_write_onnx, _run_onnx),
 }
-
-
-def _need(*packages: str) -> None:
-    for package in packages:
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise ImportError(
-                f"writing .onnx needs the package {package}: pip install fastbcd[onnx]; .pt2 does "
-                f"not need it"
-            ) from error

@@ -93,29 +93,19 @@ def gather_form(net: nn.Module) -> nn.Module:
     twin = copy.deepcopy(net)
     if isinstance(twin, MaskedActivation):
         return _gathered(twin)
-    # The same activation may have several names.
-    sites = [
-        (name, module)
-        for name, module in twin.named_modules(remove_duplicate=False)
-        if isinstance(module, MaskedActivation)
-    ]
-    made = {id(module): _gathered(module) for _, module in sites}
-    for name, module in sites:
-        owner, _, leaf = name.rpartition(".")
-        twin.get_submodule(owner).register_module(leaf, made[id(module)])
+    made: dict[nn.Module, nn.Module] = {}  # the same activation may have several names
+    for name, module in list(twin.named_modules(remove_duplicate=False)):
+        if isinstance(module, MaskedActivation):
+            made[module] = made.get(module) or _gathered(module)
+            owner, _, leaf = name.rpartition(".")
+            twin.get_submodule(owner).register_module(leaf, made[module])
     return twin
 
 
 def _gathered(act: MaskedActivation) -> nn.Module:
     mask = act.mask.bool()
-    kept = int(mask.sum())
-    made: nn.Module
-    if kept == mask.numel():
-        made = nn.ReLU()
-    elif isinstance(act, MaskedPoly):
-        made = GatheredPoly(mask, act.coef)
-    elif kept:
-        made = GatheredReLU(mask)
-    else:
-        made = nn.Identity()
+    made: nn.Module = nn.ReLU()
+    if not mask.all():
+        made = GatheredReLU(mask) if mask.any() else nn.Identity()
+        made = GatheredPoly(mask, act.coef) if isinstance(act, MaskedPoly) else made
     return made.train(act.training)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from fastbcd.data.sources import as_data
 from fastbcd.masking.activations import MaskedPoly
 from fastbcd.masking.masks import mask_modules
 from fastbcd.runtime.module_mode import eval_mode
+from fastbcd.scoring.accuracy import dtype_of
 
 QUANTILES = (0.5, 0.99, 0.999)
 # |z| is binned by the upper 16 bits of its float32: bins of 1/128 of a value or less.
@@ -89,53 +91,61 @@ def activation_ranges(
     >>> activation_ranges(net, (x, torch.tensor([0]))).sites[0].low
     -2.0
     """
-    limits = None if fixed_point is None else _limits(fixed_point)
+    bits, fraction = fixed_point or (math.inf, 1)
+    if not 0 < fraction < bits - 1:
+        raise ValueError(
+            f"fixed_point={fixed_point!r}; give (bits, fraction bits), such as (64, 16), with "
+            f"0 < fraction < bits - 1"
+        )
     images = as_data(data)
     if not len(images):
         raise ValueError("there are no images to measure the ranges on")
     modules = mask_modules(net)
     seen = {name: _Seen(images.device) for name in modules}
-    hooks = [
-        module.register_forward_pre_hook(lambda _, args, name=name: seen[name].add(args[0]))
-        for name, module in modules.items()
-    ]
-    try:
-        with eval_mode(net), torch.inference_mode():
-            for x, _ in images.batches(batch_size):
-                net(x)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack, eval_mode(net), torch.inference_mode():
+        for name, module in modules.items():
+            stack.callback(module.register_forward_pre_hook(seen[name].add).remove)
+        for x, _ in images.batches(batch_size, dtype=dtype_of(net)):
+            net(x)
     sites = []
     for name, module in modules.items():
-        if not seen[name].used:
-            raise ValueError(f"site {name!r} was not reached by any image; is it used in forward?")
-        quadratic = isinstance(module, MaskedPoly) and not bool(module.mask.all())
-        limit = None if limits is None else limits[quadratic]
-        sites.append(seen[name].summary(name, limit))
-    ranges = Ranges(tuple(sites))
-    _warn(ranges, fixed_point)
-    return ranges
+        squared = isinstance(module, MaskedPoly) and not bool(module.mask.all())
+        # |z| 2^f < 2^(b-1), and z² 2^(2f) < 2^(b-1)
+        limit = 2.0 ** ((bits - 1) / 2 - fraction if squared else bits - 1 - fraction)
+        sites.append(seen[name].summary(name, None if fixed_point is None else limit))
+    outside = [s for s in sites if not s.fits]
+    if outside:
+        worst = max(outside, key=lambda s: math.inf if math.isnan(s.largest) else s.largest)
+        text = f"site {worst.name!r} sees values from {worst.low:.4g} to {worst.high:.4g}"
+        if worst.limit is None or not math.isfinite(worst.largest):
+            text += ": the net itself overflows; look at its weights and batch norms"
+        else:
+            text = (
+                f"{len(outside)} sites leave the range of {bits} bits with {fraction} after the "
+                f"point; {text}, beyond ±{worst.limit:.4g}: use fewer fraction bits or more bits, "
+                f"or fine-tune with more weight decay"
+            )
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return Ranges(tuple(sites))
 
 
 class _Seen:
     """Extremes and a histogram of |z|; the order of the batches does not matter."""
 
     def __init__(self, device: torch.device) -> None:
-        self.used = False
         self.low = torch.tensor(math.inf, device=device)
         self.high = torch.tensor(-math.inf, device=device)
         self.counts = torch.zeros(_BINS, dtype=torch.int64, device=device)
 
-    def add(self, z: Tensor) -> None:
-        self.used = True
-        z = z.detach().float().flatten()
+    def add(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        z = inputs[0].detach().float().flatten()
         self.low, self.high = torch.minimum(self.low, z.min()), torch.maximum(self.high, z.max())
-        bins = z.abs().view(torch.int32) >> _SHIFT
-        self.counts += torch.bincount(bins, minlength=_BINS)
+        self.counts += torch.bincount(z.abs().view(torch.int32) >> _SHIFT, minlength=_BINS)
 
     def summary(self, name: str, limit: float | None) -> SiteRange:
         low, high = float(self.low), float(self.high)
+        if low > high:
+            raise ValueError(f"site {name!r} was not reached by any image; is it used in forward?")
         below = self.counts.cumsum(0).cpu()
         wanted = torch.tensor([math.ceil(q * int(below[-1])) for q in QUANTILES])
         bins = torch.searchsorted(below, wanted).to(torch.int32)
@@ -143,33 +153,3 @@ class _Seen:
         edges = ((bins << _SHIFT) | ((1 << _SHIFT) - 1)).view(torch.float32).double()
         largest = max(abs(low), abs(high))
         return SiteRange(name, low, high, tuple(min(v, largest) for v in edges.tolist()), limit)
-
-
-def _limits(fixed_point: tuple[int, int]) -> tuple[float, float]:
-    """The largest |z| where it is not squared, and where it is."""
-    bits, fraction = fixed_point
-    if not 0 < fraction < bits - 1:
-        raise ValueError(
-            f"fixed_point={fixed_point!r}; give (bits, fraction bits), such as (64, 16), with "
-            f"0 < fraction < bits - 1"
-        )
-    # |z| 2^f < 2^(b-1), and z² 2^(2f) < 2^(b-1)
-    return 2.0 ** (bits - 1 - fraction), 2.0 ** ((bits - 1) / 2 - fraction)
-
-
-def _warn(ranges: Ranges, fixed_point: tuple[int, int] | None) -> None:
-    outside = [s for s in ranges.sites if not s.fits]
-    if not outside:
-        return
-    worst = max(outside, key=lambda s: math.inf if math.isnan(s.largest) else s.largest)
-    values = f"site {worst.name!r} sees values from {worst.low:.4g} to {worst.high:.4g}"
-    if fixed_point is None or not math.isfinite(worst.largest):
-        text = f"{values}: the net itself overflows; look at its weights and batch norms"
-    else:
-        bits, fraction = fixed_point
-        text = (
-            f"{len(outside)} sites leave the range of {bits} bits with {fraction} after the point; "
-            f"{values}, beyond ±{worst.limit:.4g}: use fewer fraction bits or more bits, or "
-            f"fine-tune with more weight decay"
-        )
-    warnings.warn(text, RuntimeWarning, stacklevel=3)
