@@ -117,12 +117,13 @@ class ReadsMore(nn.Module):
         super().__init__()
         self.first, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
         self.act, self.head = MaskedReLU((4, 8, 8)), nn.Linear(4, 5)
+        self.last = nn.BatchNorm1d(5)  # neither a convolution before it nor an activation after it
         self.register_buffer("gain", torch.rand(4, 1, 1), persistent=False)
         self.factor = 1.0
 
     def forward(self, x):
         y = self.act(self.norm(self.first(x)) * self.gain)
-        return self.head(y.mean((2, 3)) * self.factor)
+        return self.last(self.head(y.mean((2, 3)) * self.factor))
 
 
 @pytest.mark.parametrize("change", ["buffer", "eps", "statistics", "attribute", "padding"])
@@ -135,8 +136,8 @@ def test_changes_outside_the_state_dict_are_noticed(builds, change) -> None:
         net.gain.mul_(3)
     elif change == "eps":
         net.norm.eps = 2.0
-    elif change == "statistics":  # of a batch norm that no activation follows
-        net.norm.running_var.mul_(3)
+    elif change == "statistics":
+        net.last.running_var.mul_(3)
     elif change == "attribute":
         net.factor = 2.5
     else:
