@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
+from torch.optim.swa_utils import AveragedModel
 
 from fastbcd import ops
 from fastbcd.ops.saliency import saliency
@@ -28,7 +28,10 @@ class SaliencyPass(NamedTuple):
 
 
 class MaskedActivation(nn.Module):
-    """An activation with one bit per neuron, `mask` [*shape]: True = this ReLU is kept."""
+    """An activation with one bit per neuron, `mask` [*shape]: True = this ReLU is kept.
+
+    Where the bit is 0, it is the identity, or a quadratic if it has `coef`.
+    """
 
     mask: Tensor
     order = 0  # the place in the order of execution, set by `convert`
@@ -46,8 +49,11 @@ class MaskedActivation(nn.Module):
 
     def forward(self, x: Tensor, residual: Any = None) -> Tensor:
         """act(x), or act(x + residual) in one pass. x [B, *shape] -> [B, *shape]."""
-        if residual is not None and not _alike(x, residual):
-            x, residual = x + residual, None
+        if residual is not None and (
+            not isinstance(residual, Tensor)
+            or (x.shape, x.dtype) != (residual.shape, residual.dtype)
+        ):
+            x, residual = x + residual, None  # a sum that broadcasts or promotes
         if self.saliency_pass is None:
             return self.activate(x, residual)
         anchor, totals, absolute, copy = self.saliency_pass
@@ -58,7 +64,10 @@ class MaskedActivation(nn.Module):
 
     def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The activation of x + residual; x and residual have the same shape and dtype."""
-        raise NotImplementedError
+        options: Any = {"residual": residual, "trials": False}
+        if (coef := getattr(self, "coef", None)) is None:
+            return ops.masked_relu(x, self.mask, **options)
+        return ops.masked_poly(x, self.mask, coef, **options)
 
     def extra_repr(self) -> str:
         kept = "" if self.mask.is_meta else f", {int(self.mask.sum()):,} kept"
@@ -73,10 +82,6 @@ class MaskedReLU(MaskedActivation):
     >>> act(torch.tensor([[-1.0, -1.0]]))
     tensor([[ 0., -1.]])
     """
-
-    def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """The activation of x + residual, [B, *shape]."""
-        return ops.masked_relu(x, self.mask, residual=residual, trials=False)
 
 
 class MaskedPoly(MaskedActivation):
@@ -95,20 +100,6 @@ class MaskedPoly(MaskedActivation):
         start = torch.tensor(RELU_QUADRATIC, device=device).unsqueeze(1)
         self.coef = nn.Parameter(start.repeat(1, self.mask.shape[0]))
 
-    def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """The activation of x + residual, [B, *shape]."""
-        return ops.masked_poly(x, self.mask, self.coef, residual=residual, trials=False)
-
-
-def _alike(x: Any, residual: Any) -> bool:
-    """Can the two be added without broadcasting or promotion?"""
-    return (
-        isinstance(x, Tensor)
-        and isinstance(residual, Tensor)
-        and x.shape == residual.shape
-        and x.dtype == residual.dtype
-    )
-
 
 REPLACEMENTS: dict[str, type[MaskedActivation]] = {"identity": MaskedReLU, "poly": MaskedPoly}
 
@@ -124,32 +115,22 @@ def _copy_masks_instead_of_averaging() -> None:
     """Make AveragedModel(net, use_buffers=True) copy masks.
 
     torch averages all buffers, and a bit of 0.9·True + 0.1·False is True again. AveragedModel has
-    no hook, so its method is wrapped; models without masks are averaged as before.
+    no hook, so its method is wrapped, and masks are no buffers while it runs.
     """
     original = AveragedModel.update_parameters
 
     @functools.wraps(original)
     def update_parameters(self: AveragedModel, model: nn.Module) -> None:
-        if not any(isinstance(m, MaskedActivation) for m in self.modules()):
-            return original(self, model)
-        given = self.avg_fn, self.multi_avg_fn
-        one: Any = given[0] if any(given) else get_swa_avg_fn()
-        many: Any = given[1]
-
-        def average_one(averaged: Tensor, new: Tensor, n: Any) -> Tensor:
-            return new if new.dtype is torch.bool else one(averaged, new, n)
-
-        def average_many(averaged: Any, new: Any, n: Any) -> None:  # tensors of one dtype
-            if new[0].dtype is torch.bool:
-                torch._foreach_copy_(averaged, new)
-            else:
-                many(averaged, new, n)
-
-        self.avg_fn, self.multi_avg_fn = one and average_one, many and average_many
+        mine, new = ([m for m in net.modules() if isinstance(m, MaskedActivation)]
+                     for net in (self.module, model))  # fmt: skip
+        masks = [m._buffers.pop("mask") for m in mine + new]
         try:
             original(self, model)
         finally:
-            self.avg_fn, self.multi_avg_fn = given
+            for m, mask in zip(mine + new, masks, strict=True):
+                m._buffers["mask"] = mask
+        for averaged, m in zip(mine, new, strict=True):
+            averaged.mask.copy_(m.mask)
 
     AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
 

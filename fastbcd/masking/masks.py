@@ -122,10 +122,9 @@ class MaskSet:
 
     def without(self, ids: Tensor | Sequence[int]) -> MaskSet:
         """A copy with the ReLUs `ids` removed; refuses ids that are not kept."""
-        ids = self.check_kept(torch.as_tensor(ids))
-        bits = self.bits.clone()
-        bits[ids] = False
-        return MaskSet(self.sites, bits)
+        smaller = self.copy()
+        smaller.bits[self.check_kept(torch.as_tensor(ids))] = False
+        return smaller
 
     def check_kept(self, ids: Tensor) -> Tensor:
         """ids as a LongTensor on the CPU, or an error that names the first bad one."""
@@ -137,18 +136,15 @@ class MaskSet:
             raise IndexError(f"id {int(outside[0])} is out of range: there are {self.total} ReLUs")
         gone = ids[~self.bits[ids]]
         if gone.numel():
-            site, position = self.locate(int(gone[0]))
-            raise ValueError(
-                f"id {int(gone[0])} (site {site.name!r}, position {position}) is not kept: "
-                f"that ReLU was removed before"
-            )
+            site, position = self.locate(first := int(gone[0]))
+            where = f"site {site.name!r}, position {position}"
+            raise ValueError(f"id {first} ({where}) is not kept: that ReLU was removed before")
         return ids
 
     def locate(self, flat: int) -> tuple[Site, tuple[int, ...]]:
         """The site of a flat id and the position inside it."""
         site = next(s for s in self.sites if s.start <= flat < s.start + s.numel)
-        position = np.unravel_index(flat - site.start, site.shape)
-        return site, tuple(int(p) for p in position)
+        return site, tuple(map(int, np.unravel_index(flat - site.start, site.shape)))
 
     def sample(self, k: int, *, seed: int, step: int, trial: int) -> Tensor:
         """k distinct kept ids, uniform over all such sets: LongTensor[k].
@@ -171,22 +167,20 @@ class MaskSet:
 
     def check_same_sites(self, sites: Sequence[Site], whose: str) -> None:
         """Refuse sites of another network, naming the first difference."""
-        for i, (mine, theirs) in enumerate(zip(self.sites, sites, strict=False)):
-            if (mine.name, mine.shape) != (theirs.name, theirs.shape):
-                raise ValueError(
-                    f"{whose} belongs to another network: site {i} is {theirs.name!r} "
-                    f"{theirs.shape}, expected {mine.name!r} {mine.shape}"
-                )
+        differences = [
+            f"site {i} is {theirs.name!r} {theirs.shape}, expected {mine.name!r} {mine.shape}"
+            for i, (mine, theirs) in enumerate(zip(self.sites, sites, strict=False))
+            if mine != theirs
+        ]
         if len(self.sites) != len(sites):
-            raise ValueError(
-                f"{whose} belongs to another network: it has {len(sites)} sites, "
-                f"expected {len(self.sites)}"
-            )
+            differences.append(f"it has {len(sites)} sites, expected {len(self.sites)}")
+        if differences:
+            raise ValueError(f"{whose} belongs to another network: {differences[0]}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the bits of every site to a safetensors file, atomically."""
-        sites = [[s.name, list(s.shape)] for s in self.sites]
-        metadata = {"format": "fastbcd.masks", "version": "1", "sites": json.dumps(sites)}
+        sites = json.dumps([[s.name, s.shape] for s in self.sites])
+        metadata = {"format": "fastbcd.masks", "version": "1", "sites": sites}
         content = save({"bits": self.bits.to(torch.uint8)}, metadata)
         write_atomically(Path(path), lambda file: file.write(content))
 
@@ -215,14 +209,15 @@ class MaskSet:
 
     def __repr__(self) -> str:
         width = max([len(s.name) for s in self.sites] + [5])
-        rows = [
-            f"  {s.name:<{width}}  {'×'.join(map(str, s.shape)):>12}  {n:>9,} of {s.numel:>9,}"
-            f"  {n / max(s.numel, 1):>6.1%}"
-            for s, n in zip(self.sites, self.counts().values(), strict=True)
-        ]
-        share = self.count() / max(self.total, 1)
-        head = f"{self.count():,} of {self.total:,} ReLUs kept ({share:.1%}), {len(rows)} sites"
-        return "\n".join([f"MaskSet: {head}", *rows])
+        kept, share = self.count(), self.count() / max(self.total, 1)
+        head = f"{kept:,} of {self.total:,} ReLUs kept ({share:.1%}), {len(self.sites)} sites"
+        rows = [f"MaskSet: {head}"]
+        for site, n in zip(self.sites, self.counts().values(), strict=True):
+            rows.append(
+                f"  {site.name:<{width}}  {'×'.join(map(str, site.shape)):>12}  {n:>9,} of "
+                f"{site.numel:>9,}  {n / max(site.numel, 1):>6.1%}"
+            )
+        return "\n".join(rows)
 
 
 class NetMasks(MaskSet):
@@ -268,12 +263,12 @@ def mask_modules(net: nn.Module) -> dict[str, MaskedActivation]:
     `convert` numbers the activations that it places; those placed by hand are in the order of
     `named_modules`.
     """
-    modules = {n: m for n, m in net.named_modules() if isinstance(m, MaskedActivation)}
     buffers = net.named_buffers(remove_duplicate=False)
     plain = plain_names(name for name, _ in (*net.named_parameters(), *buffers))
     found = {
         plain[f"{name}.mask".lstrip(".")].removesuffix("mask").rstrip("."): module
-        for name, module in modules.items()
+        for name, module in net.named_modules()
+        if isinstance(module, MaskedActivation)
     }
     if not found:
         raise ValueError(
@@ -285,12 +280,12 @@ def mask_modules(net: nn.Module) -> dict[str, MaskedActivation]:
 
 def make_sites(shapes: dict[str, tuple[int, ...]]) -> tuple[Site, ...]:
     """Sites with consecutive ids in the given order."""
-    sites: list[Site] = []
+    sites, start = [], 0
     for name, shape in shapes.items():
         if any(n < 0 for n in shape):
             raise ValueError(f"site {name!r} has shape {tuple(shape)}")
-        start = sites[-1].start + sites[-1].numel if sites else 0
-        sites.append(Site(name, tuple(int(n) for n in shape), start))
+        sites.append(Site(name, tuple(map(int, shape)), start))
+        start += sites[-1].numel
     return tuple(sites)
 
 
@@ -301,11 +296,14 @@ def _distinct(n: int, k: int, seed: int, step: int, trial: int) -> np.ndarray:
     For k > n/2 the n - k numbers left out are drawn instead.
     """
     if k > n // 2:
-        left_out = _distinct(n, n - k, seed, step, trial)
-        return np.delete(np.arange(n), left_out)
+        return np.delete(np.arange(n), _distinct(n, n - k, seed, step, trial))
     # A counter-based generator: (seed; step, trial) selects the stream. Only its raw 64-bit
     # output is used, which is the same in every version of numpy.
-    stream = np.random.Philox(key=_words(seed), counter=_words(trial) + _words(step))
+    # Each is the upper of two 64-bit words; the lower one is left for Philox to count in.
+    for value in (seed, step, trial):
+        if not 0 <= value < 2**63:
+            raise ValueError(f"seed, step and trial must lie in 0 .. 2^63 - 1; got {value}")
+    stream = np.random.Philox(key=[0, seed], counter=[0, trial, 0, step])
     drawn = np.empty(0, dtype=np.int64)
     while len(drawn) < k:
         raw = stream.random_raw(2 * (k - len(drawn)) + 16) >> np.uint64(32)
@@ -316,10 +314,3 @@ def _distinct(n: int, k: int, seed: int, step: int, trial: int) -> np.ndarray:
         _, first = np.unique(drawn, return_index=True)
         drawn = drawn[np.sort(first)]
     return drawn[:k]
-
-
-def _words(value: int) -> list[int]:
-    """An integer as two 64-bit words; the upper one leaves room for Philox to count in."""
-    if not 0 <= value < 2**63:
-        raise ValueError(f"seed, step and trial must lie in 0 .. 2^63 - 1; got {value}")
-    return [0, value]

@@ -6,23 +6,15 @@ net = fastbcd.models.build("wide_resnet22_8", num_classes=200, image_size=64)
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
-from fastbcd.models.resnet import ResNet, resnet18, resnet20
-from fastbcd.models.wide_resnet import WideResNet, wide_resnet22_8
+from fastbcd.models.resnet import ResNet, WideResNet
 
-_BUILDERS: dict[str, Callable[..., nn.Module]] = {
-    "resnet18": resnet18,
-    "resnet20": resnet20,
-    "wide_resnet22_8": wide_resnet22_8,
-}
-NAMES = tuple(_BUILDERS)
-
-__all__ = ["NAMES", "ResNet", "WideResNet", "build", "resnet18", "resnet20", "wide_resnet22_8"]
+NAMES = ("resnet18", "resnet20", "wide_resnet22_8")
+__all__ = ["NAMES", "ResNet", "WideResNet", "build", *NAMES]
 
 
 def build(
@@ -37,8 +29,67 @@ def build(
     >>> build(**resnet20(width=4).arch).arch["width"]
     4
     """
-    if name not in _BUILDERS:
+    if name not in NAMES:
         near = get_close_matches(name, NAMES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"there is no network {name!r}; {hint}choose from {', '.join(NAMES)}")
-    return _BUILDERS[name](num_classes, image_size, in_channels=in_channels, **options)
+    return globals()[name](num_classes, image_size, in_channels=in_channels, **options)
+
+
+def resnet18(
+    num_classes: int = 10, image_size: int = 32, in_channels: int = 3, *, width: int = 64,
+    stem_relu: bool = False, replacement: str = "identity",
+) -> ResNet:  # fmt: skip
+    """SNL's ResNet18: no max-pool, no stem ReLU; 491,520 ReLUs at 32×32, 1,966,080 at 64×64.
+
+    stem_relu=True adds a ReLU after the stem: 557,056 at 32×32. width: channels of the first
+    stage. replacement: what a cleared bit gives, "identity" or "poly".
+
+    >>> with torch.device("meta"):
+    ...     net = resnet18(num_classes=100)
+    >>> sum(module.mask.numel() for module in net.modules() if hasattr(module, "mask"))
+    491520
+    """
+    arch = {"name": "resnet18", **locals()}
+    return _built(ResNet, arch, widths=[width, 2 * width, 4 * width, 8 * width], blocks=2)
+
+
+def resnet20(
+    num_classes: int = 10, image_size: int = 32, in_channels: int = 3, *, width: int = 16,
+    blocks: int = 3, replacement: str = "identity",
+) -> ResNet:  # fmt: skip
+    """The ResNet-20 of He et al. for CIFAR, with padded shortcuts: 188,416 ReLUs at 32×32.
+
+    blocks: per stage, of three stages; 1 gives a ResNet-8, 9 a ResNet-56.
+
+    >>> fastbcd.masks(resnet20()).count()
+    188416
+    """
+    arch = {"name": "resnet20", **locals()}
+    widths = [width, 2 * width, 4 * width]
+    return _built(ResNet, arch, widths=widths, stem_relu=True, shortcut="pad")
+
+
+def wide_resnet22_8(
+    num_classes: int = 10, image_size: int = 32, in_channels: int = 3, *, factor: int = 8,
+    final_relu: bool = False, replacement: str = "identity",
+) -> WideResNet:  # fmt: skip
+    """SNL's Wide-ResNet-22-8: 1,359,872 ReLUs at 32×32, 5,439,488 at 64×64.
+
+    final_relu=True adds a ReLU after the last batch norm, as the original has it: 1,392,640 at
+    32×32. factor: 8 widens a ResNet of 16, 32, 64 channels eightfold.
+
+    >>> with torch.device("meta"):
+    ...     net = wide_resnet22_8(num_classes=100)
+    >>> sum(module.mask.numel() for module in net.modules() if hasattr(module, "mask"))
+    1359872
+    """
+    arch = {"name": "wide_resnet22_8", **locals()}
+    return _built(WideResNet, arch, depth=22)
+
+
+def _built(kind: Any, arch: dict[str, Any], **given: Any) -> Any:
+    """The network of this kind, with net.arch."""
+    net = kind(**given, **{k: v for k, v in arch.items() if k not in ("name", "width")})
+    net.arch = arch
+    return net

@@ -1,21 +1,24 @@
-"""ResNets for small images, on masked activations: ResNet18 as SNL has it, and ResNet-20.
+"""ResNets for small images, on masked activations, with SNL's names of weights and sites.
 
-    y = alpha1(bn1(conv1(x)))
-    block(x) = alpha2(bn2(conv2(y)) + shortcut(x))
+    ResNet:      block(x) = alpha2(bn2(conv2(y)) + shortcut(x)),  y = alpha1(bn1(conv1(x)))
+    WideResNet:  block(x) = conv2(alpha2(bn2(conv1(a)))) + (x, or convShortcut(a) where the shape
+                 changes),  a = alpha1(bn1(x))
 
-Names of weights and sites are SNL's: layer2.0.conv1.weight, layer2.0.alpha1.mask. A stem ReLU,
-where there is one, is the site `alpha`.
+Such names are layer2.0.conv1.weight, layer2.0.alpha1.mask, block1.layer.0.convShortcut.weight. A
+ReLU after the stem of a ResNet, or at the end of a WideResNet, is the site `alpha`.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastbcd.models.layers import activation, check_sizes, conv3x3, halved, initialise
+from fastbcd.masking.activations import MaskedActivation, activation_type
+from fastbcd.runtime.validate import check_whole
 
 
 class PadShortcut(nn.Module):
@@ -31,12 +34,29 @@ class PadShortcut(nn.Module):
         return F.pad(x[:, :, :: self.stride, :: self.stride], self.padding)
 
 
-def projection(c_in: int, c_out: int, stride: int) -> nn.Sequential:
+def _projection(c_in: int, c_out: int, stride: int) -> nn.Sequential:
     """A 1×1 convolution and a batch norm (option B)."""
     return nn.Sequential(nn.Conv2d(c_in, c_out, 1, stride, bias=False), nn.BatchNorm2d(c_out))
 
 
-SHORTCUTS = {"projection": projection, "pad": PadShortcut}
+_SHORTCUTS: dict[str, Any] = {"projection": _projection, "pad": PadShortcut}
+
+
+def _conv3x3(c_in: int, c_out: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False)
+
+
+def _activation(channels: int, size: int, replacement: str) -> MaskedActivation:
+    return activation_type(replacement)((channels, size, size))
+
+
+def halved(size: int, stride: int = 2) -> int:
+    """The side of an image after a convolution of this stride.
+
+    >>> halved(32), halved(7), halved(7, 1)
+    (16, 4, 7)
+    """
+    return -(-size // stride)
 
 
 class BasicBlock(nn.Module):
@@ -47,14 +67,14 @@ class BasicBlock(nn.Module):
     ) -> None:
         super().__init__()
         size = halved(size, stride)
-        self.conv1 = conv3x3(c_in, c_out, stride)
+        self.conv1 = _conv3x3(c_in, c_out, stride)
         self.bn1 = nn.BatchNorm2d(c_out)
-        self.alpha1 = activation(c_out, size, replacement)
-        self.conv2 = conv3x3(c_out, c_out)
+        self.alpha1 = _activation(c_out, size, replacement)
+        self.conv2 = _conv3x3(c_out, c_out)
         self.bn2 = nn.BatchNorm2d(c_out)
         same = stride == 1 and c_in == c_out
-        self.shortcut = nn.Sequential() if same else SHORTCUTS[shortcut](c_in, c_out, stride)
-        self.alpha2 = activation(c_out, size, replacement)
+        self.shortcut = nn.Sequential() if same else _SHORTCUTS[shortcut](c_in, c_out, stride)
+        self.alpha2 = _activation(c_out, size, replacement)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, c_in, s, s] -> [B, c_out, halved(s), halved(s)]."""
@@ -62,7 +82,59 @@ class BasicBlock(nn.Module):
         return self.alpha2(self.bn2(self.conv2(y)) + self.shortcut(x))
 
 
-class ResNet(nn.Module):
+class WideBlock(nn.Module):
+    """Two activated 3×3 convolutions, added to the input or to a 1×1 convolution of it."""
+
+    def __init__(self, c_in: int, c_out: int, *, stride: int, size: int, replacement: str) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(c_in)
+        self.alpha1 = _activation(c_in, size, replacement)
+        self.conv1 = _conv3x3(c_in, c_out, stride)
+        self.bn2 = nn.BatchNorm2d(c_out)
+        self.alpha2 = _activation(c_out, halved(size, stride), replacement)
+        self.conv2 = _conv3x3(c_out, c_out)
+        self.convShortcut = None
+        if stride > 1 or c_in != c_out:
+            self.convShortcut = nn.Conv2d(c_in, c_out, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, c_in, s, s] -> [B, c_out, halved(s), halved(s)]."""
+        a = self.alpha1(self.bn1(x))
+        y = self.conv2(self.alpha2(self.bn2(self.conv1(a))))
+        return y + (x if self.convShortcut is None else self.convShortcut(a))
+
+
+class _StagedNet(nn.Module):
+    """Stages of blocks: the first keeps the image's size, each further one halves it."""
+
+    arch: dict[str, Any] | None = None  # how a function of fastbcd.models built it
+
+    def _check(self, **sizes: int) -> None:
+        for name, value in sizes.items():
+            check_whole(name, value, 1)
+
+    def _stages(
+        self, block: type[nn.Module], widths: Sequence[int], *, blocks: int, channels: int,
+        size: int, **options: Any,
+    ) -> tuple[list[nn.Sequential], int, int]:  # fmt: skip
+        """One stage for each width; the channels and the side of the image after the last."""
+        stages = []
+        for i, width in enumerate(widths):
+            parts = []
+            for stride in [2 if i else 1] + [1] * (blocks - 1):
+                parts.append(block(channels, width, stride=stride, size=size, **options))
+                channels, size = width, halved(size, stride)
+            stages.append(nn.Sequential(*parts))
+        return stages, channels, size
+
+    def _initialise(self) -> None:
+        """Kaiming's normal distribution (fan out, ReLU) for the convolutions."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+class ResNet(_StagedNet):
     """A 3×3 stem, one stage of basic blocks for each width, the mean over pixels, a linear layer.
 
     The first stage keeps the image's size, each further one halves it.
@@ -74,35 +146,29 @@ class ResNet(nn.Module):
     ['layer1.0.alpha1', 'layer1.0.alpha2', 'layer2.0.alpha1', 'layer2.0.alpha2']
     """
 
-    arch: dict[str, Any] | None = None  # how a function of fastbcd.models built it
-
     def __init__(
         self, widths: Sequence[int], blocks: int, num_classes: int, image_size: int,
         in_channels: int = 3, *, stem_relu: bool = False, shortcut: str = "projection",
         replacement: str = "identity",
     ) -> None:  # fmt: skip
         super().__init__()
-        check_sizes(
-            blocks=blocks, num_classes=num_classes, image_size=image_size, in_channels=in_channels,
-            **{f"widths[{i}]": width for i, width in enumerate(widths)},
+        named = {f"widths[{i}]": width for i, width in enumerate(widths)}
+        self._check(blocks=blocks, num_classes=num_classes, image_size=image_size,
+                    in_channels=in_channels, **named)  # fmt: skip
+        if shortcut not in _SHORTCUTS:
+            raise ValueError(f"shortcut={shortcut!r}; choose from {sorted(_SHORTCUTS)}")
+        self.conv1 = _conv3x3(in_channels, widths[0])
+        self.bn1 = nn.BatchNorm2d(widths[0])
+        self.alpha = _activation(widths[0], image_size, replacement) if stem_relu else nn.Identity()
+        stages, channels, _ = self._stages(
+            BasicBlock, widths, blocks=blocks, channels=widths[0], size=image_size,
+            shortcut=shortcut, replacement=replacement,
         )  # fmt: skip
-        if shortcut not in SHORTCUTS:
-            raise ValueError(f"shortcut={shortcut!r}; choose from {sorted(SHORTCUTS)}")
-        channels, size = widths[0], image_size
-        self.conv1 = conv3x3(in_channels, channels)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.alpha = activation(channels, size, replacement) if stem_relu else nn.Identity()
         self.stages = [f"layer{i + 1}" for i in range(len(widths))]
-        for stage, width in zip(self.stages, widths, strict=True):
-            parts = []
-            for i in range(blocks):
-                stride = 2 if i == 0 and stage != "layer1" else 1
-                options: Any = {"stride": stride, "shortcut": shortcut, "replacement": replacement}
-                parts.append(BasicBlock(channels, width, size=size, **options))
-                channels, size = width, halved(size, stride)
-            self.add_module(stage, nn.Sequential(*parts))
+        for name, stage in zip(self.stages, stages, strict=True):
+            self.add_module(name, stage)
         self.linear = nn.Linear(channels, num_classes)
-        initialise(self)
+        self._initialise()
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, in_channels, image_size, image_size] -> logits [B, num_classes]."""
@@ -112,46 +178,41 @@ class ResNet(nn.Module):
         return self.linear(x.mean((2, 3)))
 
 
-def resnet18(
-    num_classes: int = 10, image_size: int = 32, in_channels: int = 3, *, width: int = 64,
-    stem_relu: bool = False, replacement: str = "identity",
-) -> ResNet:  # fmt: skip
-    """SNL's ResNet18: no max-pool, no stem ReLU; 491,520 ReLUs at 32×32, 1,966,080 at 64×64.
+class WideResNet(_StagedNet):
+    """A 3×3 stem of 16 channels and three groups of 16, 32, 64 times `factor` channels.
 
-    stem_relu=True adds a ReLU after the stem: 557,056 at 32×32. width: channels of the first
-    stage. replacement: what a cleared bit gives, "identity" or "poly".
+    depth = 6·blocks + 4.
 
-    >>> with torch.device("meta"):
-    ...     net = resnet18(num_classes=100)
-    >>> sum(module.mask.numel() for module in net.modules() if hasattr(module, "mask"))
-    491520
+    >>> net = WideResNet(10, 1, num_classes=3, image_size=8)
+    >>> net(torch.zeros(2, 3, 8, 8)).shape
+    torch.Size([2, 3])
     """
-    arch = {"name": "resnet18", **locals()}
-    widths = [width, 2 * width, 4 * width, 8 * width]
-    net = ResNet(
-        widths, blocks=2, num_classes=num_classes, image_size=image_size, in_channels=in_channels,
-        stem_relu=stem_relu, replacement=replacement,
-    )  # fmt: skip
-    net.arch = arch
-    return net
 
+    def __init__(
+        self, depth: int, factor: int, num_classes: int, image_size: int, in_channels: int = 3,
+        *, final_relu: bool = False, replacement: str = "identity",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._check(depth=depth, factor=factor, num_classes=num_classes, image_size=image_size,
+                    in_channels=in_channels)  # fmt: skip
+        blocks, odd = divmod(depth - 4, 6)
+        if odd or blocks < 1:
+            raise ValueError(f"depth={depth}; a wide ResNet has 6·blocks + 4 layers: 10, 16, 22, …")
+        self.conv1 = _conv3x3(in_channels, 16)
+        stages, channels, size = self._stages(
+            WideBlock, [16 * factor, 32 * factor, 64 * factor], blocks=blocks,
+            channels=16, size=image_size, replacement=replacement,
+        )  # fmt: skip
+        # SNL has the blocks of a group behind the name `layer`.
+        self.block1, self.block2, self.block3 = (
+            nn.Sequential(OrderedDict(layer=stage)) for stage in stages
+        )
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.alpha = _activation(channels, size, replacement) if final_relu else nn.Identity()
+        self.fc = nn.Linear(channels, num_classes)
+        self._initialise()
 
-def resnet20(
-    num_classes: int = 10, image_size: int = 32, in_channels: int = 3, *, width: int = 16,
-    blocks: int = 3, replacement: str = "identity",
-) -> ResNet:  # fmt: skip
-    """The ResNet-20 of He et al. for CIFAR, with padded shortcuts: 188,416 ReLUs at 32×32.
-
-    blocks: per stage, of three stages; 1 gives a ResNet-8, 9 a ResNet-56.
-
-    >>> fastbcd.masks(resnet20()).count()
-    188416
-    """
-    arch = {"name": "resnet20", **locals()}
-    net = ResNet(
-        [width, 2 * width, 4 * width], blocks=blocks, num_classes=num_classes,
-        image_size=image_size, in_channels=in_channels, stem_relu=True, shortcut="pad",
-        replacement=replacement,
-    )  # fmt: skip
-    net.arch = arch
-    return net
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, in_channels, image_size, image_size] -> logits [B, num_classes]."""
+        x = self.block3(self.block2(self.block1(self.conv1(x))))
+        return self.fc(self.alpha(self.bn1(x)).mean((2, 3)))
