@@ -12,21 +12,24 @@ only the bits are kept, so a ReLU that BCD removes later cannot come back.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastbcd.masking.activations import MaskedPoly, MaskedReLU
+from fastbcd import ops
+from fastbcd.masking.activations import MaskedActivation, MaskedPoly, MaskedReLU
 from fastbcd.masking.masks import MaskSet, mask_modules
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.validate import check_number, check_whole
-from fastbcd.starts.gated import IndicatorPoly, check_budget, count_on, gather, largest, to_poly
-from fastbcd.starts.mask_training import History, MaskTraining, Method, StartingPoint
+from fastbcd.scoring.accuracy import dtype_of
+from fastbcd.starts.mask_training import MaskTraining, Method, StartingPoint, channels_last, twin
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer, cosine, training_dtype
 
@@ -70,10 +73,9 @@ def autorep(
     >>> start.masks.count(), start.model[2]
     (2, MaskedPoly((6,), 2 kept))
     """
-    check_budget(net, budget)
-    if any(isinstance(act, MaskedReLU) for act in mask_modules(net).values()):
-        net = to_poly(net)
-    penalty = published_lambda(budget) if penalty is None else penalty
+    check_whole("budget", budget, 0)
+    published = (value for most, value in PUBLISHED_LAMBDA.items() if budget <= most)
+    penalty = next(published, 40.0) if penalty is None else penalty
     check_whole("epochs", epochs, 0)
     check_number("lr", lr, 0, strictly=True)
     for name, value in (("lr_end", lr_end), ("penalty", penalty), ("threshold", threshold)):
@@ -88,15 +90,6 @@ def autorep(
         teacher=teacher, finetune=finetune, batch_size=batch_size, seed=seed, run_dir=run_dir,
         resume=resume, progress=progress,
     ).run()  # fmt: skip
-
-
-def published_lambda(budget: int) -> float:
-    """λ for a budget.
-
-    >>> published_lambda(6_000), published_lambda(50_000)
-    (200.0, 40.0)
-    """
-    return next((value for most, value in PUBLISHED_LAMBDA.items() if budget <= most), 40.0)
 
 
 def dapa(mean: Tensor, var: Tensor, paper_quirks: bool = False) -> Tensor:
@@ -121,8 +114,91 @@ def dapa(mean: Tensor, var: Tensor, paper_quirks: bool = False) -> Tensor:
     return torch.stack([c0 / 5, c1, c2 / 10] if paper_quirks else [c0, c1, c2])
 
 
+class IndicatorPoly(MaskedPoly):
+    """`MaskedPoly` whose bits follow `aux` [*shape]: on above the threshold, off below minus it.
+
+    Bits change in `follow` only, not in a forward pass. While `measuring`, the mean and variance
+    of x per channel are tracked as in a batch norm.
+    """
+
+    mean: Tensor
+    var: Tensor
+    allowed: Tensor
+    measuring = False
+    momentum = 0.1  # of the statistics
+
+    def __init__(self, poly: MaskedPoly, aux: Tensor) -> None:
+        super().__init__(tuple(poly.mask.shape), device=poly.mask.device)
+        self.coef = poly.coef
+        self.mask = channels_last(poly.mask.bool())
+        self.aux = nn.Parameter(channels_last(aux).to(self.mask.device))
+        self.register_buffer("allowed", self.mask.clone())
+        self.register_buffer("mean", torch.zeros_like(self.coef[0].detach()))
+        self.register_buffer("var", torch.ones_like(self.coef[0].detach()))
+
+    def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The activation of x + residual, [B, *shape]."""
+        if self.measuring:
+            with torch.no_grad():
+                seen = (x if residual is None else x + residual).to(self.mean.dtype)
+                dims = [d for d in range(x.ndim) if d != 1]
+                var, mean = torch.var_mean(seen, dims, correction=0)
+                self.mean.lerp_(mean, self.momentum)
+                self.var.lerp_(var, self.momentum)
+        return ops.indicator_poly(x, self.mask, self.coef, self.aux, residual=residual)
+
+    @torch.no_grad()
+    def follow(self, threshold: float) -> None:
+        """m ← m·[aux > -threshold] + (1 - m)·[aux > threshold]; removed units stay removed."""
+        on = torch.where(self.mask, self.aux > -threshold, self.aux > threshold)
+        self.mask.copy_(on & self.allowed)
+
+
+def count_on(act: IndicatorPoly) -> Tensor:
+    """The number of ReLUs that a site keeps; its gradient with respect to aux is softplus(aux).
+
+    >>> act = IndicatorPoly(MaskedPoly(3), torch.zeros(3))
+    >>> count_on(act).item()
+    3.0
+    """
+    aux = act.aux
+    straight_through = F.softplus(aux.detach()) * (aux - aux.detach())  # 0, with that gradient
+    return act.mask.sum() + straight_through.sum()
+
+
+def to_poly(net: nn.Module) -> nn.Module:
+    """A copy of a net with `MaskedPoly` in place of `MaskedReLU`: the same weights and masks.
+
+    It computes the same as the net: the polynomials start as the identity.
+
+    >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3))
+    >>> to_poly(net)[1]
+    MaskedPoly((3,), 3 kept)
+    """
+    dtype = dtype_of(net)
+
+    def poly(act: MaskedActivation) -> MaskedActivation:
+        if not isinstance(act, MaskedReLU):
+            return act
+        new = MaskedPoly(tuple(act.mask.shape), device=act.mask.device).to(dtype)
+        new.mask.copy_(act.mask)
+        with torch.no_grad():
+            new.coef.copy_(new.coef.new_tensor([0.0, 1.0, 0.0])[:, None])  # c0, c1, c2
+        return new.train(act.training)
+
+    result = twin(copy.deepcopy(net), poly)
+    if isinstance(getattr(result, "arch", None), dict):
+        result.arch = {**result.arch, "replacement": "poly"}  # type: ignore[assignment, dict-item]
+    return result
+
+
 class Replacement(Method):
     """AutoReP's mask training."""
+
+    @staticmethod
+    def prepare(net: nn.Module) -> nn.Module:
+        identity = any(isinstance(act, MaskedReLU) for act in mask_modules(net).values())
+        return to_poly(net) if identity else net
 
     def __init__(self, net: nn.Module, s: SimpleNamespace) -> None:
         dtype, generator = training_dtype(net), torch.Generator().manual_seed(s.seed)
@@ -132,7 +208,7 @@ class Replacement(Method):
 
         super().__init__(net, s, indicator)
 
-    def done(self, history: History) -> bool:
+    def done(self, history: list[dict[str, Any]]) -> bool:
         return len(history) >= self.s.epochs
 
     def epoch(self, trainer: Trainer, epoch: int, bar: Any) -> dict[str, Any]:
@@ -148,15 +224,15 @@ class Replacement(Method):
         return {"count": int(self.bits().sum()), "lambda": self.s.penalty, "lr": lr, "loss": loss}
 
     def bits(self) -> Tensor:
-        return gather([act.mask for act in self.acts])
+        return self.gather("mask")
 
-    def decide(self, history: History) -> MaskSet:
-        aux, on = gather([act.aux for act in self.acts]).double(), self.bits()
+    def decide(self, history: list[dict[str, Any]]) -> MaskSet:
+        aux, on = self.gather("aux").double(), self.bits()
         if (count := int(on.sum())) > SLACK * self.s.budget:
             then = "only those with the largest aux are kept. Increase epochs or penalty"
             self.warn_above(history, f"{count:,} bits are on", then)
         span = aux.max() - aux.min() + 1
-        return largest(self.start, aux + span * on, self.s.budget)
+        return self.largest(aux + span * on)
 
     def _penalty(self) -> Tensor:
         """λ·relu(density - target), density the share of units whose ReLU is on."""

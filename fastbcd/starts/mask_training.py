@@ -7,6 +7,7 @@ from there: the result is the same as without the interruption.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -31,7 +33,6 @@ from fastbcd.runs.files import read_state
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import accuracy, check_classes
-from fastbcd.starts.gated import twin
 from fastbcd.starts.overlaps import Overlaps
 from fastbcd.training import trainer as training
 from fastbcd.training.settings import Finetune
@@ -77,6 +78,7 @@ class Method:
     s: the settings. start: the masks at the start. model: the net's own weights with trainable
     activations `acts`, which `activation` makes of the net's. A subclass has:
 
+        prepare(net) -> Module                  the net whose masks are trained
         done(history) -> bool                   whether the mask training is over
         epoch(trainer, epoch, bar) -> dict      trains for an epoch; its record, with "count",
                                                 "lambda" and "loss"
@@ -93,6 +95,18 @@ class Method:
 
     def begin(self, history: History) -> None:
         """Continue after these epochs; the model's own tensors are already restored."""
+
+    def gather(self, name: str) -> Tensor:
+        """A tensor that every activation has, [*shape], by the units' flat ids, on the CPU."""
+        return torch.cat([getattr(act, name).detach().flatten() for act in self.acts]).cpu()
+
+    def largest(self, values: Tensor) -> MaskSet:
+        """The `budget` of the units kept at the start with the largest values, ties by id."""
+        kept = self.start.bits.nonzero().flatten()
+        order = torch.sort(values[kept], descending=True, stable=True).indices
+        bits = torch.zeros_like(self.start.bits)
+        bits[kept[order[: self.s.budget]]] = True
+        return MaskSet(self.start.sites, bits)
 
     def warn_above(self, history: History, found: str, then: str) -> None:
         """Warn that the training ended above the budget."""
@@ -124,9 +138,16 @@ class MaskTraining:
 
     def run(self) -> StartingPoint:
         """Train the masks, cut them to bits, fine-tune. After an exception the net is as before."""
+        if not isinstance(self.net, nn.Module):
+            raise TypeError(f"net is a {type(self.net).__name__}; expected a torch.nn.Module")
+        count, budget = masks(self.net).count(), self.settings["budget"]
+        check_whole("budget", budget, 0)
+        if budget > count:
+            raise ValueError(f"budget={budget:,}; the net keeps {count:,} ReLUs: at most that many")
         check_whole("batch_size", self.batch_size, 1)
         check_whole("seed", self.seed, 0)
         check_resume(self.resume)
+        self.net = self.method.prepare(self.net)
         self.data = as_data(self.data)
         self.tuning = Finetune(epochs=0) if self.finetune is None else self.finetune
         training.check_trainable(self.net, self.data, self.tuning, self.teacher)
@@ -259,3 +280,23 @@ class MaskTraining:
 
     def _phase(self, phase: str | None) -> History:
         return [record for record in self.history if record.get("phase") == phase]
+
+
+def twin(net: nn.Module, make: Callable[[Any], MaskedActivation]) -> nn.Module:
+    """A network on the net's own parameters and buffers, with make(activation) at every site."""
+    shared: dict[int, Any] = {id(t): t for t in (*net.parameters(), *net.buffers())}
+    result, made = copy.deepcopy(net, shared), dict[int, MaskedActivation]()
+    for name, act in list(result.named_modules(remove_duplicate=False)):
+        if isinstance(act, MaskedActivation):
+            if id(act) not in made:
+                made[id(act)] = new = make(act)
+                new.order = act.order
+            if not name:
+                return made[id(act)]
+            result.set_submodule(name, made[id(act)])
+    return result
+
+
+def channels_last(t: Tensor) -> Tensor:
+    """A copy of [C, *spatial] with C innermost in memory, as activations lie in training."""
+    return t.movedim(0, -1).clone(memory_format=torch.contiguous_format).movedim(-1, 0)

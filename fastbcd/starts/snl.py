@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbcd.masking.activations import MaskedReLU
+from fastbcd import ops
+from fastbcd.masking.activations import MaskedActivation, MaskedReLU
 from fastbcd.masking.masks import MaskSet, mask_modules
 from fastbcd.runtime.validate import check_number, check_whole
-from fastbcd.starts.gated import SoftReLU, check_budget, gather, largest
-from fastbcd.starts.mask_training import History, MaskTraining, Method, StartingPoint
+from fastbcd.starts.mask_training import MaskTraining, Method, StartingPoint, channels_last
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer, training_dtype
 
@@ -59,10 +59,6 @@ def snl(
     >>> start.masks.count(), sorted(start.accuracy)
     (2, ['final', 'thresholded', 'trained'])
     """
-    check_budget(net, budget)
-    for name, act in mask_modules(net).items():
-        if type(act) is not MaskedReLU:
-            raise ValueError(f"site {name!r} is a {type(act).__name__}; use fastbcd.autorep for it")
     check_number("lr", lr, 0, strictly=True)
     check_number("lambda0", lambda0, 0)
     check_number("kappa", kappa, 1)
@@ -77,6 +73,26 @@ def snl(
         teacher=teacher, finetune=finetune, batch_size=batch_size, seed=seed, run_dir=run_dir,
         resume=resume, progress=progress,
     ).run()  # fmt: skip
+
+
+class SoftReLU(MaskedActivation):
+    """a*relu(x) + (1 - a)*x with `alpha` [*shape] learned: 1 at the start, 0 for removed ReLUs.
+
+    `mask` is True for the units that take part; removed ReLUs stay removed.
+
+    >>> act = SoftReLU(torch.tensor([True, False]))
+    >>> act(torch.tensor([[-1.0, -1.0]])).tolist()
+    [[-0.0, -1.0]]
+    """
+
+    def __init__(self, mask: Tensor, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(tuple(mask.shape), device=mask.device)
+        self.mask = channels_last(mask.bool())
+        self.alpha = nn.Parameter(self.mask.to(dtype))
+
+    def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The activation of x + residual, [B, *shape]."""
+        return ops.soft_relu(x, self.alpha * self.mask, residual=residual)
 
 
 class Penalty:
@@ -104,16 +120,23 @@ class Penalty:
 class Selective(Method):
     """SNL's mask training."""
 
+    @staticmethod
+    def prepare(net: nn.Module) -> nn.Module:
+        for name, act in mask_modules(net).items():
+            if type(act) is not MaskedReLU:
+                kind = type(act).__name__
+                raise ValueError(f"site {name!r} is a {kind}; use fastbcd.autorep for it")
+        return net
+
     def __init__(self, net: nn.Module, s: SimpleNamespace) -> None:
         super().__init__(net, s, lambda act: SoftReLU(act.mask, training_dtype(net)))
-        self.alphas: list[Tensor] = [act.alpha for act in self.acts]
         self.penalty = Penalty(s.lambda0, s.kappa, self.start.count())
 
-    def begin(self, history: History) -> None:
+    def begin(self, history: list[dict[str, Any]]) -> None:
         for record in history:
             self.penalty.after(record["epoch"], record["count"])
 
-    def done(self, history: History) -> bool:
+    def done(self, history: list[dict[str, Any]]) -> bool:
         count = history[-1]["count"] if history else self.start.count()
         return count <= self.s.budget or len(history) >= self.s.max_epochs
 
@@ -121,7 +144,7 @@ class Selective(Method):
         weight = self.penalty.weight
 
         def penalty() -> Tensor:  # λ·Σ|a| over all units
-            return weight * torch.stack([alpha.abs().sum() for alpha in self.alphas]).sum()
+            return weight * torch.stack([act.alpha.abs().sum() for act in self.acts]).sum()
 
         loss = trainer.epoch(epoch, self.s.lr, penalty=penalty, bar=bar)
         count = int(self.bits().sum())
@@ -132,12 +155,12 @@ class Selective(Method):
         }  # fmt: skip
 
     def bits(self) -> Tensor:
-        return (gather(self.alphas) > self.s.threshold) & self.start.bits
+        return (self.gather("alpha") > self.s.threshold) & self.start.bits
 
-    def decide(self, history: History) -> MaskSet:
+    def decide(self, history: list[dict[str, Any]]) -> MaskSet:
         above, exact = MaskSet(self.start.sites, self.bits()), self.s.exact
         if above.count() > self.s.budget:
             then = "only the largest are kept" if exact else "all of them are kept"
             found = f"{above.count():,} units are above the threshold"
             self.warn_above(history, found, f"{then}. Increase max_epochs, lambda0 or kappa")
-        return largest(self.start, gather(self.alphas), self.s.budget) if exact else above
+        return self.largest(self.gather("alpha")) if exact else above

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastbcd
 from fastbcd import MaskedPoly, MaskedReLU, private
 from fastbcd.private.gathering import GatheredPoly, GatheredReLU
-from fastbcd.starts.gated import SoftReLU
+from fastbcd.starts.snl import SoftReLU
 from helpers import nets
 
 # ------------------------------------------------------------------------------- gather form

@@ -15,8 +15,8 @@ import fastbcd
 from fastbcd import MaskedPoly, MaskedReLU
 from fastbcd.cli import main as cli
 from fastbcd.starts import autorep as module
-from fastbcd.starts.autorep import autorep, dapa
-from fastbcd.starts.gated import IndicatorPoly, count_on, to_poly, twin
+from fastbcd.starts.autorep import IndicatorPoly, autorep, count_on, dapa, to_poly
+from fastbcd.starts.mask_training import twin
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer
 from helpers.nets import images, make, thinned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from torch import nn
 import fastbcd
 from fastbcd import MaskedReLU
 from fastbcd.cli import main as cli
-from fastbcd.starts.gated import SoftReLU, largest, twin
-from fastbcd.starts.snl import Penalty, snl
+from fastbcd.starts.mask_training import twin
+from fastbcd.starts.snl import Penalty, Selective, SoftReLU, snl
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer
 from helpers.nets import images, make, thinned
@@ -156,18 +157,24 @@ def test_exact_budget_and_records() -> None:
 
 def test_exact_keeps_the_largest_numbers(monkeypatch) -> None:
     """Also units under the threshold, if the training stopped below the budget."""
-    decided = []
-    from fastbcd.starts import snl as module
+    decided, largest = [], Selective.largest
 
-    def noted(current, values, budget):
-        decided.append((values, largest(current, values, budget)))
+    def noted(self, values):
+        decided.append((values, largest(self, values)))
         return decided[-1][1]
 
-    monkeypatch.setattr(module, "largest", noted)
+    monkeypatch.setattr(Selective, "largest", noted)
     start = snl(make("mlp"), data(), 34, **QUICK)
     ((values, chosen),) = decided
     assert values[chosen.bits].min() >= values[~chosen.bits].max()
     assert start.history[-1]["count"] < 34 == chosen.count()
+
+
+def test_of_equal_numbers_the_first_is_kept() -> None:
+    method = Selective(make("mlp"), SimpleNamespace(budget=3, lambda0=1.0, kappa=1.0))
+    values = torch.zeros(50)
+    values[[7, 9]] = 1
+    assert method.largest(values).bits.nonzero().flatten().tolist() == [0, 7, 9]
 
 
 def test_as_published_it_stops_below_the_budget() -> None:
