@@ -67,14 +67,13 @@ def first_change(masks: MaskSet, ids: Tensor) -> int:
 
 
 class Stacked:
-    """The engine: a program of the net, and buffers that every batch uses again."""
+    """The engine: a program of the net, for the base and for lanes."""
 
     name = "stacked"
     memory_format = torch.channels_last
 
     def __init__(self, program: Program, masks: MaskSet) -> None:
         self.program, self.masks = program, masks
-        self.buffers: dict[fx.Node, Tensor] = {}
         self.base_masks = self.lane_masks([torch.empty(0, dtype=torch.int64)])
 
     def lane_masks(self, removals: list[Tensor]) -> list[Tensor]:
@@ -148,10 +147,11 @@ class Stacked:
         batch, shape = some.shape[0] // max(of_x, 1), some.shape[1:]
         if of_x == n and step.x in self.program.fresh and step.x not in group.keep:
             out = some
-        elif not base:
-            out = torch.empty_like(some)
         else:
-            out = self.buffer(step.node, n * batch, some)
+            layout = torch.channels_last if some.ndim == 4 else torch.contiguous_format
+            out = torch.empty(
+                n * batch, *shape, dtype=some.dtype, device=some.device, memory_format=layout
+            )
         lanes = out.view(n, batch, *shape)
 
         def part(node: fx.Node, have: int, a: int, b: int) -> Tensor:
@@ -162,12 +162,6 @@ class Stacked:
             residual = None if step.residual is None else part(step.residual, of_residual, a, b)
             step.run(part(step.x, of_x, a, b), masks[a:b], residual, lanes[a:b])
         return out
-
-    def buffer(self, node: fx.Node, items: int, like: Tensor) -> Tensor:
-        """Memory [items, *like.shape[1:]] that belongs to this node, the same in every batch."""
-        if node not in self.buffers or len(self.buffers[node]) < items:
-            self.buffers[node] = channels_last(like.new_empty(items, *like.shape[1:]))
-        return self.buffers[node][:items]
 
     def check(self, request: Request) -> None:
         """Refuse a net whose hypotheses affect each other when they share a batch."""
@@ -207,11 +201,10 @@ def stacked_multiply_adds(request: Request, program: Program) -> int:
 
 
 def peak_bytes(program: Program) -> int:
-    """Bytes for one image at the worst step, and of the buffers that are held for all steps."""
+    """Bytes for one image at the worst step."""
     left, sizes, sites = dict(program.uses), program.bytes_per_image, program.activations
-    held = sum(sizes[s.node] for s in sites if s.x not in program.fresh)
     # Where lanes begin, an activation cannot be in place: the largest such, to be safe.
-    held += max((sizes[s.node] for s in sites if s.x in program.fresh), default=0)
+    extra = max((sizes[s.node] for s in sites if s.x in program.fresh), default=0)
     worst = alive = sizes.get(program.placeholder, 0)
     for step in program.steps:
         reused = step.x if isinstance(step, Activation) and step.x in program.fresh else None
@@ -221,7 +214,7 @@ def peak_bytes(program: Program) -> int:
             left[node] -= 1
             if not left[node] and node not in program.constants:
                 alive -= 0 if node is reused else sizes.get(node, 0)
-    return worst + held
+    return worst + extra
 
 
 def portions(request: Request, per_image: int, largest: int) -> tuple[int, int]:
