@@ -28,16 +28,18 @@ def for_training(module: nn.Module) -> nn.Module:
     return PatchConvolution(module) if module.in_channels >= 128 else module
 
 
-class StridedPointwise(nn.Module):
+class _Wrapped(nn.Module):
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.conv = conv
+
+
+class StridedPointwise(_Wrapped):
     """A 1×1 convolution with a stride, computed without one on the pixels that it reads.
 
     oneDNN's gradient of the weights writes past its workspace in channels_last when there are
     fewer input channels than a vector has lanes (uxlfoundation/oneDNN issue 6035).
     """
-
-    def __init__(self, conv: nn.Conv2d) -> None:
-        super().__init__()
-        self.conv = conv
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C', ceil(H/stride), ceil(W/stride)]."""
@@ -45,37 +47,28 @@ class StridedPointwise(nn.Module):
         return F.conv2d(x[:, :, ::down, ::right], self.conv.weight, self.conv.bias)
 
 
-class PatchConvolution(nn.Module):
+class PatchConvolution(_Wrapped):
     """A convolution whose weight gradient is a matrix product, for 128 channels or more.
 
     oneDNN reaches 40 to 67 GFLOP/s there, its forward pass 100 (AVX2, one core); the product of
     patches, including their copy, 74 to 83.
     """
 
-    def __init__(self, conv: nn.Conv2d) -> None:
-        super().__init__()
-        self.conv = conv
-
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C', H', W']."""
         conv = self.conv
-        if (
-            x.dtype != torch.float32
-            or not conv.weight.requires_grad
-            or torch.is_autocast_enabled(x.device.type)
-        ):
+        plain = x.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type)
+        if not plain or not conv.weight.requires_grad:
             return conv(x)
         return _Convolution.apply(x, conv.weight, conv.bias, conv.stride, conv.padding)
 
 
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, *how: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.stride, ctx.padding = stride, padding
-        return torch.conv2d(x, weight, bias, stride, padding)
+        ctx.how = how  # stride, padding
+        return torch.conv2d(x, weight, bias, *how)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -83,12 +76,10 @@ class _Convolution(torch.autograd.Function):
         grad = grad.contiguous(memory_format=torch.channels_last)
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         dx, _, dbias = torch.ops.aten.convolution_backward(
-            grad, x, weight, [len(weight)], ctx.stride, ctx.padding, [1, 1], False, [0, 0], 1,
+            grad, x, weight, [len(weight)], *ctx.how, [1, 1], False, [0, 0], 1,
             [need_x, False, need_bias],
         )  # fmt: skip
-        dweight = None
-        if need_weight:
-            dweight = weight_gradient(grad, x, weight.shape[2:], ctx.stride, ctx.padding)
+        dweight = weight_gradient(grad, x, weight.shape[2:], *ctx.how) if need_weight else None
         return dx, dweight, dbias, None, None
 
 
@@ -104,15 +95,15 @@ def weight_gradient(grad: Tensor, x: Tensor, kernel: Any, stride: Any, padding: 
     True
     """
     (height, width), (down, right), (top, left) = kernel, stride, padding
-    outputs, rows, columns = grad.shape[1:]
-    inputs = x.shape[1]
-    total = x.new_zeros(outputs, height * width * inputs)
-    each = max(1, PATCH_BYTES // (4 * rows * columns * height * width * inputs))
+    (outputs, rows, columns), inputs = grad.shape[1:], x.shape[1]
+    numbers = height * width * inputs  # in a patch
+    total = x.new_zeros(outputs, numbers)
+    each = max(1, PATCH_BYTES // (4 * rows * columns * numbers))
     for images, grads in zip(x.split(each), grad.split(each), strict=True):
         padded = F.pad(images.permute(0, 2, 3, 1), (0, 0, left, left, top, top))
         b, y, z, _ = padded.stride()
         patches = padded.as_strided(
             (len(images), rows, columns, height, width * inputs), (b, y * down, z * right, y, 1)
-        ).reshape(-1, height * width * inputs)
+        ).reshape(-1, numbers)
         total.addmm_(grads.permute(0, 2, 3, 1).reshape(-1, outputs).t(), patches)
     return total.view(outputs, height, width, inputs).permute(0, 3, 1, 2)

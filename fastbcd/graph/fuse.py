@@ -9,7 +9,6 @@ order. Call train() or eval() on it, whichever it was made for.
 
 from __future__ import annotations
 
-import copy
 import operator
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fastbcd.graph import cpu_conv
-from fastbcd.graph.trace import forget_source, trace, without_inplace
+from fastbcd.graph.trace import forget_source, pure_module, trace, without_inplace
 from fastbcd.masking.activations import MaskedActivation, MaskedReLU
 from fastbcd.ops import norm as ops_norm
 from fastbcd.runtime.module_mode import eval_mode, train_mode
@@ -36,12 +35,9 @@ class NormActivation(nn.Module):
     def forward(self, x: Tensor, residual: Any = None) -> Tensor:
         """x, residual [B, C, H, W] -> [B, C, H, W]."""
         norm: Any = self.norm
-        if (
-            not norm.training
-            or self.act.saliency_pass is not None
-            or not _suits(x)
-            or not (residual is None or (_suits(residual) and x.shape == residual.shape))
-        ):
+        same = residual is None or (_suits(residual) and x.shape == residual.shape)
+        plain = self.act.saliency_pass is None and not torch.compiler.is_compiling()
+        if not (norm.training and plain and _suits(x) and same):
             return self.act(norm(x), residual)
         y, (mean, variance) = ops_norm.norm_relu(
             x, norm.weight, norm.bias, self.act.mask, residual, eps=norm.eps
@@ -74,7 +70,6 @@ def _suits(x: Any) -> bool:
         and x.dtype == torch.float32
         and x.is_contiguous(memory_format=torch.channels_last)
         and x.numel() > x.shape[1]
-        and not torch.compiler.is_compiling()
     )
 
 
@@ -108,10 +103,8 @@ def _rewrite(net: nn.Module, graph: fx.Graph) -> fx.GraphModule:
         if node.op != "call_module":
             continue
         module: Any = model.get_submodule(node.target)
-        if getattr(module, "inplace", False):
+        if (twin := pure_module(module)) is not module:
             # The graph no longer relies on it, and a fused call may read its input later.
-            twin = copy.copy(module)
-            twin.inplace = False
             model.set_submodule(node.target, twin)
         elif isinstance(module, MaskedActivation) and len(node.args) == 1:
             _fuse_into(model, node, module)
@@ -125,15 +118,16 @@ def _rewrite(net: nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 def _fuse_into(model: fx.GraphModule, node: fx.Node, act: MaskedActivation) -> None:
     """Make an addition and a batch norm before an activation, read by nothing else, part of it."""
-    before: Any = node.args[0]
-    terms = [before]
-    unused = []
-    if _is_addition(before):
-        unused.append(before)
-        terms = list(before.args)
+    terms: list[Any] = list(node.args)
+    before, unused = terms[0], []
+    if _read_once(before, 2) and before.target in _ADDITIONS:
+        terms, unused = list(before.args), [before]
     for i, term in enumerate(terms):
-        norm = model.get_submodule(term.target) if _is_only_call(model, term) else None
-        if NormActivation.fits(norm, act):
+        if not _read_once(term, 1) or term.op != "call_module":
+            continue
+        norm: Any = model.get_submodule(term.target)
+        calls = sum(other.target == term.target for other in model.graph.nodes)
+        if calls == 1 and NormActivation.fits(norm, act):
             unused.append(term)
             terms = [term.args[0], *terms[:i], *terms[i + 1 :]]
             node.target = f"fused_{node.name}"
@@ -144,23 +138,7 @@ def _fuse_into(model: fx.GraphModule, node: fx.Node, act: MaskedActivation) -> N
         model.graph.erase_node(gone)
 
 
-def _is_addition(node: Any) -> bool:
-    """A sum of two values that has one reader."""
-    return (
-        isinstance(node, fx.Node)
-        and node.target in _ADDITIONS
-        and len(node.users) == 1
-        and len(node.args) == 2
-        and not node.kwargs
-    )
-
-
-def _is_only_call(model: fx.GraphModule, node: Any) -> bool:
-    """The only call of its module, with one reader."""
-    return (
-        isinstance(node, fx.Node)
-        and node.op == "call_module"
-        and len(node.users) == 1
-        and len(node.args) == 1
-        and sum(other.target == node.target for other in model.graph.nodes) == 1
-    )
+def _read_once(node: Any, inputs: int) -> bool:
+    """A call of this many arguments, given by position, with one reader."""
+    single = isinstance(node, fx.Node) and len(node.users) == 1 and not node.kwargs
+    return single and len(node.args) == inputs

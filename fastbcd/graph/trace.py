@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import linecache
 import operator
 import threading
@@ -70,10 +71,7 @@ def without_inplace(net: nn.Module, original: fx.Graph) -> fx.Graph:
     Nodes that read a value after it was overwritten read the result of the operation instead.
     Modules with an `inplace` attribute are left to the caller.
     """
-    graph = fx.Graph()
-    done = graph.graph_copy(original, {}, return_output_node=True)
-    assert isinstance(done, tuple)
-    graph.output(done[0])
+    graph = copy.deepcopy(original)
     pure = {operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul,
             operator.itruediv: operator.truediv}  # fmt: skip
     order = {n: i for i, n in enumerate(graph.nodes)}
@@ -85,12 +83,10 @@ def without_inplace(net: nn.Module, original: fx.Graph) -> fx.Graph:
             continue
         elif node.op == "call_method" and str(node.target).endswith("_"):
             node.target = str(node.target)[:-1]
-        elif node.op == "call_module" and getattr(net.get_submodule(node.target), "inplace", False):
-            pass  # the caller replaces the module
         elif node.kwargs.get("inplace"):
             node.update_kwarg("inplace", False)
-        else:
-            continue
+        elif node.op != "call_module" or not _is_inplace(net.get_submodule(node.target)):
+            continue  # a module is replaced by the caller
         changed = node.args[0] if node.args else next(iter(node.kwargs.values()))
         if isinstance(changed, fx.Node):
             _check_not_read_later(net, node, changed, order)
@@ -99,20 +95,32 @@ def without_inplace(net: nn.Module, original: fx.Graph) -> fx.Graph:
     return graph
 
 
+def pure_module(module: nn.Module) -> nn.Module:
+    """The module, with inplace=False if it has that switch."""
+    if not _is_inplace(module):
+        return module
+    twin = copy.copy(module)
+    twin.inplace = False  # type: ignore[assignment]
+    return twin
+
+
+def _is_inplace(module: nn.Module) -> bool:
+    return bool(getattr(module, "inplace", False))
+
+
 _VIEWS = {"getitem", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim",
           "chunk", "split", "unbind", "squeeze", "unsqueeze", "narrow", "select", "expand", "t",
-          "contiguous", "detach", "dropout"}  # fmt: skip
-_VIEW_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout2d)
+          "contiguous", "detach", "dropout", "Identity", "Flatten", "Unflatten", "Dropout",
+          "Dropout2d"}  # fmt: skip
 
 
 def _memory_of(net: nn.Module, node: fx.Node) -> fx.Node:
     """The node whose memory a view shows; a node that is no view is its own."""
     while node.args and isinstance(node.args[0], fx.Node):
-        name = str(getattr(node.target, "__name__", node.target))
+        kinds: Any = [node.target]
         if node.op == "call_module":
-            if not isinstance(net.get_submodule(str(node.target)), _VIEW_MODULES):
-                break
-        elif name not in _VIEWS:
+            kinds = type(net.get_submodule(str(node.target))).__mro__
+        if not any(getattr(kind, "__name__", kind) in _VIEWS for kind in kinds):
             break
         node = node.args[0]
     return node
@@ -123,10 +131,10 @@ def _check_not_read_later(
 ) -> None:
     """Refuse y = x[:, :4]; y += 1 if x is read later: it is changed too."""
     memory = _memory_of(net, changed)
-    for other, place in order.items():
-        later = any(order[user] > order[node] for user in other.users)
-        elsewhere = other is not changed and place < order[node] and later
-        if elsewhere and _memory_of(net, other) is memory:
+    for other in order:
+        if other is changed or order[other] >= order[node] or _memory_of(net, other) is not memory:
+            continue
+        if any(order[user] > order[node] for user in other.users):
             raise ValueError(
                 f"node {node.name!r} writes into memory that is read later as {other.name!r}"
             )

@@ -8,12 +8,11 @@ import torch
 
 from fastbcd.runtime.ranks import world
 from fastbcd.runtime.warn_once import warn_once
-from fastbcd.scoring.collapsed import cache
-from fastbcd.scoring.collapsed.affine_net import AffineNet
+from fastbcd.scoring.collapsed.affine_net import AffineNet, check_linear
 from fastbcd.scoring.collapsed.build import FormBuilder
-from fastbcd.scoring.collapsed.check import check_linear
 from fastbcd.scoring.collapsed.cost import CollapsedCost
 from fastbcd.scoring.collapsed.engine import Collapsed
+from fastbcd.scoring.collapsed.form import Signature, cached_form, drop_form, keep_form
 from fastbcd.scoring.collapsed.linear_rules import NotAffine
 from fastbcd.scoring.engine import Request, ScoringEngine
 from fastbcd.scoring.program import NotTraceable, Program, make_program
@@ -96,15 +95,13 @@ def stacked_plan(request: Request, program: Program, why: str) -> Plan:
 def collapsed_plan(request: Request, program: Program, required: bool) -> Plan | str:
     """A plan with the cached form or a new one; or, unless required, why stacked is better."""
     builder = FormBuilder(AffineNet(program), request.masks, request.example)
-    signature = cache.Signature(program)
-    form = cache.cached_form(request.net, signature, request.masks)
+    signature = Signature(program)
+    form = cached_form(request.net, signature, request.masks)
     cost = CollapsedCost(request, builder, form)
     of_stacked = stacked_multiply_adds(request, program)
     if not required and (of_stacked < WORTH or not cost.could_be_below(of_stacked)):
         return "the least multiply-adds"
-    if not cache.is_checked(request.net, signature):
-        check_linear(program, request.example)
-        cache.mark_checked(request.net, signature)
+    check_linear(request.net, signature.facts, program, request.example)
     fits = cost.peak_bytes <= request.memory
     if not required and (cost.weighted() >= of_stacked or not fits):
         ours = f"{cost.weighted() / 1e9:,.0f} G multiply-adds and {_mib(cost.peak_bytes)}"
@@ -118,12 +115,12 @@ def collapsed_plan(request: Request, program: Program, required: bool) -> Plan |
     why = "asked for" if required else f"stacked would cost {of_stacked / 1e9:,.0f} G multiply-adds"
     if form is None:
         form = builder.build(cost.with_image)
-        cache.keep_form(request.net, signature, form)
+        keep_form(request.net, signature, form)
     engine = Collapsed(form, builder)
     try:
         engine.check(request)
     except NotAffine:
-        cache.drop_form(request.net)
+        drop_form(request.net)
         raise
     left = request.memory - cost.form_bytes
     form.affine.begin(request.example, left // 2)

@@ -1,22 +1,26 @@
 """The affine net: the net with every masked ReLU replaced by the identity.
 
 It runs on images, with its constants, and on impulses, from a site onward and without constants.
-Both give the values at every site, before the activation, and the logits.
+Both give the values at every site, before the activation, and the logits; `check_linear` compares
+them.
 """
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from fastbcd.scoring.collapsed.linear_rules import Context, Run, linear_part
-from fastbcd.scoring.collapsed.patches import Value, stored
+from fastbcd.scoring.collapsed.linear_rules import Context, NotAffine, Run, linear_part
+from fastbcd.scoring.collapsed.patches import Patch, Value, stored, whole
 from fastbcd.scoring.program import Activation, Call, Convolution, Program
 
 IMAGE = -1  # the source of impulses in the image itself; sites count from 0
+TOGETHER = 8  # impulses that are checked in a batch of whole images
 
 
 class AffineNet:
@@ -87,3 +91,81 @@ class AffineNet:
             for node in step.inputs:
                 if last[node] is step.node:
                     values.pop(node, None)
+
+
+# The structure that was checked, by net; weights may differ.
+_checked: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def check_linear(net: nn.Module, facts: list[Any], program: Program, like: Tensor) -> None:
+    """`NotAffine` if impulses at any site, or in the image, arrive otherwise than in the net.
+
+    In double, once for a net with the same facts. A rule that loses a path, an operation that is
+    not affine or that mixes the images of a batch: each gives a difference.
+    """
+    if _checked.get(net) == facts:
+        return
+    try:
+        affine = AffineNet(_in_double(program))
+        generator = torch.Generator().manual_seed(0)
+        cases = []
+        for number, (source, node) in enumerate(affine.starts.items()):
+            shape = program.shapes[node][1:]
+            random = tuple(int(torch.randint(n, (1,), generator=generator)) for n in shape)
+            last, first = tuple(n - 1 for n in shape), (*random[:1], *(0 for _ in shape[1:]))
+            cases += [(source, random), (source, last if number % 2 else first)]
+        image = torch.randn(like[:1].shape, generator=generator, dtype=torch.float64)
+        for i in range(0, len(cases), TOGETHER):
+            amounts = 4 * torch.randn(TOGETHER, generator=generator, dtype=torch.float64)
+            _compare(affine, image.to(like.device), cases[i : i + TOGETHER], amounts.tolist())
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        raise NotAffine(f"its linear part cannot be computed ({error})") from error
+    _checked[net] = facts
+
+
+def _compare(net: AffineNet, image: Tensor, cases: list[Any], amounts: list[float]) -> None:
+    """Row 0 is the image itself; the other rows have one number each added somewhere."""
+    x = image.repeat(1 + len(cases), *(1,) * (image.ndim - 1))
+    added: dict[fx.Node, list[Any]] = {}
+    pushed: dict[fx.Node, dict[int, Tensor]] = {}
+    for row, ((source, place), amount) in enumerate(zip(cases, amounts, strict=False), 1):
+        start = net.starts[source]
+        added.setdefault(start, []).append((row, place, amount))
+        impulse: Any = image.new_zeros(1, *net.program.shapes[start][1:])
+        impulse[0][place] = amount
+        if source == IMAGE:
+            x[row] += impulse[0]
+        if len(place) == 3:
+            top, left = place[1:]
+            one = impulse[:, :, top : top + 1, left : left + 1]
+            impulse = Patch(one, top, left, tuple(impulse.shape[2:]))
+        for node, value in net.push(source, impulse, net.reached(source)):
+            if node is net.program.output or node in net.off:
+                pushed.setdefault(node, {})[row] = whole(value)[0]
+    for node, value in net.run(x):
+        found = value - value[:1]
+        for row, response in pushed.get(node, {}).items():
+            found[row] -= response
+        if not found.abs().max() <= 1e-9 * value.abs().max().clamp(min=1):
+            raise NotAffine(
+                f"an impulse arrives at node {node.name!r} in another way than in the net"
+            )
+        for row, place, amount in added.get(node, []):
+            value[row][place] += amount
+
+
+def _in_double(program: Program) -> Program:
+    def double(value: Any) -> Any:
+        if isinstance(value, Convolution):
+            return Convolution(*map(double, value))
+        if isinstance(value, Tensor):
+            return value.double() if value.is_floating_point() else value
+        return copy.deepcopy(value).double() if isinstance(value, nn.Module) else value
+
+    steps: list[Activation | Call] = [
+        step._replace(scale=double(step.scale), shift=double(step.shift))
+        if isinstance(step, Activation) else step._replace(run=double(step.run))
+        for step in program.steps
+    ]  # fmt: skip
+    constants = {node: double(value) for node, value in program.constants.items()}
+    return program._replace(steps=steps, constants=constants)

@@ -6,7 +6,7 @@ have not reached yet are neither stored nor convolved (patches.py). Ranks share 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -17,8 +17,7 @@ from fastbcd.masking.masks import MaskSet
 from fastbcd.runtime.ranks import all_sum, rank, world
 from fastbcd.scoring.collapsed.affine_net import IMAGE, AffineNet
 from fastbcd.scoring.collapsed.form import Block, Form
-from fastbcd.scoring.collapsed.patches import stored, whole
-from fastbcd.scoring.collapsed.tiles import LARGE, ImpulseBatch, Positions
+from fastbcd.scoring.collapsed.patches import LARGE, ImpulseBatch, Positions, stored, whole
 from fastbcd.scoring.stacked import peak_bytes
 
 PIECE = 32  # images at a time through the affine net
@@ -120,18 +119,13 @@ class FormBuilder:
             self.ids, bounds, blocks, all_sum(out), constant[0], constant_out[0], *of_images
         )
 
-    def batches(self, with_image: bool) -> Iterator[tuple[int, ImpulseBatch]]:
+    def batches(self, with_image: bool) -> Iterable[tuple[int, ImpulseBatch]]:
         """(source, batch) of this rank; a progress bar is shown if it takes some seconds."""
         every = [(source, batch) for source, positions in self.positions.items()
                  if with_image or source != IMAGE for batch in positions.batches]  # fmt: skip
-        mine = every[rank() :: world()]
-        total = sum(b.stop - b.start for _, b in mine)
         hidden = True if rank() else None  # None: shown on a terminal
-        with tqdm(total=total, desc="collapsing", unit=" impulses", delay=2.0, leave=False,
-                  disable=hidden) as bar:  # fmt: skip
-            for source, batch in mine:
-                yield source, batch
-                bar.update(batch.stop - batch.start)
+        return tqdm(every[rank() :: world()], desc="collapsing", unit=" batches", delay=2.0,
+                    leave=False, disable=hidden)  # fmt: skip
 
     def nonzero(self, matrix: Tensor, s: int) -> list[Block]:
         """H's rows for site s as blocks of consecutive kinks, without sites that add nothing."""

@@ -8,18 +8,21 @@ relu(z) = z + relu(-z), so a kept ReLU adds its kink c = relu(-z) to the identit
 
 U, u, W, w belong to the affine net, in which every activation is the identity; H and G are the
 responses of the affine net to unit impulses at the kept ReLUs. They do not depend on which ReLUs
-a hypothesis removes: a removal only sets entries of c to zero.
+a hypothesis removes: a removal only sets entries of c to zero. So a form is kept between calls,
+for as long as the net and all that it computes with.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
 from fastbcd.masking.masks import MaskSet
+from fastbcd.scoring.program import Activation, Program
 
 
 class Block(NamedTuple):
@@ -76,11 +79,7 @@ class Form:
 
 
 def find(ids: Tensor, wanted: Tensor) -> Tensor:
-    """The place of each of `wanted` in `ids`, which has no repeats.
-
-    >>> find(torch.tensor([7, 3, 5]), torch.tensor([5, 7]))
-    tensor([2, 0])
-    """
+    """The place of each of `wanted` in `ids`, which has no repeats."""
     order = torch.argsort(ids)
     return order[torch.searchsorted(ids[order], wanted)]
 
@@ -128,3 +127,64 @@ class AffineCache:
     def restrict(self, kinks: Tensor) -> None:
         """Drop the rows of kinks that were removed."""
         self.entries = [(x, z.index_select(0, kinks), y) for x, z, y in self.entries]
+
+
+class Signature:
+    """Everything that a program reads, apart from the bits of its masks.
+
+    Tensors (weights, statistics, buffers of every kind) are compared number by number, the rest
+    (structure, eps, strides, numbers in the code) as text: any change counts.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.facts: list[Any] = []
+        self.tensors: list[Tensor] = []
+        steps = [(*step[:2], type(step.module), *step[3:]) if isinstance(step, Activation)
+                 else tuple(step) for step in program.steps]  # fmt: skip
+        self._add([steps, program.constants, program.output])
+
+    def _add(self, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            own = {k: v for k, v in vars(value).items() if k[0] != "_" and k != "training"}
+            state = [*value.named_parameters(), *value.named_buffers()]
+            value = [type(value), own, state]
+        if isinstance(value, dict):
+            value = list(value.items())
+        if isinstance(value, list | tuple):
+            self.facts.append(len(value))
+            for item in value:
+                self._add(item)
+        elif isinstance(value, Tensor):
+            self.facts.append((tuple(value.shape), value.dtype, value.device))
+            self.tensors.append(value.detach())
+        else:
+            self.facts.append(value.name if isinstance(value, fx.Node) else repr(value))
+
+    def equals(self, other: Signature) -> bool:
+        return self.facts == other.facts and all(map(torch.equal, self.tensors, other.tensors))
+
+
+_forms: weakref.WeakKeyDictionary[nn.Module, tuple[Signature, Form]] = weakref.WeakKeyDictionary()
+
+
+def cached_form(net: nn.Module, signature: Signature, masks: MaskSet) -> Form | None:
+    """The form that was built for this net, if it still holds, without the removed ReLUs."""
+    known, form = _forms.get(net, (None, None))
+    if known is None or form is None:
+        return None
+    if not signature.equals(known) or not form.holds(masks):
+        drop_form(net)  # its memory is free before another is built
+        return None
+    form.restrict(masks)
+    return form
+
+
+def keep_form(net: nn.Module, signature: Signature, form: Form) -> None:
+    """Remember the form for as long as the net lives and is not changed."""
+    signature.tensors = [t.clone() for t in signature.tensors]  # the net may change its own
+    _forms[net] = signature, form
+
+
+def drop_form(net: nn.Module) -> None:
+    """Forget the form of a net."""
+    _forms.pop(net, None)

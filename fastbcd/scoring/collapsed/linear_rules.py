@@ -155,7 +155,8 @@ def _total(node: fx.Node, terms: list[tuple[Any, Tensor | float | None]], contex
                 if shapes[term] != shapes[node]:  # it is broadcast
                     part = whole(part).expand(n, *shapes[node][1:])
                 parts.append(part if factor is None else scaled(part, factor))
-        return reduce(patches.add, parts)
+        numbers, make_value = patches.aligned(parts)
+        return make_value(reduce(operator.add, numbers))
 
     return run
 
@@ -180,19 +181,14 @@ def _cat(context: Context, tensors: Any, dim: int = 0) -> Run:
         raise ValueError(dim)
 
     def run(values: Values, n: int) -> Value:
-        found: list[Any] = [values.get(p) for p in tensors]
-        reached = [v for v in found if v is not None]
-        small = dim == 1 and all(isinstance(v, Patch) for v in reached)
-        box: Any = reduce(patches.around, [v.box for v in reached]) if small else None
-        parts = []
-        for v, shape in zip(found, shapes, strict=True):
-            if v is None:
-                space = (shape[0], box[2] - box[0], box[3] - box[1]) if small else shape
-                parts.append(stored(reached[0]).new_zeros(n, *space))
-            else:
-                parts.append(v.within(box) if small else whole(v))
-        joined = torch.cat(parts, dim)
-        return Patch(joined, box[0], box[1], reached[0].size) if small else joined
+        found = [values[p] if dim == 1 else whole(values[p]) for p in tensors if p in values]
+        reached, make_value = patches.aligned(found)
+        parts = iter(reached)
+        return make_value(torch.cat([
+            next(parts) if p in values
+            else reached[0].new_zeros(n, shape[0], *reached[0].shape[2:] if dim == 1 else shape[1:])
+            for p, shape in zip(tensors, shapes, strict=True)
+        ], dim))  # fmt: skip
 
     return run
 

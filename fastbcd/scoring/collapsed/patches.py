@@ -8,19 +8,26 @@ Only the box that it can have reached is stored and convolved:
     │      │ v  │  │      columns left .. left+w-1 of images [n, C, H, W]
     │      └────┘  │
     └──────────────┘
+
+Impulses that run together should have boxes that overlap: `Positions` orders those of a site by
+tiles, and cuts them into batches.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastbcd.scoring.program import Convolution
 
 Box = tuple[int, int, int, int]  # top, left, bottom, right, the last two exclusive
+LARGE = 64  # impulses in a batch
 
 
 class Patch(NamedTuple):
@@ -65,58 +72,136 @@ def whole(value: Value) -> Tensor:
     return value.within((0, 0, *value.size)) if isinstance(value, Patch) else value
 
 
-def convolve(x: Value, conv: Convolution) -> Value:
+def aligned(values: Sequence[Any]) -> tuple[list[Tensor], Callable[[Tensor], Value]]:
+    """The numbers of values in the smallest box around all, and how to make a value of such."""
+    if not all(isinstance(v, Patch) for v in values):
+        return [whole(v) for v in values], lambda t: t
+    tops, lefts, bottoms, rights = zip(*(v.box for v in values), strict=True)
+    box = (min(tops), min(lefts), max(bottoms), max(rights))
+    return [v.within(box) for v in values], lambda t: Patch(t, box[0], box[1], values[0].size)
+
+
+def convolve(x: Value, conv: Convolution) -> Patch:
     """conv2d without its bias, on the box and its surroundings only."""
     if not isinstance(x, Patch) or x.box == (0, 0, *x.size):
         y = conv._replace(bias=None)(stored(x))
         return Patch(y, 0, 0, (y.shape[2], y.shape[3]))
-    start, stop, corner, size = [], [], [], []
-    for d, stride in enumerate(conv.stride):
-        reach = conv.dilation[d] * (conv.weight.shape[2 + d] - 1)
-        if isinstance(conv.padding, str):  # "same" or "valid"
-            both = reach if conv.padding == "same" else 0
-            before = reach // 2 if conv.padding == "same" else 0
-        else:
-            before, both = conv.padding[d], 2 * conv.padding[d]
-        length = (x.size[d] + both - reach - 1) // stride + 1
-        # Output o reads input positions o*stride - before ... + reach.
-        first = max(0, math.ceil((x.box[d] + before - reach) / stride))
-        last = (x.box[2 + d] - 1 + before) // stride
-        # Strides can step over the box: one position is left, of zeros.
-        first, last = min(first, length - 1), min(max(first, last), length - 1)
-        start.append(first * stride - before)
-        stop.append(last * stride - before + reach + 1)
-        corner.append(first)
-        size.append(length)
-    seen = x.within((start[0], start[1], stop[0], stop[1]))
-    y = conv._replace(bias=None, padding=(0, 0))(seen)
-    return Patch(y, corner[0], corner[1], (size[0], size[1]))
-
-
-def around(a: Box, b: Box) -> Box:
-    """The smallest box that holds both."""
-    return min(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3])
-
-
-def add(x: Value, y: Value) -> Value:
-    """x + y, in the smallest box around both."""
-    if isinstance(x, Patch) and isinstance(y, Patch) and x.size == y.size:
-        box = around(x.box, y.box)
-        return Patch(x.within(box) + y.within(box), box[0], box[1], x.size)
-    return whole(x) + whole(y)
+    reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.weight.shape[2:], strict=True)]
+    if isinstance(conv.padding, str):
+        both = reach if conv.padding == "same" else [0, 0]
+        before = [b // 2 for b in both]
+    else:
+        before, both = list(conv.padding), [2 * p for p in conv.padding]
+    return _windows(x, conv._replace(bias=None, padding=(0, 0)), conv.stride, reach, before, both)
 
 
 def subsample(x: Patch, rows: int, columns: int) -> Patch:
     """x[:, :, ::rows, ::columns]."""
-    top, left = math.ceil(x.top / rows), math.ceil(x.left / columns)
-    value = x.value[:, :, top * rows - x.top :: rows, left * columns - x.left :: columns]
-    size = (math.ceil(x.size[0] / rows), math.ceil(x.size[1] / columns))
-    if 0 in value.shape:  # nothing of the box is left: one position, of zeros
-        top, left = min(top, size[0] - 1), min(left, size[1] - 1)
-        value = x.value.new_zeros(*x.value.shape[:2], 1, 1)
-    return Patch(value, top, left, size)
+    none = [0, 0]
+    return _windows(x, lambda v: v[:, :, ::rows, ::columns], (rows, columns), none, none, none)
+
+
+def _windows(x: Patch, run: Any, stride: Sequence[int], *edges: list[int]) -> Patch:
+    """run(x), whose output o reads x at o*stride - before ... + reach.
+
+    edges: reach; before and both, the padding before and in all.
+    """
+    corner, size, start, stop = [], [], [], []
+    for d, (reach, before, both) in enumerate(zip(*edges, strict=True)):
+        length = (x.size[d] + both - reach - 1) // stride[d] + 1
+        first = max(0, math.ceil((x.box[d] + before - reach) / stride[d]))
+        # Strides can step over the box: then one position is left, of zeros.
+        last = min(length - 1, max(first, (x.box[2 + d] - 1 + before) // stride[d]))
+        corner.append(min(first, last))
+        size.append(length)
+        start.append(corner[d] * stride[d] - before)
+        stop.append(last * stride[d] - before + reach + 1)
+    seen = x.within((start[0], start[1], stop[0], stop[1]))
+    return Patch(run(seen), corner[0], corner[1], (size[0], size[1]))
 
 
 def mean(x: Patch, keepdim: bool) -> Tensor:
     """The mean over all H·W positions, [n, C] or [n, C, 1, 1]."""
     return x.value.sum((2, 3), keepdim=keepdim) / (x.size[0] * x.size[1])
+
+
+class ImpulseBatch(NamedTuple):
+    """Positions start .. stop-1 of a site in its order, all inside a box."""
+
+    start: int
+    stop: int
+    box: Box
+
+
+class Positions:
+    """Some positions of a flattened site or image; `order` sorts them by tile."""
+
+    def __init__(
+        self, shape: tuple[int, ...], positions: Tensor, device: torch.device, large: int = LARGE
+    ) -> None:
+        self.shape, self.count = shape, len(positions)
+        # A site of another rank is one position with many channels.
+        cube = shape if len(shape) == 3 else (math.prod(shape), 1, 1)
+        self.channels, height, width = cube
+        self.size = (height, width)
+        c, y, x = positions // (height * width), positions // width % height, positions % width
+        self.tile = tile_side(self.count, height, width, large)
+        tile = y // self.tile * width + x // self.tile
+        place = (y * width + x) * self.channels + c  # in channels_last memory
+        self.order = torch.argsort(tile * math.prod(shape) + place)
+        self.c, self.y, self.x, self.place = (t[self.order].to(device) for t in (c, y, x, place))
+        rows = torch.bincount(y // self.tile, minlength=-(-height // self.tile))
+        self.row_starts = [0, *rows.cumsum(0).tolist()]  # positions before each row of tiles
+        self.batches: list[ImpulseBatch] = []  # all positions in order; a batch shares a tile
+        start = 0
+        for key, n in zip(*(t.tolist() for t in tile.unique(return_counts=True)), strict=True):
+            top, left = key // width * self.tile, key % width * self.tile
+            box = (top, left, min(top + self.tile, height), min(left + self.tile, width))
+            pieces = -(-n // large)
+            cuts = [start + i * n // pieces for i in range(pieces + 1)]
+            self.batches += [ImpulseBatch(a, b, box) for a, b in pairwise(cuts)]
+            start += n
+
+    def impulses(self, batch: ImpulseBatch, like: Tensor) -> Value:
+        """A 1 at each position of the batch, one image each: [n, ...] of like's dtype, device."""
+        top, left, bottom, right = batch.box
+        place, _ = self._inside(batch.box, slice(batch.start, batch.stop))
+        flat = like.new_zeros(len(place), (bottom - top) * (right - left) * self.channels)
+        flat.scatter_(1, place[:, None], 1)
+        if len(self.shape) != 3:
+            return flat.view(-1, *self.shape)
+        value = flat.view(-1, bottom - top, right - left, self.channels).movedim(-1, 1)
+        return Patch(value, top, left, self.size)
+
+    def gather(self, value: Value) -> tuple[slice, Tensor]:
+        """(numbers of positions, their values [n, ...]); the value is zero at all others."""
+        if not isinstance(value, Patch):
+            value = Patch(value.reshape(len(value), self.channels, *self.size), 0, 0, self.size)
+        flat = value.value.movedim(1, -1).flatten(1)
+        if value.box == (0, 0, *self.size):
+            return slice(None), flat.index_select(1, self.place)
+        # The rows of tiles that the box meets.
+        first, last = value.top // self.tile, (value.box[2] - 1) // self.tile
+        some = slice(self.row_starts[first], self.row_starts[last + 1])
+        place, outside = self._inside(value.box, some)
+        found = flat.index_select(1, place.masked_fill(outside, 0))
+        return some, found.masked_fill_(outside, 0)
+
+    def _inside(self, box: Box, some: slice) -> tuple[Tensor, Tensor]:
+        """The places of some positions in the memory of a box, and which lie outside of it."""
+        top, left, bottom, right = box
+        y, x = self.y[some] - top, self.x[some] - left
+        outside = (y < 0) | (y >= bottom - top) | (x < 0) | (x >= right - left)
+        return (y * (right - left) + x) * self.channels + self.c[some], outside
+
+
+def tile_side(count: int, height: int, width: int, large: int = LARGE) -> int:
+    """The smallest power of two for which tiles hold 3/8 of a batch on average.
+
+    >>> tile_side(3072, 32, 32), tile_side(3072, 4, 4), tile_side(10, 32, 32)
+    (4, 1, 32)
+    """
+    side, small = 1, large * 3 // 8
+    while side < max(height, width) and count < small * -(-height // side) * -(-width // side):
+        side *= 2
+    return side

@@ -9,9 +9,9 @@ from torch import nn
 from fastbcd import Engine, MaskedReLU, MaskSet, masks, models, score, set_masks
 from fastbcd.scoring import plan
 from fastbcd.scoring.collapsed import build as building
-from fastbcd.scoring.collapsed import cache, linear_rules
-from fastbcd.scoring.collapsed.cache import Signature, cached_form
-from fastbcd.scoring.collapsed.form import find
+from fastbcd.scoring.collapsed import form as forms
+from fastbcd.scoring.collapsed import linear_rules
+from fastbcd.scoring.collapsed.form import Signature, cached_form, find
 from fastbcd.scoring.program import make_program
 from helpers.affine_nets import engine_of, some_removals, worst_difference, zoo
 from helpers.nets import images, make, randomize, thinned
@@ -154,8 +154,8 @@ def test_what_is_cached_is_checked(monkeypatch) -> None:
     net, data = thinned(make("resnet")), images(30)
     ids = [masks(net).sample(9, seed=5, step=0, trial=0)]
     score(net, ids, data, engine="collapsed")
-    monkeypatch.setattr(cache.Signature, "equals", lambda *_: True)
-    form = cache._forms[net][1]
+    monkeypatch.setattr(forms.Signature, "equals", lambda *_: True)
+    form = forms._forms[net][1]
     x, at_sites, at_end = form.affine.entries[0]
     form.affine.entries[0] = (x, at_sites + 1, at_end)
     with pytest.raises(ValueError, match="from those of its collapsed form"):

@@ -15,8 +15,7 @@ from fastbcd.ops import reference
 from fastbcd.ops.kink import kink
 from fastbcd.scoring.collapsed.affine_net import AffineNet
 from fastbcd.scoring.collapsed.build import FormBuilder
-from fastbcd.scoring.collapsed.patches import Patch, convolve, subsample, whole
-from fastbcd.scoring.collapsed.tiles import Positions
+from fastbcd.scoring.collapsed.patches import Patch, Positions, convolve, subsample, whole
 from fastbcd.scoring.program import Convolution, make_program
 from helpers.affine_nets import engine_of, some_removals, worst_difference, zoo
 from helpers.nets import images, make, thinned
