@@ -11,6 +11,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
+CONTENT = json.loads((resources.files("fastbcd.report") / "published.json").read_text("utf-8"))
 ACCURACY, RELATIVE = "accuracy", "relative to baseline"
 
 
@@ -43,8 +44,7 @@ def curves(arch: str, data: str, metric: str = ACCURACY) -> list[Curve]:
     for curve in every_curve():
         if (curve.arch, curve.data, curve.metric) == (arch, data, metric):
             best = found.setdefault(curve.method, curve)
-            if len(curve.points) > len(best.points):
-                found[curve.method] = curve
+            found[curve.method] = max(best, curve, key=lambda c: len(c.points))
     return list(found.values())
 
 
@@ -55,9 +55,9 @@ def every_curve() -> tuple[Curve, ...]:
     >>> sorted({curve.arch for curve in every_curve()})
     ['resnet18', 'wide_resnet22_8']
     """
+    points = [tuple((int(n), float(y)) for n, y in c["points"]) for c in CONTENT["curves"]]
     return tuple(
-        Curve(**{**entry, "points": tuple((int(n), float(y)) for n, y in entry["points"])})
-        for entry in _content()["curves"]
+        Curve(**{**c, "points": p}) for c, p in zip(CONTENT["curves"], points, strict=True)
     )
 
 
@@ -67,10 +67,8 @@ def baseline(arch: str, data: str) -> float | None:
     >>> baseline("resnet18", "cifar100")
     76.04
     """
-    for entry in _content()["baselines"]:
-        if (entry["arch"], entry["data"]) == (arch, data):
-            return float(entry["accuracy"])
-    return None
+    found = (b for b in CONTENT["baselines"] if (b["arch"], b["data"]) == (arch, data))
+    return next((float(entry["accuracy"]) for entry in found), None)
 
 
 def distribution() -> dict[str, Any]:
@@ -79,9 +77,4 @@ def distribution() -> dict[str, Any]:
     >>> sum(distribution()["kept"]["BCD at 15K"])
     14996
     """
-    return _content()["distribution"]
-
-
-@cache
-def _content() -> dict[str, Any]:
-    return json.loads((resources.files("fastbcd.report") / "published.json").read_text("utf-8"))
+    return CONTENT["distribution"]

@@ -48,11 +48,8 @@ def _net_name(arch: dict[str, Any]) -> str | None:
     if name not in models.NAMES:
         return arch.get("model")
     usual = inspect.signature(getattr(models, name)).parameters
-    changed = [
-        f"{k} {v}"
-        for k, v in arch.items()
-        if k in usual and k not in SIZES and v != usual[k].default
-    ]
+    options = {k: v for k, v in arch.items() if k in usual and k not in SIZES}
+    changed = [f"{k} {v}" for k, v in options.items() if v != usual[k].default]
     return f"{name} ({', '.join(changed)})" if changed else name
 
 

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from fastbcd.report import figures, page, sections
-from fastbcd.report.sections import Network
+from fastbcd.report.sections import Network, Section
 from fastbcd.report.subject import subject
 from fastbcd.runs.read import Stages, read
 from fastbcd.runtime.atomic_files import write_atomically
 from fastbcd.runtime.version import __version__
 
-PAGE = "report.html"
-PAPER = "Published curves: Coordinate Descent for Network Linearization."
+FOOTER = f"fastbcd {__version__}. Published curves: Coordinate Descent for Network Linearization."
 
 
 def write(
@@ -53,46 +52,40 @@ def write(
     with figures.style():
         found = _distinct([read(run) for run in runs])
         subjects = [subject(run, arch, data) for run in found]
-        about = subjects[0]
-        shared = [
-            sections.accuracy(found, about),
-            sections.relative(found, about, baseline),
-            sections.summary(found, subjects, baseline),
-            sections.between(found),
-        ]
+        about, network, several = subjects[0], network or Network(), len(found) > 1
+        shared: list[Section | None] = [
+            sections.accuracy(found, about), sections.relative(found, about, baseline),
+            sections.summary(found, subjects, baseline), sections.between(found),
+        ]  # fmt: skip
         parts = [("", [section for section in shared if section])]
-        if len(found) == 1:
-            parts[0][1].extend(sections.of_run(found[0], network or Network()))
-        else:
-            for number, run in enumerate(found, 1):
-                own = sections.of_run(run, network or Network(), prefix=f"{number}-")
+        for number, run in enumerate(found, 1):
+            own = sections.of_run(run, network, prefix=f"{number}-" if several else "")
+            if several:
                 parts.append((run.name, own))
+            else:
+                parts[0][1].extend(own)
         folder = _writable(Path(out))
-        pictures = [s.picture for _, several in parts for s in several if s.picture]
-        images = {picture.name: _png(picture.figure) for picture in pictures}
+        images = {s.name: _png(s.figure) for _, part in parts for s in part if s.figure}
     notices = [text for run in found if (text := sections.unfinished(run))]
     others = [r.name for r, named in zip(found, subjects, strict=True) if named != about]
     if others:
         notices.append(f"Another net or data set than {found[0].name}: {', '.join(others)}.")
-    text = page.render(
-        sections.title(found, about), notices, parts, images=images,
-        footer=f"fastbcd {__version__}. {PAPER}",
-    )  # fmt: skip
-    files = {**{f"{name}.png": png for name, png in images.items()}, PAGE: text.encode()}
+    title = sections.title(found, about)
+    html = page.render(title, notices, parts, images=images, footer=FOOTER)
+    files = {f"{name}.png": png for name, png in images.items()} | {"report.html": html.encode()}
     for name, content in files.items():
         write_atomically(folder / name, partial(_put, content))
-    return folder / PAGE
+    return folder / "report.html"
 
 
 def _distinct(runs: list[Stages]) -> list[Stages]:
     """Runs of the same name get a number."""
     names = [run.name for run in runs]
-    return [
-        run
-        if names.count(run.name) == 1
-        else dataclasses.replace(run, name=f"{run.name} ({names[: place + 1].count(run.name)})")
-        for place, run in enumerate(runs)
-    ]
+    for place, name in enumerate(names):
+        if names.count(name) > 1:
+            number = names[: place + 1].count(name)
+            runs[place] = dataclasses.replace(runs[place], name=f"{name} ({number})")
+    return runs
 
 
 def _writable(folder: Path) -> Path:

@@ -164,7 +164,8 @@ def test_the_summary_of_three_runs_fits_a_screen(finished, cut_short, stages, pa
 def test_shares_have_linear_bars(finished) -> None:
     """8 of 98 ReLUs are kept: the bar is 8.16 % of the full one."""
     with figures.style():
-        (axes,) = figures.sites(read(finished).last).axes
+        last = read(finished).last
+        (axes,) = figures.sites(last.start, last.masks).axes
     assert axes.get_xscale() == "linear"
     assert axes.get_xlim()[0] == 0
     assert [round(bar.get_width(), 2) for bar in axes.patches] == [100, 8.16]
