@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastbcd import models
 
-SHORT = {"wide_resnet22_8": "wrn22-8", "tiny-imagenet": "tiny"}  # in the names of recipes
+_ROWS = json.loads((resources.files("fastbcd.recipes") / "rows.json").read_text("utf-8"))
 
 
 class DataShape(NamedTuple):
@@ -35,12 +35,7 @@ class DataShape(NamedTuple):
     train: int  # images
 
 
-DATA = {
-    "cifar10": DataShape(10, 32, 3, 50_000),
-    "cifar100": DataShape(100, 32, 3, 50_000),
-    "tiny-imagenet": DataShape(200, 64, 3, 100_000),
-    "fashion-mnist-mini": DataShape(10, 28, 1, 8_000),
-}
+DATA: dict[str, DataShape] = {name: DataShape(*row) for name, row in _ROWS["data"].items()}
 
 
 @dataclass(frozen=True)
@@ -75,9 +70,8 @@ class Recipe:
         if self.data not in DATA:
             raise ValueError(f"{self.name}: data={self.data!r}; choose from {', '.join(DATA)}")
         if not 0 <= self.budget <= self.b_ref:
-            raise ValueError(
-                f"{self.name}: budget={self.budget:,} must lie between 0 and b_ref={self.b_ref:,}"
-            )
+            bounds = f"must lie between 0 and b_ref={self.b_ref:,}"
+            raise ValueError(f"{self.name}: budget={self.budget:,} {bounds}")
 
     @property
     def shape(self) -> DataShape:
@@ -98,25 +92,8 @@ def get(name: str) -> Recipe:
     return RECIPES[name]
 
 
-def _every_recipe() -> dict[str, Recipe]:
-    """The rows of rows.json, which states their sources."""
-    content = json.loads((resources.files("fastbcd.recipes") / "rows.json").read_text("utf-8"))
-    recipes = {}
-    for e in content["experiments"]:
-        words = [SHORT.get(e["arch"], e["arch"]), SHORT.get(e["data"], e["data"])]
-        words += ["autorep"] if e["start"] == "autorep" else []
-        for budget, b_ref, start, published in e["rows"]:
-            name = "-".join([*words, f"{budget:g}k"])
-            recipes[name] = Recipe(
-                name, e["arch"], e["data"], e["start"], round(1000 * b_ref), round(1000 * budget),
-                **content["settings"][e["settings"]], published_start=start, published=published,
-                source=e["source"], note=e.get("note", ""),
-            )  # fmt: skip
-    base = replace(recipes[content["ablations of"]], source="Figure 5")
-    return recipes | {change["name"]: replace(base, **change) for change in content["ablations"]}
-
-
-RECIPES: dict[str, Recipe] = _every_recipe()
+_FIELDS = [dict(zip(_ROWS["recipe columns"], row, strict=True)) for row in _ROWS["recipes"]]
+RECIPES: dict[str, Recipe] = {fields["name"]: Recipe(**fields) for fields in _FIELDS}
 DENSE_EPOCHS = 160  # SNL's recipe for the dense net
 SNL_EPOCHS = 300 + 100  # about 300 for the masks at 30K, 100 of fine-tuning
 AUTOREP_EPOCHS = {"tiny-imagenet": 80}  # 200 elsewhere

@@ -54,9 +54,11 @@ def run_recipe(
         dense_options, start_options: arguments of `train`, and of `snl` or `autorep`, that replace
             the published values.
     """
-    _check_data(recipe, data, "the train data")
-    if test is not None:
-        _check_data(recipe, test, "the test data")
+    classes, size, channels, _ = recipe.shape
+    for what, given in (("train", data), ("test", data if test is None else test)):
+        if given.images.shape[1:] != (channels, size, size) or given.classes != classes:
+            needs = f"{recipe.data}: images {channels}×{size}×{size}, {classes} classes"
+            raise ValueError(f"the {what} data is {given!r}; {recipe.name} needs {needs}")
     place, say = Path(run_dir), progress and ranks.rank() == 0
     shared: dict[str, Any] = {"test": test, "seed": seed, "progress": progress}
     ranks.on_first(lambda: _claim(place, recipe, seed))
@@ -93,15 +95,6 @@ def build(recipe: Recipe, seed: int = 0) -> nn.Module:
         return models.build(recipe.arch, classes, size, in_channels=channels)
 
 
-def _check_data(recipe: Recipe, data: ImageData, what: str) -> None:
-    classes, size, channels, _ = recipe.shape
-    if tuple(data.images.shape[1:]) != (channels, size, size) or data.classes != classes:
-        raise ValueError(
-            f"{what} is {data!r}; {recipe.name} needs {recipe.data}: images "
-            f"{channels}×{size}×{size}, {classes} classes"
-        )
-
-
 def _check_net(recipe: Recipe, dense: nn.Module) -> None:
     """Raise if the net has another architecture or does not keep all its ReLUs."""
     with torch.device("meta"):
@@ -115,9 +108,8 @@ def _check_net(recipe: Recipe, dense: nn.Module) -> None:
         )
     kept = masks(dense)
     if kept.count() < kept.total:
-        raise ValueError(
-            f"the dense net keeps {kept.count():,} of {kept.total:,} ReLUs; give one that keeps all"
-        )
+        some = f"{kept.count():,} of {kept.total:,} ReLUs"
+        raise ValueError(f"the dense net keeps {some}; give one that keeps all")
 
 
 def _claim(place: Path, recipe: Recipe, seed: int) -> str:

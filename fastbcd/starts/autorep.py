@@ -78,13 +78,12 @@ def autorep(
     penalty = next(published, 40.0) if penalty is None else penalty
     check_whole("epochs", epochs, 0)
     check_number("lr", lr, 0, strictly=True)
-    for name, value in (("lr_end", lr_end), ("penalty", penalty), ("threshold", threshold)):
-        check_number(name, value, 0)
-    check_number("scale_x2", scale_x2, 0)
     settings = {
         "budget": budget, "epochs": epochs, "lr": lr, "lr_end": lr_end, "penalty": penalty,
         "threshold": threshold, "paper_quirks": paper_quirks, "scale_x2": scale_x2,
     }  # fmt: skip
+    for name in ("lr_end", "penalty", "threshold", "scale_x2"):
+        check_number(name, settings[name], 0)
     return MaskTraining(
         name="autorep", method=Replacement, settings=settings, net=net, data=data, test=test,
         teacher=teacher, finetune=finetune, batch_size=batch_size, seed=seed, run_dir=run_dir,

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -28,16 +29,16 @@ from fastbcd.data.sources import as_data
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.runs.directory import RunDirectory, check_resume, open_run
+from fastbcd.runs.directory import check_resume, open_run
 from fastbcd.runs.files import read_state
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import accuracy, check_classes
-from fastbcd.starts.overlaps import Overlaps
 from fastbcd.training import trainer as training
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
 
+MOST, PAIRS, BITS = 64, 200, "bits."  # masks that `Overlaps` stores, pairs, prefix of their names
 DECIDED, TUNED, FINAL = "decided", "finetune", "final"  # phases; an epoch of masks has none
 History = list[dict[str, Any]]
 Tensors = dict[str, Tensor]
@@ -76,14 +77,10 @@ class Method:
     """How masks are trained.
 
     s: the settings. start: the masks at the start. model: the net's own weights with trainable
-    activations `acts`, which `activation` makes of the net's. A subclass has:
-
-        prepare(net) -> Module                  the net whose masks are trained
-        done(history) -> bool                   whether the mask training is over
-        epoch(trainer, epoch, bar) -> dict      trains for an epoch; its record, with "count",
-                                                "lambda" and "loss"
-        bits() -> bool [total]                  the current mask
-        decide(history) -> MaskSet              which ReLUs are kept
+    activations `acts`, which `activation` makes of the net's. A subclass has prepare(net), which
+    returns the net whose masks are trained; done(history); epoch(trainer, epoch, bar), which
+    returns the epoch's record with "count", "lambda" and "loss"; bits(), the current mask, bool
+    [total]; and decide(history), the MaskSet that is kept.
     """
 
     def __init__(
@@ -110,12 +107,8 @@ class Method:
 
     def warn_above(self, history: History, found: str, then: str) -> None:
         """Warn that the training ended above the budget."""
-        warnings.warn(
-            f"after {len(history)} epochs {found}, more than the budget of {self.s.budget:,}; "
-            f"{then}",
-            RuntimeWarning,
-            stacklevel=7,
-        )
+        above = f"{found}, more than the budget of {self.s.budget:,}; {then}"
+        warnings.warn(f"after {len(history)} epochs {above}", RuntimeWarning, stacklevel=7)
 
 
 @dataclass(kw_only=True)
@@ -157,7 +150,14 @@ class MaskTraining:
             check_classes(self.net, self.test, "the net, asked about the test set,")
         self.progress = self.progress and ranks.rank() == 0
         given = snapshots.take(self.net)
-        with closing(self._open()) as self.directory:
+        tuning = {k: v for k, v in dataclasses.asdict(self.tuning).items() if k != "teacher_cache"}
+        common = {"batch_size": self.batch_size, "seed": self.seed, "finetune": tuning}
+        opened = open_run(
+            self.name, {**self.settings, **common}, self.net, data=self.data, test=self.test,
+            run_dir=self.run_dir, resume=self.resume,
+            teacher=None if self.teacher is None else snapshots.weights_mark(self.teacher),
+        )  # fmt: skip
+        with closing(opened) as self.directory:
             self.history = self.directory.history
             ranks.check_same("the weights and masks", given)
             try:
@@ -165,15 +165,6 @@ class MaskTraining:
             except BaseException:
                 snapshots.restore(self.net, given)
                 raise
-
-    def _open(self) -> RunDirectory:
-        tuning = {k: v for k, v in dataclasses.asdict(self.tuning).items() if k != "teacher_cache"}
-        common = {"batch_size": self.batch_size, "seed": self.seed, "finetune": tuning}
-        return open_run(
-            self.name, {**self.settings, **common}, self.net, data=self.data, test=self.test,
-            run_dir=self.run_dir, resume=self.resume,
-            teacher=None if self.teacher is None else snapshots.weights_mark(self.teacher),
-        )  # fmt: skip
 
     def _train(self, given: Tensors) -> StartingPoint:
         state = self.directory.state
@@ -280,6 +271,67 @@ class MaskTraining:
 
     def _phase(self, phase: str | None) -> History:
         return [record for record in self.history if record.get("phase") == phase]
+
+
+class Overlaps:
+    """Masks [total] by epoch, one bit per unit: how much they have in common (the paper's IoU).
+
+    Up to 64 are stored, evenly spread: when there are more, every second one is dropped, and from
+    then on only every second one is added.
+
+    >>> seen = Overlaps(4)
+    >>> seen.add(0, torch.tensor([True, True, True, False]))
+    >>> seen.add(1, torch.tensor([True, False, False, True]))
+    0.5
+    >>> seen.pairs(seed=0)
+    [[3, 2, 0.5]]
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total, self.stride = total, 1
+        self.packed: dict[int, np.ndarray] = {}
+        self.last: np.ndarray | None = None
+
+    def add(self, epoch: int, bits: Tensor) -> float | None:
+        """Add an epoch's mask; returns its IoU with the one before, None if either is empty."""
+        found = None if self.last is None else _iou(self._unpacked(self.last), bits.numpy())
+        self.last = np.packbits(bits.numpy())
+        if epoch % self.stride == 0:
+            self.packed[epoch] = self.last
+        if len(self.packed) > MOST:
+            self.stride *= 2
+            self.packed = {e: p for e, p in self.packed.items() if e % self.stride == 0}
+        return found
+
+    def pairs(self, seed: int) -> list[list[float]]:
+        """[count, count, IoU] for up to 200 random pairs of the stored masks."""
+        stored = [self._unpacked(self.packed[epoch]) for epoch in sorted(self.packed)]
+        every = [(a, b) for i, a in enumerate(stored) for b in stored[i + 1 :]]
+        generator = np.random.Generator(np.random.Philox(seed))
+        chosen = [every[i] for i in sorted(generator.permutation(len(every))[:PAIRS])]
+        found = [(int(a.sum()), int(b.sum()), _iou(a, b)) for a, b in chosen]
+        return [[a, b, iou] for a, b, iou in found if iou is not None]
+
+    def state(self) -> dict[str, Tensor]:
+        """The stored masks as tensors by name, and the last one."""
+        stored: dict[Any, Any] = {**self.packed, "last": self.last}
+        return {f"{BITS}{e}": torch.tensor(p) for e, p in stored.items() if p is not None}
+
+    def load(self, tensors: dict[str, Tensor], epochs: int) -> None:
+        """Restore what `state` returned after so many epochs."""
+        found = {n.removeprefix(BITS): t for n, t in tensors.items() if n.startswith(BITS)}
+        self.last = found.pop("last").numpy()
+        self.packed = {int(epoch): t.numpy() for epoch, t in found.items()}
+        while -(-epochs // self.stride) > MOST:
+            self.stride *= 2
+
+    def _unpacked(self, packed: np.ndarray) -> np.ndarray:
+        return np.unpackbits(packed, count=self.total).astype(bool)
+
+
+def _iou(a: np.ndarray, b: np.ndarray) -> float | None:
+    smaller = min(int(a.sum()), int(b.sum()))
+    return int((a & b).sum()) / smaller if smaller else None
 
 
 def twin(net: nn.Module, make: Callable[[Any], MaskedActivation]) -> nn.Module:

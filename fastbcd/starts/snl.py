@@ -12,6 +12,7 @@ or below the budget the numbers are cut to bits, and the net is fine-tuned.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,26 +96,13 @@ class SoftReLU(MaskedActivation):
         return ops.soft_relu(x, self.alpha * self.mask, residual=residual)
 
 
-class Penalty:
-    """λ, and when it grows.
+def growth(counts: Sequence[int], lowest: int) -> list[bool]:
+    """Whether λ grows after each epoch; lowest: the count before the first.
 
-    >>> penalty = Penalty(1.0, kappa=2.0, lowest=10)
-    >>> [penalty.after(e, n) for e, n in enumerate([10, 10, 9, 9, 9, 9, 8, 8])]
+    >>> growth([10, 10, 9, 9, 9, 9, 8, 8], lowest=10)
     [False, False, False, False, False, True, False, True]
-    >>> penalty.weight, penalty.updates
-    (4.0, 2)
     """
-
-    def __init__(self, weight: float, kappa: float, lowest: int) -> None:
-        self.weight, self.kappa, self.lowest, self.updates = weight, kappa, lowest, 0
-
-    def after(self, epoch: int, count: int) -> bool:
-        """Update λ at the end of an epoch, counted from 0; returns whether it grew."""
-        grows = count >= self.lowest and epoch >= PATIENCE
-        self.lowest = min(self.lowest, count)
-        self.weight *= self.kappa if grows else 1
-        self.updates += grows
-        return grows
+    return [e >= PATIENCE and n >= min((lowest, *counts[:e])) for e, n in enumerate(counts)]
 
 
 class Selective(Method):
@@ -130,28 +118,29 @@ class Selective(Method):
 
     def __init__(self, net: nn.Module, s: SimpleNamespace) -> None:
         super().__init__(net, s, lambda act: SoftReLU(act.mask, training_dtype(net)))
-        self.penalty = Penalty(s.lambda0, s.kappa, self.start.count())
+        self.counts: list[int] = []
 
     def begin(self, history: list[dict[str, Any]]) -> None:
-        for record in history:
-            self.penalty.after(record["epoch"], record["count"])
+        self.counts = [record["count"] for record in history]
 
     def done(self, history: list[dict[str, Any]]) -> bool:
         count = history[-1]["count"] if history else self.start.count()
         return count <= self.s.budget or len(history) >= self.s.max_epochs
 
     def epoch(self, trainer: Trainer, epoch: int, bar: Any) -> dict[str, Any]:
-        weight = self.penalty.weight
+        weight = self.s.lambda0
+        for grew in growth(self.counts, self.start.count()):
+            weight *= self.s.kappa if grew else 1
 
         def penalty() -> Tensor:  # λ·Σ|a| over all units
             return weight * torch.stack([act.alpha.abs().sum() for act in self.acts]).sum()
 
         loss = trainer.epoch(epoch, self.s.lr, penalty=penalty, bar=bar)
-        count = int(self.bits().sum())
-        grew = self.penalty.after(epoch, count)
+        self.counts.append(int(self.bits().sum()))
+        grown = growth(self.counts, self.start.count())
         return {
-            "count": count, "lambda": weight, "lambda_grew": grew,
-            "lambda_updates": self.penalty.updates, "loss": loss,
+            "count": self.counts[-1], "lambda": weight, "lambda_grew": grown[-1],
+            "lambda_updates": sum(grown), "loss": loss,
         }  # fmt: skip
 
     def bits(self) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fastbcd
+from fastbcd.starts.mask_training import MOST, Overlaps
 from fastbcd.starts.snl import snl
 from fastbcd.training.finetune import Finetuner
 from fastbcd.training.settings import Finetune
@@ -77,3 +78,24 @@ def test_an_interrupted_fine_tune_resumes(tmp_path, monkeypatch, optimizer) -> N
     assert same(state(resumed.model), state(straight.model))
     assert resumed.accuracy == straight.accuracy
     assert [r["loss"] for r in resumed.finetune] == [r["loss"] for r in straight.finetune]
+
+
+# ------------------------------------------------------------------------------- overlaps
+
+
+def test_overlaps_keep_evenly_spread_masks_and_resume() -> None:
+    straight, first = Overlaps(8), Overlaps(8)
+    g = torch.Generator().manual_seed(0)
+    masks = torch.rand(300, 8, generator=g) > 0.3
+    for epoch in range(300):
+        straight.add(epoch, masks[epoch])
+        if epoch < 150:
+            first.add(epoch, masks[epoch])
+    assert len(straight.packed) <= MOST
+    assert sorted(straight.packed)[:3] == [0, 8, 16]
+    resumed = Overlaps(8)
+    resumed.load(first.state(), 150)
+    found = [resumed.add(epoch, masks[epoch]) for epoch in range(150, 300)]
+    assert resumed.pairs(0) == straight.pairs(0)
+    both = (masks[149] & masks[150]).sum() / min(masks[149].sum(), masks[150].sum())
+    assert found[0] == pytest.approx(float(both))

@@ -14,7 +14,7 @@ import fastbcd
 from fastbcd import MaskedReLU
 from fastbcd.cli import main as cli
 from fastbcd.starts.mask_training import twin
-from fastbcd.starts.snl import Penalty, Selective, SoftReLU, snl
+from fastbcd.starts.snl import Selective, SoftReLU, growth, snl
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer
 from helpers.nets import images, make, thinned
@@ -92,13 +92,10 @@ def test_the_mask_training_is_the_published_one(name) -> None:
 
 def test_lambda_on_a_sequence_of_counts() -> None:
     """From the sixth epoch on, after every epoch without a new minimum."""
-    penalty = Penalty(1e-5, kappa=1.1, lowest=100)
     counts = [100, 90, 90, 95, 90, 90, 91, 89, 89, 80, 85]
-    grew = [penalty.after(epoch, count) for epoch, count in enumerate(counts)]
-    assert grew == [False, False, False, False, False, True, True, False, True, False, True]
-    assert penalty.updates == 4
-    assert penalty.weight == pytest.approx(1e-5 * 1.1**4)
-    assert penalty.lowest == 80
+    grew = [False, False, False, False, False, True, True, False, True, False, True]
+    assert growth(counts, lowest=100) == grew
+    assert growth([], lowest=100) == []
 
 
 def test_the_twin_computes_what_the_net_computes() -> None:

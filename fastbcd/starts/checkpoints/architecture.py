@@ -17,28 +17,20 @@ Masks = dict[str, Tensor] | list[Tensor]  # [C,H,W], by site or in execution ord
 _log = logging.getLogger("fastbcd")
 
 # The other nets of SNL's code, by their blocks in each stage; they are recognised, not built.
-OTHER: dict[Any, str] = {
-    (1, 1, 1, 1): "resnet9",
-    (3, 4, 6, 3): "resnet34",
-    (3, 4, 14, 3): "resnet50",
-}
+OTHER: Any = {(1, 1, 1, 1): "resnet9", (3, 4, 6, 3): "resnet34", (3, 4, 14, 3): "resnet50"}
 # The option that adds one more ReLU: before the first site, or after the last.
 EXTRA = {"resnet18": "stem_relu", "wide_resnet22_8": "final_relu"}
 
 
 def import_net(
-    report: files.ImportReport,
-    weights: files.State,
-    bits: Masks,
-    *,
-    expected: dict[str, Any],
+    report: files.ImportReport, weights: files.State, bits: Masks, *, expected: dict[str, Any],
     coef: list[Tensor] | None = None,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """The net with these weights and masks, in eval mode, with `import_report`.
 
-    coef: the polynomials [3,C] of
-    MaskedPoly sites in execution order. expected: arch, num_classes and image_size as the caller
-    states them, or None. Names and shapes are compared before the net is built.
+    coef: the polynomials [3,C] of MaskedPoly sites in execution order. expected: arch, num_classes
+    and image_size as the caller states them, or None. Names and shapes are compared before the net
+    is built.
     """
     path = report.path
     arch = _recognise(weights, path)
@@ -84,12 +76,11 @@ def _check_expected(expected: dict[str, Any], found: dict[str, Any], path: str) 
     if expected["arch"] not in (None, *models.NAMES):
         names = ", ".join(models.NAMES)
         raise ValueError(f"arch={expected['arch']!r}; choose from {names}, or leave it out")
-    hints = {
-        "arch": "pass the one of the file, or leave arch out",
-        "num_classes": "it was trained on other data",
-        "image_size": "masks belong to one image size",
-    }
-    for name, hint in hints.items():
+    for name, hint in (
+        ("arch", "pass the one of the file, or leave arch out"),
+        ("num_classes", "it was trained on other data"),
+        ("image_size", "masks belong to one image size"),
+    ):
         wrong = f"{path} has {name}={found[name]!r}, expected {expected[name]!r}; {hint}"
         files.require(expected[name] in (None, found[name]), wrong)
 

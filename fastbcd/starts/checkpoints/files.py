@@ -82,9 +82,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     except Exception as error:  # damaged bytes can raise anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{damaged} ({reason})") from error
-    kind = type(content).__name__
-    message = f"{path} holds a {kind}; a checkpoint is a dictionary with a state_dict in it"
-    require(isinstance(content, Mapping), message)
+    wrong = f"{path} holds a {type(content).__name__}; expected a dictionary with a state_dict"
+    require(isinstance(content, Mapping), wrong)
     return dict(content)
 
 
@@ -131,10 +130,9 @@ def check_shape(state: State, name: str, shape: Iterable[int], path: str) -> Non
     """Refuse a tensor that is missing, has another shape or holds values that are not finite."""
     value, shape = state.get(name), tuple(shape)
     found = "is missing" if value is None else f"has shape {tuple(value.shape)}"
-    same = value is not None and tuple(value.shape) == shape
-    require(same, f"{path}: {name} {found}, expected {shape}")
-    finite = bool(state[name].isfinite().all())
-    require(finite, f"{path}: {name} holds values that are not finite")
+    if value is None or tuple(value.shape) != shape:
+        raise CheckpointError(f"{path}: {name} {found}, expected {shape}")
+    require(bool(value.isfinite().all()), f"{path}: {name} holds values that are not finite")
 
 
 def check_weights(net: nn.Module, weights: State, path: str) -> None:
