@@ -93,9 +93,12 @@ class ScoringEngine(Protocol):
     def prepare(self, removals: dict[int, Tensor], lanes: int) -> Any:
         """What `logits` needs for these hypotheses (ids by number), at most `lanes` at a time."""
 
-    def logits(self, x: Tensor, work: Any, base: bool) -> Iterator[tuple[list[int], Tensor]]:
+    def logits(
+        self, x: Tensor, work: Any, base: bool, batch: int | None = None
+    ) -> Iterator[tuple[list[int], Tensor]]:
         """(numbers, logits [n, B, classes]) of the hypotheses, and of the base as number -1.
 
+        batch: the number of x among the batches of the data; None if it is none of them.
         A hypothesis that removes nothing may be left out: its logits are those of the base.
         """
 

@@ -99,7 +99,7 @@ def collapsed_plan(request: Request, program: Program, required: bool) -> Plan |
     form = cached_form(request.net, signature, request.masks)
     cost = CollapsedCost(request, builder, form)
     of_stacked = stacked_multiply_adds(request, program)
-    if not required and (of_stacked < WORTH or not cost.could_be_below(of_stacked)):
+    if not required and (of_stacked < WORTH or cost.trials >= of_stacked):
         return "the least multiply-adds"
     check_linear(request.net, signature.facts, program, request.example)
     fits = cost.peak_bytes <= request.memory

@@ -122,12 +122,11 @@ def run_pass(
     work = plan.engine.prepare(alive, plan.lanes)
     with torch.inference_mode():
         for x, labels in _rounds(data, plan, tally.rounds):
-            tally.rounds += 1
             numbers = [-1, *alive] if base else list(alive)
             nothing = torch.zeros(2, dtype=torch.float64, device=x.device)
             found: dict[int, Tensor] = {}
             if len(labels):
-                for some, logits in plan.engine.logits(x, work, base):
+                for some, logits in plan.engine.logits(x, work, base, tally.rounds):
                     found.update(zip(some, _judge(logits, labels), strict=True))
             rows = [found[k] if k in found else found.get(-1, nothing) for k in numbers]
             mine = torch.cat([*rows, nothing.new_tensor([len(labels)])])
@@ -143,6 +142,7 @@ def run_pass(
                 before = tally.sums.get(number, (0, 0.0))
                 tally.sums[number] = before[0] + int(correct), before[1] + loss
             tally.seen += int(images)
+            tally.rounds += 1
             if decide is None:
                 continue
             still = decide(tally)

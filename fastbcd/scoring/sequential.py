@@ -23,7 +23,7 @@ class Sequential:
         return removals
 
     def logits(
-        self, x: Tensor, removals: dict[int, Tensor], base: bool
+        self, x: Tensor, removals: dict[int, Tensor], base: bool, batch: int | None = None
     ) -> Iterator[tuple[list[int], Tensor]]:
         """([number], logits [1, B, classes]) of every hypothesis, and of the base as number -1."""
         nothing = {-1: torch.empty(0, dtype=torch.int64)} if base else {}

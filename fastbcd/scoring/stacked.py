@@ -98,7 +98,7 @@ class Stacked:
         return groups
 
     def logits(
-        self, x: Tensor, groups: list[LaneGroup], base: bool
+        self, x: Tensor, groups: list[LaneGroup], base: bool, batch: int | None = None
     ) -> Iterator[tuple[list[int], Tensor]]:
         """(numbers, logits [n, B, classes]) of every hypothesis, and of the base as number -1."""
         program, output = self.program, self.program.output

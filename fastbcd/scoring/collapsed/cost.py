@@ -16,8 +16,7 @@ from fastbcd.scoring.collapsed.build import FormBuilder
 from fastbcd.scoring.collapsed.form import Form
 from fastbcd.scoring.engine import Request
 
-BUILD_WEIGHT = 1.3  # impulses: small images, many shapes
-GEMM_WEIGHT = 1.0
+BUILD_WEIGHT = 1.3  # impulses: small images, many shapes; a GEMM of hypotheses: 1
 # By net: multiply-adds of an impulse, which hardly depend on the masks.
 _impulse_costs: weakref.WeakKeyDictionary[nn.Module, dict] = weakref.WeakKeyDictionary()
 
@@ -26,17 +25,12 @@ class CollapsedCost:
     """Multiply-adds and bytes for one request, given the form if there is one already."""
 
     def __init__(self, request: Request, builder: FormBuilder, form: Form | None) -> None:
-        self.builder, self.form = builder, form
+        self.builder, self.form, self.images = builder, form, request.images
         self.kinks = len(builder.ids)
-        self.images = request.images
         self.forward = sum(builder.net.program.multiply_adds.values())
         self.impulse_costs = _impulse_costs.setdefault(request.net, {})
         self.trials = (1 + request.hypotheses) * self.images * builder.pairs()
         self.itemsize = request.example.element_size()
-
-    def could_be_below(self, cost: float) -> bool:
-        """A quick bound, before anything is counted that takes time to count."""
-        return GEMM_WEIGHT * self.trials < cost
 
     def of_impulses(self, source: int) -> int:
         """All impulses of a source."""
@@ -44,7 +38,7 @@ class CollapsedCost:
         key = (source, positions.tile)
         if key not in self.impulse_costs and positions.count:
             self.impulse_costs[key] = self.builder.impulse_cost(source)
-        return positions.count * self.impulse_costs.get(key, 0)
+        return positions.count and positions.count * self.impulse_costs[key]
 
     @cached_property
     def with_image(self) -> bool:
@@ -56,10 +50,8 @@ class CollapsedCost:
 
     @cached_property
     def build(self) -> int:
-        if self.form is not None:
-            return 0
-        return sum(self.of_impulses(s) for s in self.builder.positions
-                   if s != IMAGE or self.with_image)  # fmt: skip
+        sources = set(self.builder.positions) - (set() if self.with_image else {IMAGE})
+        return sum(map(self.of_impulses, sources)) if self.form is None else 0
 
     @cached_property
     def affine(self) -> int:
@@ -79,6 +71,4 @@ class CollapsedCost:
 
     def weighted(self) -> float:
         """Comparable with stacked's multiply-adds."""
-        gemm = self.trials + (self.affine if self.with_image else 0)
-        forward = 0 if self.with_image else self.affine
-        return BUILD_WEIGHT * self.build + GEMM_WEIGHT * gemm + forward
+        return BUILD_WEIGHT * self.build + self.trials + self.affine

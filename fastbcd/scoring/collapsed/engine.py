@@ -13,6 +13,7 @@ shift of the affine part that is computed once, from the base.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from fastbcd.scoring.collapsed.build import PIECE, FormBuilder
 from fastbcd.scoring.collapsed.form import Form, find
 from fastbcd.scoring.collapsed.linear_rules import NotAffine
 from fastbcd.scoring.engine import Request, difference_from_net
+
+Pair = tuple[Tensor, Tensor]
 
 
 class TrialGroup(NamedTuple):
@@ -44,18 +47,17 @@ class Collapsed:
     def __init__(self, form: Form, builder: FormBuilder) -> None:
         self.form, self.builder = form, builder
         # A restricted form keeps its order of kinks; the builder's tiles may differ by now.
-        self.order = None if torch.equal(form.ids, builder.ids) else find(builder.ids, form.ids)
+        self.order: Tensor | None = None
+        if not torch.equal(form.ids, builder.ids):
+            self.order = find(builder.ids, form.ids).to(form.out.device)
         self.memory = form.out.new_empty(0)
 
     def prepare(self, removals: dict[int, Tensor], lanes: int) -> list[TrialGroup]:
         """Hypotheses by number, in groups of at most `lanes` that begin near each other."""
-        form, bounds = self.form, torch.tensor(self.form.bounds)
+        form, bounds = self.form, self.form.bounds
         gone = {k: find(form.ids, ids) for k, ids in removals.items() if len(ids)}
-        first = {
-            k: int(bounds[torch.searchsorted(bounds, columns.min(), right=True) - 1])
-            for k, columns in gone.items()
-        }
-        order = sorted(gone, key=lambda k: first[k])
+        first = {k: bounds[bisect(bounds, int(kinks.min())) - 1] for k, kinks in gone.items()}
+        order = sorted(gone, key=first.__getitem__)
         groups = []
         for i in range(0, len(order), lanes):
             numbers = order[i : i + lanes]
@@ -67,44 +69,44 @@ class Collapsed:
         return groups
 
     def logits(
-        self, x: Tensor, groups: list[TrialGroup], base: bool
+        self, x: Tensor, groups: list[TrialGroup], base: bool, batch: int | None = None
     ) -> Iterator[tuple[list[int], Tensor]]:
         """(numbers, logits [n, B, classes]) of every hypothesis, and of the base as number -1."""
-        at_sites, at_end = self.affine_part(x)
+        affine = self.affine_part(x, batch)
         c = None
         if base or any(group.start for group in groups):
             everything = torch.ones(self.form.kinks, 1, dtype=torch.uint8, device=x.device)
-            c, logits = self.run(at_sites, at_end, everything, 0)
+            c, logits = self.run(*affine, everything, 0)
             c = c.clone()  # the memory is used again
             if base:
                 yield [-1], logits
-        shifted = {0: (at_sites, at_end)}
-        for group in groups:
-            if group.start not in shifted:
+        shifted = {0: affine}
+        for numbers, start, masks in groups:
+            if start not in shifted:
                 assert c is not None
-                shifted[group.start] = self.shift(at_sites, at_end, c, group.start)
-            yield group.numbers, self.run(*shifted[group.start], group.masks, group.start)[1]
+                shifted[start] = self.shift(*affine, c[:start])
+            yield numbers, self.run(*shifted[start], masks, start)[1]
 
-    def affine_part(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """U x + u at the kinks [R, B], W x + w [B, classes]."""
+    def affine_part(self, x: Tensor, batch: int | None) -> Pair:
+        """U x + u at the kinks [R, B], W x + w [B, classes]; cached if x has a number."""
         form = self.form
-        found = form.affine.find(x)
-        if found is None:
-            if form.image is not None and form.image_out is not None:
-                flat = x.movedim(1, -1).reshape(len(x), -1)
-                found = (torch.addmm(form.constant[:, None], form.image.T, flat.T),
-                         torch.addmm(form.constant_out, flat, form.image_out))  # fmt: skip
-            else:
-                pieces = [self.builder.affine_part(piece) for piece in x.split(PIECE)]
-                found = torch.cat([z.T for z, _ in pieces], 1), torch.cat([y for _, y in pieces])
-                if self.order is not None:
-                    found = found[0].index_select(0, self.order.to(x.device)), found[1]
-            form.affine.add(x, *found)
-        return found
+        found = None if batch is None else form.affine.find(batch, x)
+        if found is not None:
+            return found
+        if form.image is not None and form.image_out is not None:
+            flat = x.movedim(1, -1).flatten(1)
+            at_sites = torch.addmm(form.constant[:, None], form.image.T, flat.T)
+            at_end = torch.addmm(form.constant_out, flat, form.image_out)
+        else:
+            sites, ends = zip(*map(self.builder.affine_part, x.split(PIECE)), strict=True)
+            at_sites, at_end = torch.cat([z.T for z in sites], 1), torch.cat(ends)
+            if self.order is not None:
+                at_sites = at_sites.index_select(0, self.order)
+        if batch is not None:
+            form.affine.add(batch, x, at_sites, at_end)
+        return at_sites, at_end
 
-    def run(
-        self, at_sites: Tensor, at_end: Tensor, masks: Tensor, start: int
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, at_sites: Tensor, at_end: Tensor, masks: Tensor, start: int) -> Pair:
         """c [R - start, T·B] and logits [T, B, classes] of T masks over the kinks from `start`.
 
         at_sites [R - start, B], at_end [B, classes]: what the image and earlier kinks give.
@@ -123,15 +125,14 @@ class Collapsed:
         logits = (form.out[start:].T @ c).T.unflatten(0, (trials, batch)) + at_end
         return c, logits
 
-    def shift(
-        self, at_sites: Tensor, at_end: Tensor, c: Tensor, start: int
-    ) -> tuple[Tensor, Tensor]:
-        """The affine part at the kinks from `start` on, with what the base's earlier ones add."""
+    def shift(self, at_sites: Tensor, at_end: Tensor, c: Tensor) -> Pair:
+        """The affine part at the kinks after those of c, with what these add."""
+        start = len(c)
         moved = at_sites[start:].clone()
         for s, (low, high) in enumerate(pairwise(self.form.bounds)):
             if low >= start:
-                self.add_kinks(moved[low - start : high - start], s, c[:start], 0, beta=1)
-        return moved, torch.addmm(at_end, c[:start].T, self.form.out[:start])
+                self.add_kinks(moved[low - start : high - start], s, c, 0, beta=1)
+        return moved, torch.addmm(at_end, c.T, self.form.out[:start])
 
     def add_kinks(self, z: Tensor, s: int, c: Tensor, first: int, beta: int) -> int:
         """z = beta·z + H_sᵀ c, with kinks from `first` on as rows of c; beta if none acts on s."""
@@ -146,10 +147,9 @@ class Collapsed:
 
     def check(self, request: Request) -> None:
         """Compare logits with those of the net, from what is cached too."""
-        self.form.affine.limit = 0  # nothing of this is worth keeping
         error = difference_from_net(self, request, lanes=1)
-        for x, _, _ in self.form.affine.entries[:1]:
-            ((_, logits),) = self.logits(x, [], True)
+        for number, (x, _, _) in list(self.form.affine.entries.items())[:1]:
+            ((_, logits),) = self.logits(x, [], True, number)
             truth = request.net(x[:2].clone())
             worst = (logits[0, :2] - truth).abs().max() / truth.abs().max().clamp(min=1e-6)
             error = max(error, float(worst.nan_to_num(nan=0.0)))

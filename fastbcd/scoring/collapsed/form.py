@@ -85,48 +85,44 @@ def find(ids: Tensor, wanted: Tensor) -> Tensor:
 
 
 class AffineCache:
-    """U x + u and W x + w of batches that were seen before, while memory allows.
-
-    A batch is found if its images are equal to those seen.
-    """
+    """U x + u and W x + w of the batches of the data, by their numbers, while memory allows."""
 
     def __init__(self) -> None:
         self.limit = 0  # bytes
         self.example: Tensor | None = None  # the first images of the data
-        self.entries: list[tuple[Tensor, Tensor, Tensor]] = []  # images, [R, B], [B, classes]
-        self.next = 0  # passes read the images in the same order
+        self.entries: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # images, [R, B], [B, classes]
 
     def begin(self, example: Tensor, limit: int) -> None:
         """Store at most `limit` bytes, and only of the data that begins with this example."""
         if self.example is None or not torch.equal(self.example, example):
-            self.entries = []
+            self.entries = {}
         self.example, self.limit = example.clone(), limit
         while self.entries and self.bytes > limit:
-            self.entries.pop()
+            self.entries.popitem()
 
     @property
     def images(self) -> int:
-        return sum(len(x) for x, _, _ in self.entries)
+        return sum(len(x) for x, _, _ in self.entries.values())
 
     @property
     def bytes(self) -> int:
-        return sum(t.nbytes for entry in self.entries for t in entry)
+        return sum(t.nbytes for entry in self.entries.values() for t in entry)
 
-    def find(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        for i in (self.next, *range(len(self.entries))):
-            if i < len(self.entries) and torch.equal(self.entries[i][0], x):
-                self.next = i + 1
-                return self.entries[i][1:]
+    def find(self, number: int, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What is known of a batch, if its images x are those that were seen."""
+        if number in self.entries and torch.equal(self.entries[number][0], x):
+            return self.entries[number][1:]
+        self.entries.pop(number, None)
         return None
 
-    def add(self, x: Tensor, at_sites: Tensor, logits: Tensor) -> None:
+    def add(self, number: int, x: Tensor, at_sites: Tensor, logits: Tensor) -> None:
         if self.bytes + x.nbytes + at_sites.nbytes + logits.nbytes <= self.limit:
-            self.entries.append((x.clone(), at_sites, logits))
-            self.next = len(self.entries)
+            self.entries[number] = x.clone(), at_sites, logits
 
     def restrict(self, kinks: Tensor) -> None:
         """Drop the rows of kinks that were removed."""
-        self.entries = [(x, z.index_select(0, kinks), y) for x, z, y in self.entries]
+        for number, (x, z, y) in self.entries.items():
+            self.entries[number] = x, z.index_select(0, kinks), y
 
 
 class Signature:

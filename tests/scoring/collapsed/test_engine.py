@@ -224,6 +224,21 @@ def test_the_affine_part_is_computed_once(monkeypatch) -> None:
     assert len(calls) > spent + 2
 
 
+def test_a_batch_is_found_by_its_number(monkeypatch) -> None:
+    """One comparison for each batch, and images that changed later on are noticed."""
+    net, (x, labels) = thinned(make("resnet"), 0.1), images(50)
+    ids = list(some_removals(net, 2).values())
+    engine, compared, plain = Engine("collapsed", batch_size=5), [], torch.equal
+    score(net, ids, (x, labels), engine)
+    monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(a.shape) or plain(a, b))
+    score(net, ids, (x, labels), engine)
+    assert compared.count(x[:5].shape) == 10 + 1  # and the check of what is cached
+    x[30] += 1
+    found = score(net, ids, (x, labels), engine)
+    truth = score(net, ids, (x, labels), engine="sequential")
+    assert torch.allclose(found.loss, truth.loss, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("dense", "max_pool2d"), ("poly", "polynomial"), ("mixture", "site 'act' is polynomial")],
