@@ -11,34 +11,39 @@ set drops by less than ADT percentage points, or else the one that drops least, 
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data
-from fastbcd.descent.proposals import Proposal, drawn, find_proposal
+from fastbcd.descent.proposals import Proposal, check_describe, drawn, find_proposal
 from fastbcd.descent.schedules import Schedule
-from fastbcd.descent.settings import Search
-from fastbcd.descent.step import Clock, Step
-from fastbcd.descent.trainers import describe, trainer
+from fastbcd.descent.step import Step, timed
 from fastbcd.masking.masks import MaskSet, masks, set_masks
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import RunDirectory, check_resume, open_run
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import keep_mode
+from fastbcd.runtime.validate import check_choice, check_whole
 from fastbcd.scoring.accuracy import accuracy, check_classes
 from fastbcd.scoring.choose import choose
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.score import check_scorable
+from fastbcd.training.finetune import Finetuner
 from fastbcd.training.settings import Finetune
+from fastbcd.training.trainer import check_same_classes, seeded
 
 PAPER = Finetune()
 WHEN = ("every_step", "on_reject")
+MAX_SEED = 2**63 - 1
 
 
 class Run(NamedTuple):
@@ -61,8 +66,7 @@ class Run(NamedTuple):
         m = self.masks
         text = f"{m.count():,} of {m.total:,} ReLUs kept in {len(m.sites)} sites after "
         text += f"{len(self.history)} steps"
-        if self.history:
-            last = self.history[-1]
+        for last in self.history[-1:]:
             text += f", train {last.chosen_accuracy:.2f} %"
             text += "" if last.test_accuracy is None else f", test {last.test_accuracy:.2f} %"
         return f"Run({text})"
@@ -118,22 +122,11 @@ def bcd(
     >>> run.masks.count(), [step.after for step in run.history]
     (1, [4, 2, 1])
     """
-    images = as_data(data)
-    if finetune_when not in WHEN:
-        raise ValueError(f"finetune_when={finetune_when!r}; choose from {', '.join(WHEN)}")
-    search = Search(
-        budget=budget, drc=drc, rt=rt, adt=adt, proposal=find_proposal(proposal), samples=samples,
-        seed=seed, engine=as_engine(engine),
-    )  # fmt: skip
-    descent = Descent(
-        net, images, search, test=test, run_dir=run_dir, resume=resume, progress=progress
-    )
-    train = trainer(finetune, net, images, teacher=teacher, seed=seed, progress=progress)
-    descent.training = describe(finetune, finetune_when, teacher)
+    descent = Descent(**locals())
     with closing(descent.steps()) as steps_:
         for step in steps_:
-            if train and (finetune_when == "every_step" or not step.accepted):
-                report = train(step)
+            if finetune is not None and (finetune_when == "every_step" or not step.accepted):
+                report = descent.train(step)
                 if isinstance(report, dict) and report.get("loss") is not None:
                     step.train_loss = float(report["loss"])
     return Run(net, masks(net), descent.history)
@@ -169,54 +162,90 @@ def steps(
     1 6 3
     2 3 2
     """
-    search = Search(
-        budget=budget, drc=drc, rt=rt, adt=adt, proposal=find_proposal(proposal), samples=samples,
-        seed=seed, engine=as_engine(engine),
-    )  # fmt: skip
-    return Descent(
-        net, as_data(data), search, test=test, run_dir=run_dir, resume=resume, progress=progress
-    ).steps()
+    return Descent(**locals(), body=True).steps()
 
 
+@dataclass(kw_only=True)
 class Descent:
     """One run: its arguments are checked at once, the work is done while `steps` is iterated."""
 
-    training: dict[str, Any] = {"finetune": "the loop's body"}  # noqa: RUF012  # never changed
+    net: nn.Module
+    data: Any
+    budget: int
+    drc: Any
+    rt: int
+    adt: float
+    finetune: Any = None
+    finetune_when: str = WHEN[0]
+    body: bool = False  # the training is the loop's body
+    proposal: Any
+    teacher: nn.Module | None = None
+    test: Any
+    samples: int | None
+    seed: int
+    run_dir: str | os.PathLike[str] | None
+    resume: str | bool
+    engine: Any
+    progress: bool
 
-    def __init__(
-        self,
-        net: nn.Module,
-        data: ImageData,
-        search: Search,
-        *,
-        test: Any,
-        run_dir: str | os.PathLike[str] | None,
-        resume: str | bool,
-        progress: bool,
-    ) -> None:
-        self.net, self.data, self.search = net, data, search
-        self.run_dir, self.resume, self.progress = run_dir, resume, progress
-        check_resume(resume)
-        check_scorable(net, data)
-        self.test = None if test is None else as_data(test)
+    def __post_init__(self) -> None:
+        net, self.data, self.history = self.net, as_data(self.data), list[Step]()
+        self._check_settings()
+        self.proposal, self.engine = find_proposal(self.proposal), as_engine(self.engine)
+        check_resume(self.resume)
+        check_scorable(net, self.data)
         if self.test is not None:
+            self.test = as_data(self.test)
             check_classes(net, self.test, "the net, asked about the test set,")
-        if search.samples is not None and search.samples > len(data):
-            raise ValueError(f"samples={search.samples}; there are {len(data)} train images")
-        self.scored = data if search.samples is None else data.first(search.samples)
-        if (count := masks(net).count()) > search.budget:
-            search.size(count, [])
-        self.history: list[Step] = []
+        if self.samples is not None and self.samples > len(self.data):
+            raise ValueError(f"samples={self.samples}; there are {len(self.data)} train images")
+        self.scored = self.data if self.samples is None else self.data.first(self.samples)
+        if (count := masks(net).count()) > self.budget:
+            self._size(count)
+        self.tuner: Finetuner | None = None
+        if isinstance(self.finetune, Finetune):
+            self.tuner = Finetuner(net, self.data, self.finetune, self.teacher, seed=self.seed)
+        elif self.teacher is not None:
+            check_same_classes(net, self.data, self.teacher)
+            warnings.warn("the teacher is not used: only Finetune distills", stacklevel=4)
+
+    def _check_settings(self) -> None:
+        check_choice("finetune_when", self.finetune_when, WHEN)
+        for name, least in {"budget": 0, "rt": 1, "seed": 0}.items():
+            check_whole(name, getattr(self, name), least)
+        check_whole("samples", self.samples, 1, optional=True)
+        if isinstance(self.drc, Schedule):
+            check_describe("drc", self.drc)
+        elif not callable(self.drc):
+            check_whole("drc", self.drc, 1)
+        if self.seed > MAX_SEED:
+            raise ValueError(f"seed={self.seed}; it must be at most 2^63 - 1")
+        if isinstance(self.adt, bool) or not isinstance(self.adt, int | float):
+            raise TypeError(f"adt={self.adt!r}; it is a number of percentage points")
+        if math.isnan(self.adt):
+            raise ValueError("adt is NaN; it is a number of percentage points, the paper's is 0.3")
+        if not (
+            self.finetune is None or isinstance(self.finetune, Finetune) or callable(self.finetune)
+        ):
+            raise TypeError(
+                f"finetune is a {type(self.finetune).__name__}; give fastbcd.Finetune(...), a "
+                f"function f(net, step), or None"
+            )
 
     def steps(self) -> Generator[Step, None, None]:
         """Algorithm 1; the loop that iterates over the steps does the fine-tuning."""
-        with closing(self._open()) as run, keep_mode(self.net), self._bar() as bar:
-            saved = self._resume(run, bar)
+        hidden = not self.progress or ranks.rank() > 0
+        with (
+            closing(self._open()) as run, keep_mode(self.net),
+            tqdm(unit="ReLU", desc="bcd", disable=hidden) as bar,
+        ):  # fmt: skip
+            saved = self._resume(run)
+            bar.reset(max(masks(self.net).count() - self.budget, 0))
             try:
-                while masks(self.net).count() > self.search.budget:
+                while masks(self.net).count() > self.budget:
                     step = self._search()
                     removed = masks(self.net).copy()
-                    with Clock(step.seconds, "finetune"):
+                    with timed(step.seconds, "finetune"):
                         yield step
                     _check_unchanged(masks(self.net), removed)
                     saved = self._save(step, run)
@@ -225,30 +254,49 @@ class Descent:
                 snapshots.restore(self.net, saved)
                 raise
 
+    def train(self, step: Step) -> Any:
+        """Train the net after a step's removal; may return {"loss": ...}."""
+        if self.tuner is not None:
+            return self.tuner.run(step.number, progress=self.progress)
+        # Seeded, so that a step that is run again after a kill trains in the same way.
+        with seeded(self.data.device, int(self.seed) * 1_000_003 + step.number):
+            return self.finetune(self.net, step)
+
+    def _size(self, count: int) -> int:
+        """How many of `count` ReLUs this step removes: DRC, but never below the budget."""
+        size = self.drc
+        if isinstance(size, Schedule):
+            size = size.size(count, self.history)
+            check_whole(f"drc.size({count}, …)", size, 1)
+        elif callable(size):
+            size = size(count)
+            check_whole(f"drc({count})", size, 1)
+        return min(int(size), count - self.budget)
+
     def _search(self) -> Step:
         """Try hypotheses until one is accepted or RT are rejected; remove the chosen ReLUs."""
-        s, seconds, number = self.search, {"propose": 0.0, "score": 0.0}, len(self.history) + 1
-        current = masks(self.net).copy()
-        size, rt = s.size(current.count(), self.history), s.hypotheses()
-        with Clock(seconds, "score"):
-            with Clock(seconds, "propose"):
-                draw = s.proposal(self.net, self.scored, size, seed=s.seed, step=number)
+        seconds, number = {"propose": 0.0, "score": 0.0}, len(self.history) + 1
+        current, rt = masks(self.net).copy(), self.rt
+        size = self._size(current.count())
+        if getattr(self.proposal, "greedy", False):  # all hypotheses of a step are the same
+            rt = 1
+        with timed(seconds, "score"):
+            with timed(seconds, "propose"):
+                draw = self.proposal(self.net, self.scored, size, seed=self.seed, step=number)
 
             def hypothesis(trial: int) -> Tensor:
-                with Clock(seconds, "propose"):
-                    return drawn(s.proposal, draw, trial, size=size)
+                with timed(seconds, "propose"):
+                    return drawn(self.proposal, draw, trial, size=size)
 
             hypotheses = map(hypothesis, range(rt))
-            choice = choose(self.net, hypotheses, self.scored, adt=s.adt, engine=s.engine)
+            choice = choose(self.net, hypotheses, self.scored, adt=self.adt, engine=self.engine)
         seconds["score"] -= seconds["propose"]
         set_masks(self.net, current.without(choice.removal))
-        step = Step.begin(number, before=current.count(), rt=rt, choice=choice)
-        step.seconds = seconds
-        return step
+        return Step.begin(number, before=current.count(), rt=rt, choice=choice, seconds=seconds)
 
     def _save(self, step: Step, run: RunDirectory) -> dict[str, Tensor]:
         """Measure the test accuracy and make the step the last finished one; its tensors."""
-        with Clock(step.seconds, "test"):
+        with timed(step.seconds, "test"):
             if self.test is not None:
                 step.test_accuracy = accuracy(self.net, self.test)
         tensors, record = snapshots.take(self.net), step.as_json()
@@ -257,16 +305,35 @@ class Descent:
         step.seconds = {**record["seconds"]}
         self.history.append(step)
         if self.progress:
-            self._print(str(step))
+            _print(str(step))
         return tensors
 
     def _open(self) -> RunDirectory:
+        if isinstance(self.drc, Schedule):
+            drc = self.drc.describe()
+        else:
+            drc = _name_of(self.drc) if callable(self.drc) else int(self.drc)
+        settings = {
+            "drc": drc, "proposal": self.proposal.describe(), "budget": self.budget, "rt": self.rt,
+            "adt": self.adt, "samples": self.samples, "seed": self.seed, **self._training(),
+        }  # fmt: skip
         return open_run(
-            "run", {**self.search.describe(), **self.training}, self.net, data=self.data,
-            test=self.test, run_dir=self.run_dir, resume=self.resume, engine=self.search.engine,
+            "run", settings, self.net, data=self.data, test=self.test, run_dir=self.run_dir,
+            resume=self.resume, engine=self.engine,
         )  # fmt: skip
 
-    def _resume(self, run: RunDirectory, bar: Any) -> dict[str, Tensor]:
+    def _training(self) -> dict[str, Any]:
+        """The settings of the training that can change the outcome."""
+        if self.body:
+            return {"finetune": "the loop's body"}
+        tuned = {"finetune": self.finetune and _name_of(self.finetune)}
+        if isinstance(self.finetune, Finetune):
+            settings = dataclasses.asdict(self.finetune)
+            del settings["teacher_cache"]
+            tuned = {"finetune": settings, "teacher": snapshots.weights_mark(self.teacher)}
+        return {**tuned, "finetune_when": self.finetune_when}
+
+    def _resume(self, run: RunDirectory) -> dict[str, Tensor]:
         """Restore the last finished step, or save the start; the tensors of that state."""
         if run.state is None:
             tensors = snapshots.take(self.net)
@@ -277,24 +344,27 @@ class Descent:
             tensors = run.state.tensors
             snapshots.restore(self.net, tensors)
         self.history = [Step.from_json(record) for record in run.history]
-        count, budget, done = masks(self.net).count(), self.search.budget, len(self.history)
-        bar.reset(max(count - budget, 0))
+        count, budget, done = masks(self.net).count(), self.budget, len(self.history)
         where = "" if self.run_dir is None else f" in {self.run_dir}"
         if count <= budget and done:
-            self._print(f"the run{where} is done: {done} steps, {count:,} ReLUs kept")
+            _print(f"the run{where} is done: {done} steps, {count:,} ReLUs kept")
         elif count <= budget:
-            self._print(f"{count:,} ReLUs are kept, the budget is {budget:,}: nothing to do")
+            _print(f"{count:,} ReLUs are kept, the budget is {budget:,}: nothing to do")
         elif done:
-            self._print(f"resuming the run{where} after step {done}, {count:,} ReLUs kept")
+            _print(f"resuming the run{where} after step {done}, {count:,} ReLUs kept")
         return tensors
 
-    def _bar(self) -> Any:
-        return tqdm(unit="ReLU", desc="bcd", disable=not self.progress or ranks.rank() > 0)
 
-    def _print(self, text: str) -> None:
-        """On rank 0, above the bars."""
-        if ranks.rank() == 0:
-            tqdm.write(text)
+def _name_of(function: Callable[..., Any]) -> str:
+    """The name that config.json has for a function."""
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"function {getattr(function, '__module__', '?')}.{name}"
+
+
+def _print(text: str) -> None:
+    """On rank 0, above the bars."""
+    if ranks.rank() == 0:
+        tqdm.write(text)
 
 
 def _check_unchanged(found: MaskSet, expected: MaskSet) -> None:

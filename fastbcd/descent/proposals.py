@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
-from fastbcd.descent.saliency import check_kind, saliency
+from fastbcd.descent.saliency import KINDS, saliency
 from fastbcd.masking.masks import masks
+from fastbcd.runtime.validate import check_choice, check_number
 
 Draw = Callable[[int], Tensor]  # trial -> LongTensor[size] of kept ids, no repeats
 
@@ -63,12 +64,7 @@ class Proposal(ABC):
 
 
 class Uniform(Proposal):
-    """The paper's: `size` kept ReLUs, uniform over all such sets.
-
-    >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU((3,)))
-    >>> Uniform()(net, None, 3, seed=0, step=1)(0).sort().values
-    tensor([0, 1, 2])
-    """
+    """The paper's: `size` kept ReLUs, uniform over all such sets."""
 
     def __call__(self, net: nn.Module, data: ImageData, size: int, *, seed: int, step: int) -> Draw:
         current = masks(net).copy()
@@ -95,12 +91,9 @@ class Saliency(Proposal):
     kind: str = "mean_abs"
 
     def __post_init__(self) -> None:
-        check_kind(self.kind)
-        t = self.temperature
-        if isinstance(t, bool) or not isinstance(t, int | float):
-            raise TypeError(f"temperature={t!r}; it must be a number, 0 (greedy) or more")
-        if not t >= 0:
-            raise ValueError(f"temperature={t}; it must be 0 (greedy) or more")
+        check_choice("kind", self.kind, KINDS)
+        if self.temperature != math.inf:
+            check_number("temperature", self.temperature, 0)
 
     @property
     def greedy(self) -> bool:
@@ -124,10 +117,6 @@ def ranking(scores: Tensor, kept: Tensor) -> Tensor:
     Scores are rounded to 20 bits, one part in a million, and equal ones are ranked by id. So the
     rounding error of another number of threads or ranks seldom changes the order; it may where a
     score lies on the edge between two rounded values. On one machine two runs are equal.
-
-    >>> scores = torch.tensor([2.0, 1.0, 1.0 - 1e-9, 0.0, 0.5], dtype=torch.float64)
-    >>> ranking(scores, torch.tensor([True, True, True, True, False]))
-    tensor([3, 1, 2, 0])
     """
     ids = kept.nonzero().flatten()
     mantissa, exponent = np.frexp(scores[ids].numpy())
@@ -137,14 +126,11 @@ def ranking(scores: Tensor, kept: Tensor) -> Tensor:
 
 def favouring(
     order: Tensor, size: int, width: float, *, seed: int, step: int, trial: int
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`size` of the ids in `order`, drawn without replacement, probabilities ∝ exp(-rank/width).
 
     A pure function of its arguments; the ids are returned in ascending order. Trial 0 takes the
     first ones, and so does every trial with width 0.
-
-    >>> favouring(torch.arange(9), 3, 1.5, seed=0, step=1, trial=0)
-    tensor([0, 1, 2])
     """
     if not 0 <= size <= len(order):
         raise ValueError(f"cannot draw {size} ReLUs: {len(order)} are kept")
@@ -182,11 +168,17 @@ def find_proposal(proposal: Any) -> Proposal:
     except TypeError as error:
         call = "proposal(net, data, size, seed=…, step=…)"
         raise TypeError(f"{name} cannot be called as {call}: {error}") from None
-    try:
-        json.dumps(proposal.describe())
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name}: describe() must return JSON-able values: {error}") from None
+    check_describe("proposal", proposal)
     return proposal
+
+
+def check_describe(what: str, value: Any) -> None:
+    """Refuse a proposal or a schedule whose describe() cannot be written into config.json."""
+    try:
+        json.dumps(value.describe())
+    except (TypeError, ValueError) as error:
+        name = f"{what} {type(value).__qualname__}"
+        raise TypeError(f"{name}: describe() must return JSON-able values: {error}") from None
 
 
 def drawn(proposal: Proposal, draw: Draw, trial: int, *, size: int) -> Tensor:

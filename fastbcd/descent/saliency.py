@@ -1,8 +1,5 @@
 """saliency: the first-order cost of removing each ReLU, from one backward pass.
 
-    s = fastbcd.saliency(net, data)                 # DoubleTensor[total], one number per ReLU
-    s.argsort()[:100]                               # the 100 that matter least
-
 Removing kept ReLU p changes its output a_p by min(z_p, 0), and so the cross-entropy L of a sample
 by t_p = dL/da_p · min(z_p, 0), to first order. In eval mode samples do not mix, so that one
 backward pass from the loss summed over a batch holds every sample's own dL/da.
@@ -21,12 +18,13 @@ from torch import Tensor, nn
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data
 from fastbcd.graph.fuse import fused
-from fastbcd.masking.activations import MaskedActivation, SaliencyPass
+from fastbcd.masking.activations import SaliencyPass
 from fastbcd.masking.masks import mask_modules, masks
 from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.ranks import all_sum, rank, world
 from fastbcd.runtime.tf32 import products, repeatable_convolutions
+from fastbcd.runtime.validate import check_choice, check_whole
 from fastbcd.scoring.accuracy import check_classes, dtype_of
 
 KINDS = ("mean_abs", "abs_mean")
@@ -57,18 +55,16 @@ def saliency(
     >>> s.shape, s.dtype, s[2].item()
     (torch.Size([6]), torch.float64, inf)
     """
-    check_kind(kind)
+    check_choice("kind", kind, KINDS)
+    check_whole("batch_size", batch_size, 1, optional=True)
     images, kept = as_data(data), masks(net)
     if not len(images):
         raise ValueError("there are no images to compute the saliency on")
     if batch_size is None:
         batch_size = max(8, min(256, VALUES.get(images.device.type, 2**23) // kept.total))
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}; it must be positive")
     check_classes(net, images, "the net")
     totals = _totals(net, images, kind == "mean_abs", batch_size)
-    flat = torch.cat([t.flatten().cpu() for t in totals])
-    found = (all_sum(flat) / len(images)).abs()
+    found = (all_sum(torch.cat([t.flatten().cpu() for t in totals])) / len(images)).abs()
     if not found.isfinite().all():
         site, position = kept.locate(int((~found.isfinite()).nonzero()[0]))
         raise FloatingPointError(
@@ -78,63 +74,47 @@ def saliency(
     return found.masked_fill(~kept.bits, torch.inf)
 
 
-def check_kind(kind: str) -> None:
-    """Raise ValueError for an unknown kind of saliency."""
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r}; choose from {', '.join(KINDS)}")
-
-
 def _totals(net: nn.Module, data: ImageData, absolute: bool, batch_size: int) -> list[Tensor]:
     """Σ|t| or Σt over this rank's batches: a DoubleTensor of the site's shape for each site."""
-    modules = list(mask_modules(net).values())
     anchor = torch.zeros((), device=data.device, requires_grad=True)
     model, memory_format = fused(net, train=False)
-    with (
-        kept_memory(), repeatable_convolutions(), products(tf32=False), eval_mode(net),
-        _frozen(net), torch.enable_grad(),
-    ):  # fmt: skip
-        model.eval()
-        with _collecting(modules, anchor, absolute, copy=model is net) as totals:
-            for images, labels in _own_batches(data, batch_size):
-                x = data.normalise(images, memory_format=memory_format, dtype=dtype_of(net))
-                # In double: softmax - 1 loses its digits where the net is certain.
-                loss = F.cross_entropy(model(x).double(), labels, reduction="sum")
-                # If no activation influences the logits, all effects are 0.
-                if loss.requires_grad:
-                    torch.autograd.grad(loss, anchor, allow_unused=True)
-    return totals
-
-
-def _own_batches(data: ImageData, batch_size: int) -> list[tuple[Tensor, Tensor]]:
-    """This rank's share of the batches, which do not depend on the number of ranks."""
+    # The batches do not depend on the number of ranks.
     batches = list(zip(data.images.split(batch_size), data.labels.split(batch_size), strict=True))
     r, n = rank(), world()
-    return batches[r * len(batches) // n : (r + 1) * len(batches) // n]
+    with (
+        kept_memory(), repeatable_convolutions(), products(tf32=False), eval_mode(net),
+        torch.enable_grad(), _collecting(net, anchor, absolute, copy=model is net) as totals,
+    ):  # fmt: skip
+        model.eval()
+        for images, labels in batches[r * len(batches) // n : (r + 1) * len(batches) // n]:
+            x = data.normalise(images, memory_format=memory_format, dtype=dtype_of(net))
+            # In double: softmax - 1 loses its digits where the net is certain.
+            loss = F.cross_entropy(model(x).double(), labels, reduction="sum")
+            # If no activation influences the logits, all effects are 0.
+            if loss.requires_grad:
+                torch.autograd.grad(loss, anchor, allow_unused=True)
+    return totals
 
 
 @contextmanager
 def _collecting(
-    modules: list[MaskedActivation], anchor: Tensor, absolute: bool, copy: bool
+    net: nn.Module, anchor: Tensor, absolute: bool, copy: bool
 ) -> Iterator[list[Tensor]]:
-    """The activations sum the effects of removals into the tensors returned."""
+    """The activations sum the effects of removals into the tensors returned.
+
+    No parameter requires a gradient meanwhile: the backward pass skips the weights.
+    """
+    modules = list(mask_modules(net).values())
     totals = [torch.zeros_like(m.mask, dtype=torch.float64) for m in modules]
+    trained = [p for p in net.parameters() if p.requires_grad]
     try:
+        for p in trained:
+            p.requires_grad_(False)
         for module, total in zip(modules, totals, strict=True):
             module.saliency_pass = SaliencyPass(anchor, total, absolute, copy)
         yield totals
     finally:
         for module in modules:
             vars(module).pop("saliency_pass", None)
-
-
-@contextmanager
-def _frozen(net: nn.Module) -> Iterator[None]:
-    """No parameter requires a gradient: the backward pass skips the weights."""
-    trained = [p for p in net.parameters() if p.requires_grad]
-    for p in trained:
-        p.requires_grad_(False)
-    try:
-        yield
-    finally:
         for p in trained:
             p.requires_grad_(True)

@@ -55,9 +55,7 @@ class Fraction(Schedule):
     least: int = 1
 
     def __post_init__(self) -> None:
-        check_number("share", self.share)
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share={self.share}; it must be above 0 and at most 1")
+        check_number("share", self.share, 0, strictly=True, most=1)
         check_whole("least", self.least, 1)
 
     def size(self, count: int, history: Sequence[Step]) -> int:
@@ -85,14 +83,9 @@ class Adaptive(Schedule):
     def __post_init__(self) -> None:
         check_whole("least", self.least, 1)
         check_whole("start", self.start, self.least)
-        if self.most is not None:
-            check_whole("most", self.most, self.start)
-        for name in ("grow", "shrink"):
-            check_number(name, getattr(self, name))
-        if self.grow < 1:
-            raise ValueError(f"grow={self.grow}; it must be 1 or more")
-        if not 0 < self.shrink <= 1:
-            raise ValueError(f"shrink={self.shrink}; it must be above 0 and at most 1")
+        check_whole("most", self.most, self.start, optional=True)
+        check_number("grow", self.grow, 1)
+        check_number("shrink", self.shrink, 0, strictly=True, most=1)
 
     def size(self, count: int, history: Sequence[Step]) -> int:
         size = self.start

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,17 +43,15 @@ class Step:
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
     @classmethod
-    def begin(cls, number: int, *, before: int, rt: int, choice: Choice) -> Step:
+    def begin(cls, number: int, *, before: int, rt: int, choice: Choice, **more: Any) -> Step:
         """The record of a step whose ReLUs are removed and whose training has not begun."""
         size, samples = len(choice.removal), choice.samples
         return cls(
-            number=number, before=before, after=before - size, drc=size,
-            tried=choice.number + 1 if choice.accepted else rt,
-            chosen=choice.number, accepted=choice.accepted,
-            drops=dict(sorted(choice.drops.items())),
+            number=number, before=before, after=before - size, drc=size, chosen=choice.number,
+            tried=choice.number + 1 if choice.accepted else rt, accepted=choice.accepted,
+            drops=dict(sorted(choice.drops.items())), engine=choice.engine,
             base_accuracy=100.0 * choice.base_correct / samples, base_loss=choice.base_loss,
-            chosen_accuracy=100.0 * choice.correct / samples, chosen_loss=choice.loss,
-            engine=choice.engine,
+            chosen_accuracy=100.0 * choice.correct / samples, chosen_loss=choice.loss, **more,
         )  # fmt: skip
 
     @classmethod
@@ -83,15 +83,11 @@ class Step:
         return ", ".join([*parts, total + (f" ({spent})" if spent else "")])
 
 
-class Clock:
-    """A context that adds the seconds it lasts to seconds[name]."""
-
-    def __init__(self, seconds: dict[str, float], name: str) -> None:
-        self.seconds, self.name = seconds, name
-
-    def __enter__(self) -> None:
-        self.begin = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        spent = time.perf_counter() - self.begin
-        self.seconds[self.name] = self.seconds.get(self.name, 0.0) + spent
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds that the context lasts to seconds[name]."""
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin

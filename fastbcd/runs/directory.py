@@ -24,11 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbcd.data.images import ImageData
 from fastbcd.runs.config import check_same_config, version
 from fastbcd.runs.files import (
     OWN,
-    Progress,
     State,
     as_json,
     config_digest,
@@ -64,19 +62,19 @@ class RunDirectory:
         self.history: list[dict[str, Any]] = []
         self._lock = -1
         self._digest: str | None = None  # of the step before the next one; None in version 1
-        self._read: dict[str, Tensor] = {}
         if not self.on_disk:
             return
         config = json.loads(as_json(config))  # tuples become lists, as they do on disk
-        found = json.loads(ranks.on_first(lambda: self._open(config, check_resume(resume))))
+        tensors: dict[str, Tensor] = {}  # read by rank 0
+        opened = ranks.on_first(lambda: self._open(config, check_resume(resume), tensors))
+        found = json.loads(opened)
         self.history = found["history"]
+        for name, (dtype, shape) in found["tensors"].items():
+            if ranks.rank():
+                tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+            tensors[name] = ranks.from_first(tensors[name])
         if found["step"] is not None:
-            tensors = {
-                name: ranks.from_first(self._read[name] if ranks.rank() == 0 else _empty(*like))
-                for name, like in found["tensors"].items()
-            }
             self.state = State(found["step"], tensors, found["record"])
-        self._read = {}
 
     def save(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         """Make `step` the last finished one. Step 0 is the start."""
@@ -93,7 +91,8 @@ class RunDirectory:
 
     # ------------------------------------------------------------------ rank 0 alone
 
-    def _open(self, config: dict[str, Any], resume: str) -> str:
+    def _open(self, config: dict[str, Any], resume: str, tensors: dict[str, Tensor]) -> str:
+        """Lock the directory, fill in the tensors of its state and return the rest as JSON."""
         if self.path.exists() and not self.path.is_dir():
             raise NotADirectoryError(f"run_dir {self.path} is a file; name a directory")
         if resume == "must" and not (self.path / "config.json").exists():
@@ -104,12 +103,19 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.path)
         try:
-            return self._open_locked(config, resume)
+            state, history = self._read(config, resume)
         except BaseException:
             self.close()
             raise
+        found: dict[str, Any] = {"step": None, "tensors": {}, "history": history}
+        if state is not None:
+            tensors.update(state.tensors)
+            found |= {"step": state.step, "record": state.record}
+            found["tensors"] = {k: [str(t.dtype)[6:], list(t.shape)] for k, t in tensors.items()}
+        return json.dumps(found)
 
-    def _open_locked(self, config: dict[str, Any], resume: str) -> str:
+    def _read(self, config: dict[str, Any], resume: str) -> tuple[State | None, list[Any]]:
+        """Write config.json or check it, and bring the history in line with the state."""
         names = sorted(p.name for p in self.path.iterdir() if p.name != ".lock")
         leftovers = [name for name in names if _LEFTOVER.fullmatch(name)]
         files = [name for name in names if name not in leftovers]
@@ -128,32 +134,19 @@ class RunDirectory:
             text = json.dumps(written, indent=2, ensure_ascii=False) + "\n"
             write_atomically(self.path / "config.json", lambda file: file.write(text.encode()))
         old = check_same_config(self.path, config)
-        chained = version(old) > 1
         progress = read_progress(self.path, old)
         for name in leftovers:
             (self.path / name).unlink(missing_ok=True)
+        if chained := version(old) > 1:
+            self._digest = progress.digests[-1] if progress else config_digest(self.path)
         if progress is None:
-            self._digest = config_digest(self.path) if chained else None
-            return json.dumps({"step": None, "history": []})
-        self._mend_history(progress, chained)
-        self._digest = progress.digests[-1] if chained else None
-        state = progress.state
-        self._read = state.tensors
-        found = {
-            "step": state.step,
-            "record": state.record,
-            "tensors": {k: [str(t.dtype)[6:], list(t.shape)] for k, t in self._read.items()},
-            "history": progress.records,
-        }
-        return json.dumps(found)
-
-    def _mend_history(self, progress: Progress, chained: bool) -> None:
-        """Write the records of the finished steps, if the file holds fewer or more."""
-        path = self.path / "history.jsonl"
-        digests = progress.digests[1:] if chained else [None] * len(progress.records)
-        new = b"".join(map(history_line, progress.records, digests))
+            return None, []
+        records, path = progress.records, self.path / "history.jsonl"
+        digests = progress.digests[1:] if chained else [None] * len(records)
+        new = b"".join(map(history_line, records, digests))
         if new != (path.read_bytes() if path.exists() else b""):
             write_atomically(path, lambda file: file.write(new))
+        return progress.state, records
 
     def _save(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> str:
         begin = time.perf_counter()
@@ -187,36 +180,28 @@ def open_run(
     settings: dict[str, Any],
     net: nn.Module,
     *,
-    data: ImageData,
-    test: ImageData | None,
     run_dir: str | os.PathLike[str] | None,
     resume: str | bool,
     engine: object = None,
-    **more: Any,
+    **facts: Any,
 ) -> RunDirectory:
     """Begin or resume a run, after a check that all ranks were given the same arguments.
 
-    The arguments are those of `run_config`; engine: what must be the same on all ranks but is not
-    recorded.
+    facts: those of `run_config`. engine: the same on all ranks, but not recorded.
     """
-    config = run_config(kind, settings, net, data=data, test=test, **more)
+    config = run_config(kind, settings, net, **facts)
     if ranks.world() > 1:
-        facts: dict[str, Any] = {"run_dir": str(run_dir), "engine": repr(engine)}
-        for name, images in (("data", data), ("test", test)):
-            if images is not None:
-                for part in ("labels", "images"):
-                    mark = ranks.digest({part: getattr(images, part)}).hex()
-                    facts[f"the digest of {name}.{part}"] = mark[:16]
-        ranks.check_facts(json.loads(as_json({"settings": settings, **facts, **config})))
+        same = {"settings": settings, "run_dir": str(run_dir), "engine": repr(engine)}
+        for name in ("data", "test"):
+            for part in ("labels", "images") if facts[name] is not None else ():
+                mark = ranks.digest({part: getattr(facts[name], part)}).hex()
+                same[f"the digest of {name}.{part}"] = mark[:16]
+        ranks.check_facts(json.loads(as_json({**same, **config})))
     return RunDirectory(run_dir, config, resume)
 
 
 def check_resume(resume: Any) -> str:
-    """One of "auto", "must", "never".
-
-    >>> check_resume(True), check_resume("auto")
-    ('must', 'auto')
-    """
+    """One of "auto", "must", "never"."""
     if not isinstance(resume, str | bool) or resume not in RESUME:
         raise ValueError(f"resume={resume!r}; choose from 'auto', 'must' (True), 'never' (False)")
     return RESUME[resume]
@@ -234,7 +219,3 @@ def _locked(path: Path) -> int:
             f"another directory"
         ) from error
     return descriptor
-
-
-def _empty(dtype: str, shape: list[int]) -> Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype))

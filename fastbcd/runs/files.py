@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fastbcd.runs.config import KINDS, check_record, differences, parse, version
+from fastbcd.runs.config import KINDS, check_record, differences, kind_of, parse, version
 from fastbcd.runtime import ranks
 
 STATES = ("state.safetensors", "state.previous.safetensors", "start.safetensors")
@@ -77,26 +77,25 @@ def read_state(path: Path) -> State:
 
 def newest_state(folder: Path) -> State | None:
     """The newest state; if it is damaged, an error that names the newest one that is not."""
-    present = [folder / name for name in STATES if (folder / name).exists()]
-    for path in present[:1]:
+    damaged: dict[str, ValueError] = {}
+    for path in (folder / name for name in STATES if (folder / name).exists()):
         try:
-            return read_state(path)
+            state = read_state(path)
         except ValueError as error:
-            raise ValueError(f"{error}. {_way_out(path, present[1:])}") from error
-    return None
-
-
-def _way_out(damaged: Path, others: list[Path]) -> str:
-    for path in others:
-        try:
-            step = read_state(path).step
-        except ValueError:
+            damaged[path.name] = error
             continue
-        return (
-            f"The state of step {step}, {path.name}, is intact: move {damaged.name} away and start "
-            f"again to resume from it"
+        if not damaged:
+            return state
+        way_out = (
+            f"The state of step {state.step}, {path.name}, is intact: move {', '.join(damaged)} "
+            f"away and start again to resume from it"
         )
-    return "No intact state is left beside it: begin again in another directory"
+        break
+    else:
+        way_out = "No intact state is left beside it: begin again in another directory"
+    for first in damaged.values():
+        raise ValueError(f"{first}. {way_out}") from first
+    return None
 
 
 def history_line(record: dict[str, Any], digest: str | None) -> bytes:
@@ -133,7 +132,7 @@ def read_progress(folder: Path, config: dict[str, Any]) -> Progress | None:
         record = parse(line, where)
         if isinstance(record, dict):
             record.pop("digest", None)
-        check_record(record, KINDS[config["format"].rpartition(" ")[0]], where)
+        check_record(record, KINDS[kind_of(config)], where)
         if record["number"] != number:
             raise ValueError(f"{where}: number is {record['number']}, expected {number}")
         records.append(record)
@@ -149,17 +148,17 @@ def read_progress(folder: Path, config: dict[str, Any]) -> Progress | None:
             f"put the file back, or begin again from these weights in another directory"
         )
     if state.step:
-        newest = next(folder / name for name in STATES if (folder / name).exists())
-        if chained and state.previous != digests[state.step - 1]:
+        step, newest = state.step, next(p for name in STATES if (p := folder / name).exists())
+        if chained and state.previous != digests[step - 1]:
             raise ValueError(
-                f"{newest}: previous is not the digest of step {state.step - 1} in "
-                f"history.jsonl: {OTHER_RUN}"
+                f"{newest}: previous is not the digest of step {step - 1} in history.jsonl: "
+                f"{OTHER_RUN}"
             )
-        ours, theirs = (_without_save(r) for r in (state.record, records[state.step - 1]))
+        ours, theirs = (_without_save(r) for r in (state.record, records[step - 1]))
         for name, mine, other in differences(ours, theirs):
             raise ValueError(
-                f"{newest}: record: {name} is {mine} and {other} in line {state.step} of "
-                f"history.jsonl: {OTHER_RUN}"
+                f"{newest}: record: {name} is {mine} and {other} in line {step} of history.jsonl: "
+                f"{OTHER_RUN}"
             )
     return Progress(start, state, records[: state.step], digests[: state.step + 1])
 

@@ -16,11 +16,7 @@ SAMPLED = 256  # images whose pixels enter the digest of a data set
 
 
 def take(net: nn.Module) -> dict[str, Tensor]:
-    """A copy of every parameter and buffer, masks included, on the CPU.
-
-    >>> sorted(take(fastbcd.MaskedReLU(2)))
-    ['mask']
-    """
+    """A copy of every parameter and buffer, masks included, on the CPU."""
     return {name: t.detach().cpu().contiguous().clone() for name, t in _tensors(net).items()}
 
 
@@ -34,17 +30,14 @@ def restore(net: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 def check_fits(net: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Refuse a snapshot of another net, naming the first difference."""
-    mine = _tensors(net)
+    mine, what = _tensors(net), "the snapshot is of another net"
     if mine.keys() != tensors.keys():
         first = min(mine.keys() ^ tensors.keys())
-        where = "the net" if first in mine else "the snapshot"
-        raise ValueError(f"the snapshot is of another net: only {where} has {first!r}")
+        raise ValueError(f"{what}: only the {'net' if first in mine else 'snapshot'} has {first!r}")
     for name, tensor in mine.items():
-        if tensor.shape != tensors[name].shape:
-            raise ValueError(
-                f"the snapshot is of another net: {name} has shape {tuple(tensors[name].shape)}, "
-                f"the net's has {tuple(tensor.shape)}"
-            )
+        own, other = tuple(tensor.shape), tuple(tensors[name].shape)
+        if own != other:
+            raise ValueError(f"{what}: {name} has shape {other}, the net's has {own}")
 
 
 def run_config(
@@ -58,39 +51,29 @@ def run_config(
 ) -> dict[str, Any]:
     """What config.json says about a run: its settings, its data and its net.
 
-    kind: "run" (BCD), "dense", "snl" or "autorep".
+    kind: "run" (BCD), "dense", "snl" or "autorep". `arch` holds what fastbcd.models.build takes to
+    build the net again, or {"model": "module:function"} of the command line; None for other nets.
     """
-    return {
-        "format": f"fastbcd.{kind} 2",
-        "settings": settings,
-        "data": data_facts(data),
-        "test": None if test is None else data_facts(test),
-        "net": net_facts(net),
-        **more,
-    }
-
-
-def net_facts(net: nn.Module) -> dict[str, Any]:
-    """Architecture, sites, and every tensor's dtype and shape.
-
-    `arch` holds what fastbcd.models.build takes to build the net again, or {"model":
-    "module:function"} of the command line; None for other nets.
-    """
-    tensors = {
-        name: f"{str(t.dtype)[6:]} {list(t.shape)}" for name, t in sorted(_tensors(net).items())
-    }
     wrapped = type(net).__name__ in ("DataParallel", "DistributedDataParallel")
     arch: Any = getattr(net.module if wrapped else net, "arch", None)
     known = isinstance(arch, dict) and (arch.get("name") in models.NAMES or "model" in arch)
     plain = known and all(isinstance(v, str | int | float) for v in arch.values())
+    tensors = sorted(_tensors(net).items())
     return {
-        "arch": arch if plain else None,
-        "sites": {site.name: list(site.shape) for site in masks(net).sites},
-        "tensors": tensors,
+        "format": f"fastbcd.{kind} 2",
+        "settings": settings,
+        "data": _data_facts(data),
+        "test": None if test is None else _data_facts(test),
+        "net": {
+            "arch": arch if plain else None,
+            "sites": {site.name: list(site.shape) for site in masks(net).sites},
+            "tensors": {name: f"{str(t.dtype)[6:]} {list(t.shape)}" for name, t in tensors},
+        },
+        **more,
     }
 
 
-def data_facts(data: ImageData) -> dict[str, Any]:
+def _data_facts(data: ImageData) -> dict[str, Any]:
     """Name, size and normalisation, and a digest of the labels and of some of the images.
 
     The device is not among them: a run continues on another one. Inputs that are not images have
@@ -109,9 +92,9 @@ def data_facts(data: ImageData) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def weights_mark(net: nn.Module) -> str:
-    """A short text that changes with any weight or buffer."""
-    return f"{type(net).__name__} {digest(_tensors(net)).hex()[:16]}"
+def weights_mark(net: nn.Module | None) -> str | None:
+    """A short text that changes with any weight or buffer; None without a net."""
+    return None if net is None else f"{type(net).__name__} {digest(_tensors(net)).hex()[:16]}"
 
 
 def _tensors(net: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from fastbcd import models
 from fastbcd.masking.masks import MaskSet, make_sites
 from fastbcd.runs import fingerprint
-from fastbcd.runs.config import KINDS, RECIPE, read_config
+from fastbcd.runs.config import KINDS, RECIPE, kind_of, read_config
 from fastbcd.runs.files import State, read_progress
 
 TITLES = {"bcd": "BCD", "dense": "dense", "snl": "SNL", "autorep": "AutoReP"}
@@ -47,7 +48,7 @@ class SavedRun:
     @cached_property
     def model(self) -> nn.Module:
         """The run's net with its weights and masks, on the CPU, in eval mode."""
-        arch = self.config["net"]["arch"]
+        arch, weights = self.config["net"]["arch"], self.weights or {}
         if arch is None or "name" not in arch:
             made = "a net of its own" if arch is None else f"the net of {arch['model']}"
             raise ValueError(
@@ -56,13 +57,13 @@ class SavedRun:
             )
         try:
             with torch.device("meta"):  # first without memory, as the record may be wrong
-                fingerprint.check_fits(models.build(**arch), self.weights or {})
+                fingerprint.check_fits(models.build(**arch), weights)
         except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
             raise ValueError(
                 f"{self.path}: the recorded net {arch} does not fit: {error}"
             ) from error
-        dtypes = [t.dtype for t in (self.weights or {}).values() if t.is_floating_point()]
-        return self.fill(models.build(**arch).to(dtypes[0] if dtypes else torch.float32))
+        dtypes = (t.dtype for t in weights.values() if t.is_floating_point())
+        return self.fill(models.build(**arch).to(next(dtypes, torch.float32)))
 
     def fill(self, net: nn.Module) -> nn.Module:
         """Write the run's weights and masks into the net; returns it in eval mode."""
@@ -83,7 +84,6 @@ class SavedRun:
 
     @property
     def title(self) -> str:
-        """The method's name: BCD, SNL, …"""
         return TITLES[self.kind]
 
     @property
@@ -91,8 +91,7 @@ class SavedRun:
         """ReLUs kept; while masks are being trained, as of the last epoch."""
         if self.masks is not None:
             return self.masks.count()
-        counts = [record["count"] for record in self.history if "count" in record]
-        return counts[-1] if counts else self.start.count()
+        return next((r["count"] for r in self.history[::-1] if "count" in r), self.start.count())
 
     @property
     def done(self) -> bool:
@@ -113,10 +112,9 @@ class SavedRun:
 
     def seconds(self) -> dict[str, float]:
         """Seconds spent, by phase, over all finished steps."""
-        spent: dict[str, float] = defaultdict(float)
+        spent: Counter[str] = Counter()
         for record in self.history:
-            for phase, value in record.get("seconds", {}).items():
-                spent[phase] += value
+            spent.update(record.get("seconds", {}))
         return dict(spent)
 
     def steps_to_go(self) -> int | None:
@@ -126,17 +124,15 @@ class SavedRun:
         remove the share r of the ReLUs that the last one did: the smallest n with
         count·(1 - r)^n <= budget.
         """
-        left, drc = self.count - self.settings["budget"], self.settings["drc"]
-        if left <= 0:
-            return 0
-        if isinstance(drc, int):
-            return math.ceil(left / drc)
+        budget, drc = self.settings["budget"], self.settings["drc"]
+        if self.count <= budget or isinstance(drc, int):
+            return math.ceil(max(self.count - budget, 0) / drc) if isinstance(drc, int) else 0
         if not self.history:
             return None
         share = self.history[-1]["drc"] / self.history[-1]["before"]
         if share == 1:
             return 1
-        return math.ceil(math.log(max(self.settings["budget"], 1) / self.count, 1 - share) - 1e-9)
+        return math.ceil(math.log(max(budget, 1) / self.count, 1 - share) - 1e-9)
 
 
 @dataclass(frozen=True)
@@ -169,14 +165,13 @@ class Stages:
 
     def curve(self) -> list[tuple[int, float]]:
         """(ReLUs, test accuracy) of the start, if it was measured, and after each step of BCD."""
-        history = self.bcd.history if self.bcd else []
-        curve = [
-            (s["after"], s["test_accuracy"]) for s in history if s["test_accuracy"] is not None
-        ]
-        if curve and self.bcd and self.bcd.start_accuracy is not None:
-            curve.insert(0, (self.bcd.start.count(), self.bcd.start_accuracy))
-        elif curve and self.start and self.start.done and self.start.accuracy is not None:
-            curve.insert(0, (self.start.count, self.start.accuracy))
+        bcd, start = self.bcd, self.start
+        tested = [s for s in (bcd.history if bcd else ()) if s["test_accuracy"] is not None]
+        curve = [(step["after"], step["test_accuracy"]) for step in tested]
+        if curve and bcd and bcd.start_accuracy is not None:
+            curve.insert(0, (bcd.start.count(), bcd.start_accuracy))
+        elif curve and start and start.done and start.accuracy is not None:
+            curve.insert(0, (start.count, start.accuracy))
         return curve
 
     def train_curve(self) -> list[tuple[int, float]]:
@@ -236,17 +231,22 @@ def _stage(folder: Path) -> SavedRun | None:
     progress = read_progress(folder, config)
     if progress is None:
         return None
-    start = masks_of(progress.start.tensors, config)
+    net, start = config["net"], _masks(progress.start.tensors, config["net"]["sites"])
     if start is None:
         raise ValueError(f"{folder}: the start has no masks for the sites that config.json lists")
-    weights = _weights(progress.state, list(config["net"]["tensors"]))
-    now = None if weights is None else masks_of(weights, config)
-    poly = quadratics(weights or {}, list(config["net"]["sites"]))
-    kind = KINDS[config["format"].rpartition(" ")[0]]
-    measured = progress.start.record.get("test_accuracy")
-    stage = SavedRun(folder, kind, config, progress.records, start, measured, now, poly, weights)
-    _check_nested(stage)
-    return stage
+    weights = _weights(progress.state, list(net["tensors"]))
+    now = None if weights is None else _masks(weights, net["sites"])
+    # No method adds a ReLU.
+    if now is not None and (added := int((now.bits & ~start.bits).sum())):
+        raise ValueError(
+            f"{folder} keeps {added:,} ReLUs that its start does not: these states are not of one "
+            f"run"
+        )
+    return SavedRun(
+        folder, KINDS[kind_of(config)], config, progress.records, start,
+        progress.start.record.get("test_accuracy"), now, quadratics(weights or {}, net["sites"]),
+        weights,
+    )  # fmt: skip
 
 
 def _weights(state: State, names: list[str]) -> dict[str, Tensor] | None:
@@ -260,34 +260,19 @@ def _weights(state: State, names: list[str]) -> dict[str, Tensor] | None:
     return None
 
 
-def masks_of(tensors: dict[str, Tensor], config: dict[str, Any]) -> MaskSet | None:
-    """The masks in a state; None if it has none for some site.
-
-    >>> config = {"net": {"sites": {"act": [2]}}}
-    >>> masks_of({"act.mask": torch.tensor([True, False])}, config).counts()
-    {'act': 1}
-    """
-    shapes = {name: tuple(shape) for name, shape in config["net"]["sites"].items()}
-    keys = {name: f"{name}.mask".lstrip(".") for name in shapes}
-    if any(key not in tensors for key in keys.values()):
+def _masks(tensors: dict[str, Tensor], sites: dict[str, list[int]]) -> MaskSet | None:
+    """The masks in a state; None if it has none for some site."""
+    shapes = {name: tuple(shape) for name, shape in sites.items()}
+    bits = {name: tensors.get(f"{name}.mask".lstrip(".")) for name in shapes}
+    found = [b for b in bits.values() if b is not None]
+    if len(found) < len(shapes):
         return None
-    bits = [tensors[keys[name]] for name in shapes]
-    for (name, shape), b in zip(shapes.items(), bits, strict=True):
+    for (name, shape), b in zip(shapes.items(), found, strict=True):
         if tuple(b.shape) != shape:
             raise ValueError(f"the mask of {name!r} has shape {tuple(b.shape)}, its site {shape}")
-    return MaskSet(make_sites(shapes), torch.cat([b.flatten().bool() for b in bits]))
+    return MaskSet(make_sites(shapes), torch.cat([b.flatten().bool() for b in found]))
 
 
-def quadratics(tensors: dict[str, Tensor], sites: list[str]) -> tuple[str, ...]:
+def quadratics(tensors: dict[str, Tensor], sites: Iterable[str]) -> tuple[str, ...]:
     """The sites that have coefficients: their removed ReLUs are quadratics."""
     return tuple(name for name in sites if f"{name}.coef" in tensors)
-
-
-def _check_nested(stage: SavedRun) -> None:
-    """Refuse a run that keeps a ReLU which its start does not: no method adds one."""
-    added = 0 if stage.masks is None else int((stage.masks.bits & ~stage.start.bits).sum())
-    if added:
-        raise ValueError(
-            f"{stage.path} keeps {added:,} ReLUs that its start does not: these states are not of "
-            f"one run"
-        )

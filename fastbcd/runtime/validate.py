@@ -1,19 +1,22 @@
-"""Checks of settings that are numbers: each error names the setting, its value and the bounds."""
+"""Checks of settings: each error names the setting, its value and what is allowed."""
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 
-def check_whole(name: str, value: Any, least: int) -> None:
-    """Refuse what is not a whole number, or too small a one.
+def check_whole(name: str, value: Any, least: int, optional: bool = False) -> None:
+    """Refuse what is not a whole number, or too small a one; optional: None is allowed.
 
     >>> check_whole("rt", 0, 1)
     Traceback (most recent call last):
     ValueError: rt=0; it must be a whole number, 1 or more
     """
+    if optional and value is None:
+        return
     try:
         whole = operator.index(value)
     except TypeError:
@@ -22,8 +25,10 @@ def check_whole(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name}={value}; it must be a whole number, {least} or more")
 
 
-def check_number(name: str, value: Any, least: float = -math.inf, strictly: bool = False) -> None:
-    """Refuse what is not a finite number of at least (strictly: above) `least`.
+def check_number(
+    name: str, value: Any, least: float = -math.inf, strictly: bool = False, most: float = math.inf
+) -> None:
+    """Refuse what is not a finite number of at least (strictly: above) `least`, at most `most`.
 
     >>> check_number("lr", 0.0, 0, strictly=True)
     Traceback (most recent call last):
@@ -31,7 +36,20 @@ def check_number(name: str, value: Any, least: float = -math.inf, strictly: bool
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r}; it must be a number")
-    if not math.isfinite(value) or value < least or (strictly and value == least):
-        how = "above" if strictly else "at least"
-        bound = "" if least == -math.inf else f" and {how} {least:g}"
+    if not (math.isfinite(value) and least <= value <= most) or (strictly and value == least):
+        bound = (
+            "" if least == -math.inf else f" and {'above' if strictly else 'at least'} {least:g}"
+        )
+        bound += "" if most == math.inf else f" and at most {most:g}"
         raise ValueError(f"{name}={value}; it must be finite{bound}")
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Refuse a value that is none of the choices.
+
+    >>> check_choice("optimizer", "lion", ("sgd", "adam"))
+    Traceback (most recent call last):
+    ValueError: optimizer='lion'; choose from sgd, adam
+    """
+    if value not in (allowed := list(choices)):
+        raise ValueError(f"{name}={value!r}; choose from {', '.join(allowed)}")

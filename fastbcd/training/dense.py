@@ -23,14 +23,7 @@ from fastbcd.runs.directory import check_resume, open_run
 from fastbcd.runtime import ranks
 from fastbcd.scoring.accuracy import accuracy, check_classes
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import (
-    Trainer,
-    check_trainable,
-    epoch_line,
-    repeatable,
-    with_prefix,
-    without_prefix,
-)
+from fastbcd.training.trainer import Trainer, epoch_line, repeatable, with_prefix, without_prefix
 
 MILESTONES = (0.5, 0.75)
 DECAY = 10
@@ -79,21 +72,19 @@ def train(
     >>> [record["lr"] for record in train(net, data, epochs=4, padding=0).history]
     [0.1, 0.1, 0.01, 0.001]
     """
-    settings = Finetune(
-        epochs=epochs, lr=lr, momentum=momentum, weight_decay=weight_decay, batch_size=batch_size,
-        padding=padding, flip=flip, amp=amp,
-    )  # fmt: skip
-    check_resume(resume)
-    images, test = as_data(data), None if test is None else as_data(test)
-    check_trainable(net, images, settings)
-    if test is not None:
-        check_classes(net, test, "the net, asked about the test set,")
     names = ("epochs", "lr", "momentum", "weight_decay", "batch_size", "padding", "flip", "amp")
-    recorded = {"seed": seed} | {name: getattr(settings, name) for name in names}
-    trainer, quiet = Trainer(net, images, settings, seed=seed), not progress or ranks.rank() > 0
-    with closing(
-        open_run("dense", recorded, net, data=images, test=test, run_dir=run_dir, resume=resume)
-    ) as run:
+    given = locals()
+    chosen = {name: given[name] for name in names}
+    check_resume(resume)
+    trainer = Trainer(net, data, Finetune(**chosen), seed=seed)
+    if test is not None:
+        test = as_data(test)
+        check_classes(net, test, "the net, asked about the test set,")
+    run = open_run(
+        "dense", {"seed": seed, **chosen}, net, data=trainer.data, test=test, run_dir=run_dir,
+        resume=resume,
+    )  # fmt: skip
+    with closing(run):
         state = {} if run.state is None else run.state.tensors
         good = {k: t for k, t in state.items() if not k.startswith(MOMENTUM)} or snapshots.take(net)
         ranks.check_same("the weights", good)
@@ -104,7 +95,7 @@ def train(
         def save(momenta: dict[str, Tensor]) -> dict[str, Tensor]:
             tensors = snapshots.take(net)
             ranks.check_same("the weights", tensors)
-            run.save(record["number"], {**tensors, **momenta}, record)
+            run.save(record["number"], {**tensors, **with_prefix(momenta, MOMENTUM)}, record)
             return tensors
 
         try:
@@ -112,10 +103,9 @@ def train(
                 snapshots.restore(net, good)
                 trainer.load_optimizer(with_prefix(without_prefix(state, MOMENTUM), BUFFER))
                 for epoch in range(len(run.history), epochs):
-                    record = _epoch(trainer, epoch, test, quiet)
+                    record = _epoch(trainer, epoch, test, quiet=not progress or ranks.rank() > 0)
                     if epoch + 1 < epochs:
-                        buffers = without_prefix(trainer.optimizer_state(), BUFFER)
-                        good = save(with_prefix(buffers, MOMENTUM))
+                        good = save(without_prefix(trainer.optimizer_state(), BUFFER))
             if record:  # of the last epoch, after which the optimizer's state is of no use
                 good = save({})
         except BaseException:
@@ -124,27 +114,16 @@ def train(
     return Trained(net, run.history)
 
 
-def rate(lr: float, epoch: int, epochs: int) -> float:
-    """The learning rate of an epoch, counted from 0.
-
-    >>> [round(rate(0.1, e, 160), 6) for e in (0, 79, 80, 119, 120, 159)]
-    [0.1, 0.1, 0.01, 0.01, 0.001, 0.001]
-    """
-    return lr / DECAY ** sum(epoch >= m * epochs for m in MILESTONES)
-
-
 def _epoch(trainer: Trainer, epoch: int, test: ImageData | None, quiet: bool) -> dict[str, Any]:
     """Train for one epoch and return its record."""
     begin, s = time.perf_counter(), trainer.settings
-    lr = rate(s.lr, epoch, s.epochs)
+    lr = s.lr / DECAY ** sum(epoch >= m * s.epochs for m in MILESTONES)
     bar = tqdm(total=len(trainer.sizes), desc=f"epoch {epoch}", leave=False, disable=quiet)
     with bar, repeatable(trainer.data.device, trainer.seed, epoch):
         loss = trainer.epoch(epoch, lr, bar=bar)
-    tested = None if test is None else accuracy(trainer.net, test)
-    record = {
-        "number": epoch + 1, "lr": lr, "loss": loss, "test_accuracy": tested,
-        "seconds": {"epoch": time.perf_counter() - begin},
-    }  # fmt: skip
+    record: dict[str, Any] = {"number": epoch + 1, "lr": lr, "loss": loss}
+    record["test_accuracy"] = None if test is None else accuracy(trainer.net, test)
+    record["seconds"] = {"epoch": time.perf_counter() - begin}
     if not quiet:
         tqdm.write(epoch_line(f"epoch {epoch + 1} of {s.epochs}: lr {lr:.3g}", record))
     return record

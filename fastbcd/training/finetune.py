@@ -8,21 +8,15 @@ tuner.run(step=1)                         # reuses the teacher's logits computed
 from __future__ import annotations
 
 import time
-from typing import Any
 
-from torch import nn
 from tqdm import tqdm
 
-from fastbcd.data.images import ImageData
-from fastbcd.data.sources import as_data
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_whole
-from fastbcd.training.settings import Finetune
-from fastbcd.training.teacher import TeacherLogits
-from fastbcd.training.trainer import Trainer, check_trainable, cosine, repeatable
+from fastbcd.training.trainer import Trainer, cosine, repeatable
 
 
-class Finetuner:
+class Finetuner(Trainer):
     """Fine-tunes one net again and again; the teacher's logits are cached between the runs.
 
     The same weights, masks, seed and step give the same weights to the last bit on the same
@@ -32,25 +26,10 @@ class Finetuner:
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
-    >>> tuner = Finetuner(net, data, Finetune(epochs=2, padding=1))
+    >>> tuner = Finetuner(net, data, fastbcd.Finetune(epochs=2, padding=1))
     >>> sorted(tuner.run(step=0))
     ['epochs', 'loss', 'seconds', 'teacher_seconds']
     """
-
-    def __init__(
-        self,
-        net: nn.Module,
-        data: Any,
-        settings: Finetune,
-        teacher: nn.Module | None = None,
-        *,
-        seed: int = 0,
-    ) -> None:
-        self.net, self.settings, self.seed = net, settings, seed
-        self.data: ImageData = as_data(data)
-        check_trainable(net, self.data, settings, teacher)
-        self.teacher = TeacherLogits.for_settings(teacher, self.data, settings)
-        self.trainer = Trainer(net, self.data, settings, teacher=self.teacher, seed=seed)
 
     def run(
         self, step: int, *, epochs: int | None = None, progress: bool = False
@@ -66,17 +45,13 @@ class Finetuner:
         epochs = self.settings.epochs if epochs is None else epochs
         check_whole("epochs", epochs, 0)
         check_whole("step", step, 0)
-        trainer, start = self.trainer, time.perf_counter()
-        trainer.teacher_seconds = 0.0
+        self.teacher_seconds, start = 0.0, time.perf_counter()
         result = {"epochs": float(epochs)}
-        bar = tqdm(
-            total=epochs * len(trainer.sizes), desc="fine-tune", leave=False,
-            disable=not progress or ranks.rank() > 0,
-        )  # fmt: skip
-        with bar, trainer.session(), repeatable(self.data.device, self.seed, step):
+        hidden = not progress or ranks.rank() > 0
+        bar = tqdm(total=epochs * len(self.sizes), desc="fine-tune", leave=False, disable=hidden)
+        with bar, self.session(), repeatable(self.data.device, self.seed, step):
             for epoch in range(epochs):
                 lr = cosine(self.settings.lr, epoch, epochs)
-                result["loss"] = trainer.epoch(epoch, lr, step=step, bar=bar)
-        result["teacher_seconds"] = trainer.teacher_seconds
-        result["seconds"] = time.perf_counter() - start
-        return result
+                result["loss"] = self.epoch(epoch, lr, step=step, bar=bar)
+        seconds = time.perf_counter() - start
+        return {**result, "teacher_seconds": self.teacher_seconds, "seconds": seconds}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastbcd.runtime.validate import check_number, check_whole
+from fastbcd.runtime.validate import check_choice, check_number, check_whole
 
 OPTIMIZERS = ("sgd", "adam")
 
@@ -32,12 +32,9 @@ class Finetune:
     teacher_cache: int | None = None  # bytes for the teacher's logits; None: half the free memory
 
     def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZERS:
-            raise ValueError(f"optimizer={self.optimizer!r}; choose from {', '.join(OPTIMIZERS)}")
-        for name, least in (("epochs", 0), ("batch_size", 1), ("padding", 0)):
-            check_whole(name, getattr(self, name), least)
-        if self.teacher_cache is not None:
-            check_whole("teacher_cache", self.teacher_cache, 0)
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        for name, least in (("epochs", 0), ("batch_size", 1), ("padding", 0), ("teacher_cache", 0)):
+            check_whole(name, getattr(self, name), least, optional=name == "teacher_cache")
         for name in ("lr", "momentum", "weight_decay", "temperature", "distill"):
             check_number(name, getattr(self, name), 0)
         if self.momentum >= 1:

@@ -78,10 +78,8 @@ class TeacherLogits:
         """The logits that these settings need; None without a teacher or without distillation."""
         if teacher is None or not settings.distill:
             return None
-        return cls(
-            teacher, data, padding=settings.padding, flip=settings.flip,
-            limit=settings.teacher_cache,
-        )  # fmt: skip
+        padding, flip, limit = settings.padding, settings.flip, settings.teacher_cache
+        return cls(teacher, data, padding=padding, flip=flip, limit=limit)
 
     def epoch(self, views: Tensor) -> Tensor:
         """The logits of every sample in its view, views int64 [N] -> [N, classes]."""
@@ -131,40 +129,39 @@ class TeacherLogits:
         samples, views = samples.to(self.data.device), views.to(self.data.device)
         self.computed += len(samples)
         if self.batch is None:
-            self.batch = self._choose_batch(samples, views)
+            self.batch = BATCH
+            self._check_rows(samples[:BATCH], views[:BATCH])
         parts = zip(samples.split(self.batch), views.split(self.batch), strict=True)
-        return torch.cat([self._forward(self._views(s, v), self.batch).cpu() for s, v in parts])
+        return torch.cat([self._forward(s, v).cpu() for s, v in parts])
 
-    def _views(self, samples: Tensor, views: Tensor) -> Tensor:
-        return self.data.views(
+    def _forward(self, samples: Tensor, views: Tensor) -> Tensor:
+        """The logits of at most self.batch views, in a batch that is filled up with zeros."""
+        x = self.data.views(
             samples, views, padding=self.padding, memory_format=self.memory_format, dtype=self.dtype
         )
-
-    def _forward(self, x: Tensor, batch: int) -> Tensor:
-        """Logits of x [n, ...], n <= batch, in a batch that is filled up with zeros."""
-        n = len(x)
         # Always the same strides: with one channel several count as channels_last, and which
         # convolution runs depends on them.
-        order = self.memory_format if x.ndim == 4 else torch.contiguous_format
-        shape = (batch, *x.shape[1:])
+        n, order = len(x), self.memory_format if x.ndim == 4 else torch.contiguous_format
+        shape = (self.batch or BATCH, *x.shape[1:])
         filled = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=order)
         filled[:n] = x
         filled[n:] = 0
         return self.teacher(filled)[:n].float()
 
-    def _choose_batch(self, samples: Tensor, views: Tensor) -> int:
-        """BATCH if a row depends on its own image alone, else 1."""
-        x = self._views(samples[:BATCH], views[:BATCH])
-        half = (len(x) + 1) // 2
-        straight, turned = self._forward(x, BATCH), self._forward(x.flip(0), BATCH).flip(0)
-        alone = self._forward(x[half:], BATCH)
-        same = torch.equal(straight, turned) and torch.equal(straight[half:], alone)
-        if same or not straight.isfinite().all():  # `epoch` reports what is not finite
-            return BATCH
-        warnings.warn(
-            "the teacher's logits for an image change with its place in the batch; so that runs "
-            "can be repeated, images go through it one at a time",
-            RuntimeWarning,
-            stacklevel=4,
+    def _check_rows(self, samples: Tensor, views: Tensor) -> None:
+        """Set the batch to 1 unless a row depends on its own image alone."""
+        half = (len(samples) + 1) // 2
+        straight, turned = (
+            self._forward(samples, views),
+            self._forward(samples.flip(0), views.flip(0)),
         )
-        return 1
+        alone = self._forward(samples[half:], views[half:])
+        same = torch.equal(straight, turned.flip(0)) and torch.equal(straight[half:], alone)
+        if straight.isfinite().all() and not same:  # `epoch` reports what is not finite
+            self.batch = 1
+            warnings.warn(
+                "the teacher's logits for an image change with its place in the batch; so that "
+                "runs can be repeated, images go through it one at a time",
+                RuntimeWarning,
+                stacklevel=4,
+            )

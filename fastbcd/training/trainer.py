@@ -14,9 +14,10 @@ s are the net's logits and t the teacher's; CE and KL are means over the batch.
 from __future__ import annotations
 
 import math
+import operator
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from fastbcd.data.images import ImageData, batch_sizes
+from fastbcd.data.sources import as_data
 from fastbcd.graph.fuse import fused
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runtime import ranks
@@ -58,17 +60,20 @@ class Trainer:
     def __init__(
         self,
         net: nn.Module,
-        data: ImageData,
+        data: Any,
         settings: Finetune,
+        teacher: nn.Module | TeacherLogits | None = None,
         *,
-        teacher: TeacherLogits | None = None,
         seed: int = 0,
         fused_optimizer: bool = True,
     ) -> None:
+        self.net, self.data, self.settings, self.seed = net, as_data(data), settings, seed
+        if not isinstance(teacher, TeacherLogits):
+            check_trainable(net, self.data, settings, teacher)
+            teacher = TeacherLogits.for_settings(teacher, self.data, settings)
         if settings.batch_size < ranks.world():
             raise ValueError(f"batch_size={settings.batch_size}; there are {ranks.world()} ranks")
-        self.net, self.data, self.settings = net, data, settings
-        self.teacher, self.seed, self.fused_optimizer = teacher, seed, fused_optimizer
+        self.teacher, self.fused_optimizer = teacher, fused_optimizer
         self.dtype = training_dtype(net)
         self.trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
         self.model, self.memory_format = fused(net)
@@ -141,13 +146,13 @@ class Trainer:
         batch, counted from the first epoch. Raises FloatingPointError if a loss, a gradient or a
         weight is not finite; the net then keeps its current weights.
         """
-        s, world, device = self.settings, ranks.world(), self.data.device
+        s, world, device, sizes = self.settings, ranks.world(), self.data.device, self.sizes
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         targets = self._targets(step, epoch)
         amp = device.type == "cuda" if s.amp is None else s.amp
-        watch = _FiniteWatch(self.trained, step, epoch)
-        sizes = self.sizes
+        losses: list[float] = []
+        pending: list[Tensor] = []  # per batch: the loss, the largest gradient of each parameter
         batches = self.data.train_batches(
             s.batch_size, seed=self.seed, step=step, epoch=epoch, padding=s.padding, flip=s.flip,
             rank=ranks.rank(), world=world, smallest=self.smallest,
@@ -166,13 +171,32 @@ class Trainer:
             loss = loss if penalty is None else loss + penalty()
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
-            watch.add(loss.detach() / world, sizes[number])
+            grads = (p.new_zeros(()) if p.grad is None else p.grad for p in self.trained.values())
+            pending.append(torch.cat([loss.detach().double()[None] / world, _largest(grads)]))
+            # A check waits for the GPU, so there is not one per batch.
+            if len(pending) == CHECK_EVERY or number + 1 == len(sizes):
+                losses += self._losses(pending, len(losses), f"{epoch}, batch {{}}, step {step}")
+                pending = []
             self.optimizer.step()
             if bar is not None:
                 bar.update()
         for buffer in self.net.buffers() if world > 1 else ():  # batch-norm statistics
             buffer.copy_(ranks.from_first(buffer))
-        return watch.mean_loss()
+        weights = _largest(p.detach() for p in self.trained.values()).tolist()
+        names = (f"weight {name}" for name in self.trained)
+        _check_finite(weights, names, f"{epoch}, after the last batch, step {step}")
+        return sum(map(operator.mul, losses, sizes)) / sum(sizes)
+
+    def _losses(self, pending: list[Tensor], first: int, where: str) -> list[float]:
+        """The losses of some batches; FloatingPointError if one or a gradient is not finite."""
+        table = torch.stack(pending)
+        losses = ranks.all_sum(table[:, 0]).tolist()
+        gradients = [f"gradient of {name}" for name in self.trained]
+        for number, (loss, row) in enumerate(
+            zip(losses, table[:, 1:].tolist(), strict=True), first
+        ):
+            _check_finite([loss, *row], [f"loss ({loss})", *gradients], where.format(number))
+        return losses
 
     def _targets(self, step: int, epoch: int) -> Tensor | None:
         """The teacher's log-probabilities at temperature T for this epoch's views, [N, classes]."""
@@ -190,10 +214,8 @@ class Trainer:
         s, trained = self.settings, list(self.trained.values())
         # One kernel for all parameters, where torch has it for their device and dtype.
         possible = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in trained)
-        options: dict[str, Any] = {
-            "lr": s.lr, "weight_decay": s.weight_decay,
-            "fused": True if self.fused_optimizer and possible else None,
-        }  # fmt: skip
+        one_kernel = True if self.fused_optimizer and possible else None
+        options: Any = {"lr": s.lr, "weight_decay": s.weight_decay, "fused": one_kernel}
         if s.optimizer == "adam":
             return torch.optim.Adam(trained, **options)
         return torch.optim.SGD(trained, momentum=s.momentum, **options)
@@ -240,20 +262,12 @@ def with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose name starts with `prefix`, under the rest of the name.
-
-    >>> sorted(without_prefix({"net.a": torch.ones(1), "bits.0": torch.ones(1)}, "net."))
-    ['a']
-    """
+    """The tensors whose name starts with `prefix`, under the rest of the name."""
     return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
 
 
 def cosine(lr: float, epoch: int, epochs: int, end: float = 0.0) -> float:
-    """The rate of CosineAnnealingLR from lr to `end`, stepped once per epoch.
-
-    >>> [round(cosine(0.1, epoch, 4), 4) for epoch in range(4)]
-    [0.1, 0.0854, 0.05, 0.0146]
-    """
+    """The rate of CosineAnnealingLR from lr to `end`, stepped once per epoch."""
     return end + (lr - end) * (1 + math.cos(math.pi * epoch / epochs)) / 2
 
 
@@ -274,19 +288,12 @@ def loss_of(
 
 
 def epoch_line(title: str, record: dict[str, Any]) -> str:
-    """An epoch's record in one line.
-
-    >>> epoch_line("epoch 3: lr 0.1", {"loss": 1.5, "test_accuracy": 40.0})
-    'epoch 3: lr 0.1, loss 1.5000, test 40.00 %'
-    """
+    """An epoch's record in one line: title, loss 1.5000, test 40.00 %, 3.2 s."""
     parts = [title, f"loss {record['loss']:.4f}"]
-    if record.get("iou") is not None:
-        parts.append(f"IoU {record['iou']:.3f}")
-    if record.get("test_accuracy") is not None:
-        parts.append(f"test {record['test_accuracy']:.2f} %")
-    if "seconds" in record:
-        parts.append(f"{record['seconds']['epoch']:.1f} s")
-    return ", ".join(parts)
+    for name, text in (("iou", "IoU {:.3f}"), ("test_accuracy", "test {:.2f} %")):
+        if record.get(name) is not None:
+            parts.append(text.format(record[name]))
+    return ", ".join([*parts, f"{record['seconds']['epoch']:.1f} s"])
 
 
 @contextmanager
@@ -300,8 +307,8 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 @contextmanager
 def repeatable(device: torch.device, seed: int, number: int) -> Iterator[None]:
     """Seed torch by (seed, number, rank) and use deterministic convolutions; restored on exit."""
-    deterministic = repeatable_convolutions(tf32=True)
-    with deterministic, seeded(device, (seed * 1_000_003 + number) * 65_537 + ranks.rank()):
+    seed = (seed * 1_000_003 + number) * 65_537 + ranks.rank()
+    with repeatable_convolutions(tf32=True), seeded(device, seed):
         yield
 
 
@@ -319,14 +326,13 @@ def check_trainable(
     check_classes(net, data, "the net")
     if not any(p.requires_grad for p in net.parameters()):
         raise ValueError("the net has no parameter to train; net.requires_grad_()")
-    if teacher is None:
-        return
-    own = {id(p) for p in net.parameters()}
-    shared = next((name for name, p in teacher.named_parameters() if id(p) in own), None)
-    if teacher is net or shared is not None:
-        what = "is the net itself" if teacher is net else f"shares {shared!r} with the net"
-        raise ValueError(f"the teacher {what}; it must stay fixed: copy.deepcopy(net)")
-    check_same_classes(net, data, teacher)
+    if teacher is not None:
+        own = {id(p) for p in net.parameters()}
+        shared = [name for name, p in teacher.named_parameters() if id(p) in own]
+        if teacher is net or shared:
+            what = "is the net itself" if teacher is net else f"shares {shared[0]!r} with the net"
+            raise ValueError(f"the teacher {what}; it must stay fixed: copy.deepcopy(net)")
+        check_same_classes(net, data, teacher)
 
 
 def check_same_classes(net: nn.Module, data: ImageData, teacher: nn.Module) -> None:
@@ -336,55 +342,15 @@ def check_same_classes(net: nn.Module, data: ImageData, teacher: nn.Module) -> N
         raise ValueError(f"the teacher has {other} classes and the net {own}")
 
 
-class _FiniteWatch:
-    """The losses of an epoch, and a check every CHECK_EVERY batches that all is finite.
+def _largest(tensors: Iterable[Tensor]) -> Tensor:
+    """The largest magnitude in each tensor, [n]; not finite if a value is not."""
+    return torch.stack(torch._foreach_norm(list(tensors), math.inf)).double()
 
-    A check waits for the GPU, so there is not one per batch.
-    """
 
-    def __init__(self, trained: dict[str, nn.Parameter], step: int, epoch: int) -> None:
-        self.trained, self.step, self.epoch = trained, step, epoch
-        self.pending: list[tuple[Tensor, Tensor, int]] = []
-        self.checked, self.total, self.samples = 0, 0.0, 0
-
-    def add(self, loss: Tensor, samples: int) -> None:
-        """Call it after backward and before the optimizer's step."""
-        grads = [p.new_zeros(()) if p.grad is None else p.grad for p in self.trained.values()]
-        self.pending.append((loss, self._finite(grads), samples))
-        if len(self.pending) == CHECK_EVERY:
-            self.check()
-
-    def check(self) -> None:
-        if not self.pending:
-            return
-        losses, finite, sizes = zip(*self.pending, strict=True)
-        values = ranks.all_sum(torch.stack(losses)).tolist()
-        for i, (loss, fine) in enumerate(zip(values, torch.stack(finite).tolist(), strict=True)):
-            if not math.isfinite(loss):
-                self._refuse(f"the loss ({loss})", f"batch {self.checked + i}")
-            if not all(fine):
-                name = list(self.trained)[fine.index(False)]
-                self._refuse(f"the gradient of {name}", f"batch {self.checked + i}")
-        self.total += sum(loss * size for loss, size in zip(values, sizes, strict=True))
-        self.samples += sum(sizes)
-        self.checked += len(self.pending)
-        self.pending.clear()
-
-    def mean_loss(self) -> float:
-        self.check()
-        fine = self._finite([p.detach() for p in self.trained.values()]).tolist()
-        if not all(fine):
-            name = list(self.trained)[fine.index(False)]
-            self._refuse(f"the weight {name}", "after the last batch")
-        return self.total / self.samples
-
-    @staticmethod
-    def _finite(tensors: list[Tensor]) -> Tensor:
-        """Whether each tensor is finite, bool [n]."""
-        return torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite()
-
-    def _refuse(self, what: str, where: str) -> None:
-        raise FloatingPointError(
-            f"{what} is not finite in epoch {self.epoch}, {where}, step {self.step}; try a "
-            f"smaller lr, or look at the range of the activations"
-        )
+def _check_finite(values: Iterable[float], names: Iterable[str], where: str) -> None:
+    for value, name in zip(values, names, strict=True):
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"the {name} is not finite in epoch {where}; try a smaller lr, or look at the "
+                f"range of the activations"
+            )

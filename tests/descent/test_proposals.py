@@ -202,7 +202,7 @@ def test_what_config_says(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"temperature": -1}, ValueError, "temperature=-1; it must be 0"),
+        ({"temperature": -1}, ValueError, "temperature=-1; it must be finite and at least 0"),
         ({"temperature": math.nan}, ValueError, "temperature=nan"),
         ({"temperature": "hot"}, TypeError, "temperature='hot'"),
         ({"kind": "max"}, ValueError, "kind='max'; choose from"),
@@ -257,7 +257,7 @@ def test_fraction(share, least, count) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: fastbcd.Fraction(0), ValueError, "share=0; it must be above 0"),
+        (lambda: fastbcd.Fraction(0), ValueError, "share=0; it must be finite and above 0"),
         (lambda: fastbcd.Fraction(1.5), ValueError, "share=1.5"),
         (lambda: fastbcd.Fraction("8%"), TypeError, "share='8%'"),
         (lambda: fastbcd.Fraction(0.1, least=0), ValueError, "least=0"),
