@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,10 @@ def unpickle_arrays(raw: bytes, where: str) -> dict[Any, Any]:
     ValueError: memory cannot be read (it asks for builtins.print, which is refused); ...
     """
     try:
+        for opcode, argument, _ in pickletools.genops(raw):
+            # The unpickler keeps a table of this size.
+            if "PUT" in opcode.name and argument > len(raw):
+                raise pickle.UnpicklingError(f"a memo of {argument:,} entries")
         value = _Unpickler(io.BytesIO(raw), encoding="bytes").load()
         if not isinstance(value, dict):
             raise pickle.UnpicklingError(f"it holds a {type(value).__name__}, not a dict")

@@ -57,6 +57,8 @@ def test_hostile_pickles_are_refused_and_not_run(protocol, tmp_path):
         (b"", "cannot be read"),
         (b"garbage", "cannot be read"),
         (b"cnumpy\nndarray\n.", "holds a type"),
+        (b"\x80\x02}r\xff\xff\xff\x7f.", "a memo of 2,147,483,647 entries"),  # 32 GiB
+        (b"(dp2000000000\n.", "a memo of 2,000,000,000 entries"),
     ],
 )
 def test_pickles_that_ask_for_more_than_arrays(raw, message):

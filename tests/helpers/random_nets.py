@@ -77,7 +77,8 @@ class RandomNet(nn.Module):
 
 def random_net(seed: int, **options: Any) -> RandomNet:
     torch.manual_seed(seed)
-    net = randomize(RandomNet(seed, **options)).double().eval()
+    with torch.no_grad():  # autograd refuses to write into the views that chunk returns
+        net = randomize(RandomNet(seed, **options)).double().eval()
     net.requires_grad_(False)
     return net
 
