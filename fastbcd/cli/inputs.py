@@ -135,8 +135,8 @@ def load_weights(net: nn.Module, path: Path) -> nn.Module:
                 f"{path}: {name} has shape {tuple(tensor.shape)}, the net has {there}; "
                 f"see --arch, --model and --replacement"
             )
-    checkpoints.load_weights(net, weights, str(path))
-    net.load_state_dict(own, strict=False)
+    checkpoints.check_weights(net, weights, str(path))
+    net.load_state_dict({**weights, **own}, strict=False)
     return net
 
 

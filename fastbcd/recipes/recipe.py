@@ -147,9 +147,7 @@ class Plan:
         if r.published is not None and r.published_start is not None:
             start = f"{'SNL' if r.start == 'snl' else 'AutoReP'} {r.published_start:.2f} %"
             lines.append(f"published       {start}, BCD {r.published:.2f} %")
-        if r.note:
-            lines.append(f"note            {r.note}")
-        return "\n".join(lines)
+        return "\n".join([*lines, f"note            {r.note}"] if r.note else lines)
 
 
 def plan(recipe: Recipe) -> Plan:

@@ -151,12 +151,6 @@ def check_weights(net: nn.Module, weights: State, path: str) -> None:
         check_shape(weights, name, value.shape, path)
 
 
-def load_weights(net: nn.Module, weights: State, path: str) -> None:
-    """Copy weights into the net once they were compared with it; masks are left alone."""
-    check_weights(net, weights, path)
-    net.load_state_dict(weights, strict=False)
-
-
 def listed(names: Iterable[str], most: int) -> str:
     """The first names, and how many more there are.
 

@@ -61,13 +61,10 @@ def load_snl(
             f"{where}: {name}.alphas has shape {tuple(alpha.shape)} or values that are not finite; "
             f"expected (1, channels, height, width)",
         )
-    report = files.ImportReport(where, "SNL", ignored=ignored)
     soft = sum(int(((a != 0) & (a != 1)).sum()) for a in alphas.values())
-    if soft:
-        report.notes = [
-            f"{soft:,} alphas are neither 0 nor 1: the file was written before SNL binarised them, "
-            f"so fine-tune the net"
-        ]
+    note = f"{soft:,} alphas are neither 0 nor 1: the file was written before SNL binarised them, "
+    notes = [note + "so fine-tune the net"] if soft else []
+    report = files.ImportReport(where, "SNL", ignored=ignored, notes=notes)
     weights = {k: v for k, v in state.items() if not k.endswith(".alphas")}
     bits = {site: alpha[0] > threshold for site, alpha in alphas.items()}
     expected = {"arch": arch, "num_classes": num_classes, "image_size": image_size}
@@ -78,9 +75,7 @@ def load_relupruner(
     path: str | os.PathLike[str], *, arch: str | None = None, num_classes: int | None = None,
     image_size: int | None = None,
 ) -> nn.Module:  # fmt: skip
-    """The net of a checkpoint of ReLUPruner: MaskedReLU sites, in eval mode, ready for `bcd`.
-
-    `net.import_report` says what was found and ignored.
+    """The net of a checkpoint of ReLUPruner: MaskedReLU sites, in eval mode; `net.import_report`.
 
     >>> net = load_relupruner("pruned.pth", arch="resnet18")  # doctest: +SKIP
     >>> fastbcd.bcd(net, data, budget=15_000)  # doctest: +SKIP
