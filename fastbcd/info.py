@@ -11,6 +11,7 @@ import importlib.metadata
 import platform
 import sys
 import time
+from contextlib import suppress
 
 import torch
 
@@ -25,32 +26,31 @@ def versions() -> dict[str, str]:
     """Installed versions by package, or "not installed"."""
     found = {"fastbcd": fastbcd.__version__, "python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        found[package] = "not installed"
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
     return found
 
 
 def devices() -> list[str]:
     """cpu and every CUDA device."""
-    return ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
 
 
 def check() -> int:
     """Compare every kernel with the reference on every device; return the number of failures."""
     failures = 0
     for device in devices():
-        start, done = time.perf_counter(), 0
+        start = time.perf_counter()
         module = kernels.module_for(torch.empty(0, device=device))
         name = module.DESCRIPTION if module else "the reference itself"
-        for label, bad in comparisons(device):
-            done += 1
-            if bad:
-                failures += 1
-                print(f"  FAILED {device} {label}: {'; '.join(bad)}")
+        cases = list(comparisons(device))
+        failed = [(label, bad) for label, bad in cases if bad]
+        failures += len(failed)
+        for label, bad in failed:
+            print(f"  FAILED {device} {label}: {'; '.join(bad)}")
         seconds = time.perf_counter() - start
-        print(f"{device}: {done} cases of {name} against the reference in {seconds:.1f} s")
+        print(f"{device}: {len(cases)} cases of {name} against the reference in {seconds:.1f} s")
     print("all kernels agree with the reference" if not failures else f"{failures} cases failed")
     return failures
 
@@ -64,13 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{name:<12} {version}")
     for device in devices()[1:]:
         print(f"{device:<12} {torch.cuda.get_device_name(device)}")
-    print()
-    for backend in fastbcd.backends():
-        print(backend)
-    if not options.check:
-        return 0
-    print()
-    return 1 if check() else 0
+    print("", *fastbcd.backends(), "", sep="\n")
+    return 1 if options.check and check() else 0
 
 
 if __name__ == "__main__":

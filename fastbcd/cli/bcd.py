@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 import fastbcd
 from fastbcd import recipes
 from fastbcd.cli import inputs
-from fastbcd.cli.options import CHECKPOINTS, call
+from fastbcd.cli.options import call
 from fastbcd.data.images import ImageData
 from fastbcd.recipes import run as recipe_run
 
@@ -92,7 +91,8 @@ def _net(options: argparse.Namespace, data: ImageData) -> nn.Module:
         return inputs.trained_net(options, data)
     if options.weights is None:
         raise ValueError(f"--format {options.format} needs --weights, the checkpoint")
-    known = {"num_classes": data.classes, "image_size": data.images.shape[-1], "arch": None}
-    net: Any = call(CHECKPOINTS[options.format], options, path=options.weights, **known)
+    load, size = getattr(fastbcd, f"load_{options.format}"), data.images.shape[-1]
+    net = call(load, options, path=options.weights, arch=None, num_classes=data.classes,
+               image_size=size)  # fmt: skip
     inputs.say(str(net.import_report))
     return net.to(options.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,6 @@ START, BUDGET = 5_000, 300  # ReLUs of the starting point, and of the result
 PLAIN: dict[str, Any] = {"padding": 0, "flip": False, "batch_size": 64}
 
 
-def work(options: argparse.Namespace) -> None:
-    """Run or resume the stages in --run-dir and show the result."""
-    show(options.run_dir)
-
-
 def small_resnet() -> nn.Module:
     """A narrow ResNet-8 for 28×28 images: 28,224 ReLUs.
 
@@ -37,15 +31,13 @@ def small_resnet() -> nn.Module:
 
 
 def show(run_dir: Path, images: int = 6_000, tests: int = 2_000) -> None:
-    """All stages on the first `images` train and `tests` test images, the table and the picture."""
+    """Run or resume all stages on so many train and test images, and show the results."""
     train = fastbcd.load("fashion-mnist-mini", "train").first(images)
     test = fastbcd.load("fashion-mnist-mini", "test").first(tests)
     dense = small_resnet()
     say(f"1. a dense net: {fastbcd.masks(dense).count():,} ReLUs")
-    fastbcd.train(
-        dense, train, epochs=5, lr=0.05, test=test, run_dir=run_dir / "1-dense", progress=True,
-        **PLAIN,
-    )  # fmt: skip
+    fastbcd.train(dense, train, epochs=5, lr=0.05, test=test, run_dir=run_dir / "1-dense",
+                  progress=True, **PLAIN)  # fmt: skip
     say(f"2. the starting point: SNL, down to {START:,} ReLUs")
     start = fastbcd.snl(
         copy.deepcopy(dense), train, START, test=test, lr=1e-2, lambda0=1e-3, max_epochs=5,
@@ -58,12 +50,11 @@ def show(run_dir: Path, images: int = 6_000, tests: int = 2_000) -> None:
         samples=min(2_000, images), finetune=Finetune(epochs=2, lr=3e-3, **PLAIN), teacher=dense,
         test=test, proposal="saliency", run_dir=run_dir / "3-bcd", progress=True,
     )  # fmt: skip
-    stages = read(run_dir)
-    say(f"\n{table(stages)}")
-    say(picture(stages, run_dir / "demo.png"))
-
-
-# ------------------------------------------------------------------------------- result
+    say(f"\n{table(read(run_dir))}")
+    try:
+        say(f"a page with figures: {fastbcd.report.write([run_dir], run_dir / 'report')}")
+    except ImportError as error:
+        say(f"no page with figures: {error}")
 
 
 def table(run: Stages) -> str:
@@ -75,36 +66,6 @@ def table(run: Stages) -> str:
         text = row.format(f"step {step['number']}", step["after"], step["test_accuracy"])
         lines.append(f"{text} {sum(step['seconds'].values()):>8.1f}")
     lines.append(f"\n{'site':18}" + "".join(f" {stage.title:>8}" for stage in run.stages))
-    counts = _counts(run)
+    counts = [stage.masks.counts() for stage in run.stages if stage.masks is not None]
     lines += [f"{site:18}" + "".join(f" {c[site]:>8,}" for c in counts) for site in counts[0]]
     return "\n".join(lines)
-
-
-def picture(run: Stages, path: Path) -> str:
-    """Draw accuracy against ReLU count and the share kept by site; returns what was done."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        return f"no picture: {error}; pip install 'fastbcd[plot]'"
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot(*zip(*run.curve(), strict=True), "o-", label="BCD")
-    for stage, marker in zip(run.stages, "Ds", strict=False):
-        left.plot([stage.count], [stage.accuracy], marker, label=stage.title)
-    left.set(xscale="log", xlabel="ReLUs", ylabel="test accuracy, %", title="Fashion-MNIST, small")
-    left.grid(alpha=0.3)
-    left.legend()
-    full, *kept = _counts(run)
-    places = range(len(full))
-    for shift, stage, counts in zip((-0.2, 0.2), run.stages[1:], kept, strict=True):
-        shares = [100 * counts[site] / n for site, n in full.items()]
-        right.bar([place + shift for place in places], shares, 0.38, label=stage.title)
-    right.set(ylabel="ReLUs kept, % of the site", title="by site")
-    right.set_xticks(places, full, rotation=45, ha="right")
-    right.legend()
-    figure.savefig(path, dpi=130)
-    return f"picture: {path}"
-
-
-def _counts(run: Stages) -> list[dict[str, int]]:
-    return [stage.masks.counts() for stage in run.stages if stage.masks is not None]

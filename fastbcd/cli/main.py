@@ -17,9 +17,9 @@ from fastbcd.runtime import ranks
 
 COMMANDS = TABLE["commands"]  # their help and options
 WORK: dict[str, Callable[[argparse.Namespace], None]] = {
-    "demo": demo.work, "train": train.work, "snl": starts.snl, "autorep": starts.autorep,
-    "bcd": bcd.work, "recipes": recipes.work, "report": report.work, "cost": cost.work,
-    "export": export.work,
+    "demo": lambda options: demo.show(options.run_dir), "train": train.work, "snl": starts.snl,
+    "autorep": starts.autorep, "bcd": bcd.work, "recipes": recipes.work, "report": report.work,
+    "cost": cost.work, "export": export.work,
 }  # fmt: skip
 
 
@@ -77,7 +77,3 @@ def _default_run_dir(command: str, options: argparse.Namespace) -> Path:
     net = options.model.replace(":", ".") if options.model else options.arch
     parts = [command, net, Path(options.data).stem, getattr(options, "budget", None)]
     return Path("runs") / "-".join(str(part) for part in parts if part is not None)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -24,16 +24,11 @@ from fastbcd.scoring.engine import ENGINES
 from fastbcd.training.settings import OPTIMIZERS
 
 TABLE = json.loads((resources.files("fastbcd.cli") / "commands.json").read_text("utf-8"))
-CHECKPOINTS = {  # --format: whose checkpoint
-    "snl": fastbcd.load_snl,
-    "autorep": fastbcd.load_autorep,
-    "relupruner": fastbcd.load_relupruner,
-}
 CHOICES: dict[str, tuple[str, ...]] = {
     "architectures": tuple(models.NAMES), "data": tuple(recipes.DATA),
     "downloadable": ("cifar10", "cifar100"),  # through torchvision
-    "engines": ENGINES, "formats": ("plain", *CHECKPOINTS), "optimizers": OPTIMIZERS,
-    "proposals": tuple(PROPOSALS), "protocols": tuple(private.PROTOCOLS),
+    "formats": ("plain", "snl", "autorep", "relupruner"), "engines": ENGINES,
+    "optimizers": OPTIMIZERS, "proposals": tuple(PROPOSALS), "protocols": tuple(private.PROTOCOLS),
     "replacements": ("identity", "poly"), "resume": ("auto", "must", "never"), "when": WHEN,
     "temperature": (str(fastbcd.Saliency().temperature),),
 }  # fmt: skip
@@ -66,8 +61,8 @@ def _add(group: Any, options: Mapping[str, Any], known: Mapping[str, Any]) -> No
             _add(group.add_mutually_exclusive_group(), how, known)
             continue
         how = {"help": how} if isinstance(how, str) else dict(how)
-        text = how["help"].format(**words)
-        default = how.setdefault("default", known.get(how.get("dest", name_of(flag))))
+        text, name = how["help"].format(**words), how.get("dest", flag[2:].replace("-", "_"))
+        default = how.setdefault("default", known.get(name))
         if how.get("action") == "on or off":
             how["action"] = argparse.BooleanOptionalAction
         elif isinstance(default, bool):
@@ -77,14 +72,6 @@ def _add(group: Any, options: Mapping[str, Any], known: Mapping[str, Any]) -> No
             text += "" if text.endswith(")") else " (%(default)s)"
         how |= {key: table[how[key]] for key, table in TABLES.items() if key in how}
         group.add_argument(flag, **{**how, "help": text.strip()})
-
-
-def name_of(flag: str) -> str:
-    """
-    >>> name_of("--run-dir")
-    'run_dir'
-    """
-    return flag.lstrip("-").replace("-", "_")
 
 
 def call(function: Callable[..., Any], options: argparse.Namespace, **given: Any) -> Any:

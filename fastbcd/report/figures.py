@@ -202,9 +202,7 @@ def plot(axes: Any, points: Any, label: str, *, marks: int = 12, **look: Any) ->
 
 def annotate(axes: Any, text: str, point: tuple[float, float], shift: int = 4, **look: Any) -> None:
     """Small text to the right of a point."""
-    axes.annotate(
-        text, point, (shift, 0), textcoords="offset points", va="center", size=8, **look
-    )  # fmt: skip
+    axes.annotate(text, point, (shift, 0), textcoords="offset points", va="center", size=8, **look)
 
 
 def every(points: int, most: int) -> list[int]:

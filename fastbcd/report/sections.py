@@ -111,21 +111,15 @@ def accuracy(runs: Sequence[Stages], about: Subject) -> Section:
 
 def relative(runs: Sequence[Stages], about: Subject, given: float | None) -> Section | None:
     """Accuracy as a share of the dense net's, as in the paper's comparison with SENet."""
-    lines = [Line(run.name, run.curve()) for run in runs if run.curve()]
-    dense = {run.name: baseline(run, runs, given) for run in runs}
-    shares = [
-        Line(name, [(n, 100 * y / whole) for n, y in points])
-        for name, points in lines
-        if (whole := dense[name])
-    ]
-    if not shares:
-        return _section("no baseline") if lines else None
-    return _curves("relative", about, shares)
+    drawn = [(run, baseline(run, runs, given)) for run in runs if run.curve()]
+    known = [(run, dense) for run, dense in drawn if dense]
+    lines = [Line(run.name, [(n, 100 * y / d) for n, y in run.curve()]) for run, d in known]
+    if not lines:
+        return _section("no baseline") if drawn else None
+    return _curves("relative", about, lines)
 
 
-def _curves(
-    name: str, about: Subject, lines: Sequence[Line], single: Sequence[Line] = ()
-) -> Section:
+def _curves(name: str, about: Subject, lines: list[Line], single: Sequence[Line] = ()) -> Section:
     """Runs and single points, beside the published curves."""
     metric, label = (WORDS["sections"][name].get(key) for key in ("metric", "label"))
     curves = about.curves(metric) if metric else []
@@ -191,14 +185,12 @@ def _ranges(lines: Sequence[Line]) -> str:
 
 def summary(runs: Sequence[Stages], about: Sequence[Subject], given: float | None) -> Section:
     """Settings and results, one column per run; about: the net and data of each run."""
-    facts = [
-        _facts(run, named, baseline(run, runs, given))
-        for run, named in zip(runs, about, strict=True)
-    ]
+    dense = [baseline(run, runs, given) for run in runs]
+    facts = list(map(_facts, runs, about, dense))
     names = dict.fromkeys(name for column in facts for name in column)
     rows = [[name, *(column.get(name) for column in facts)] for name in names]
-    columns = [run.name for run in runs]
-    return _section("summary", rows, columns=columns)._replace(wide=len(runs) > 1)
+    found = _section("summary", rows, columns=[run.name for run in runs])
+    return found._replace(wide=len(runs) > 1)
 
 
 def _facts(run: Stages, about: Subject, dense: float | None) -> dict[str, str]:

@@ -355,7 +355,7 @@ def test_every_command_has_help(capsys) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:after 5 epochs:RuntimeWarning")
-def test_the_demo_shows_a_table_and_a_picture_and_is_then_done(capsys) -> None:
+def test_the_demo_shows_a_table_and_a_page_and_is_then_done(monkeypatch, capsys) -> None:
     """All stages, on few images."""
     demo.show(Path("demo"), images=64, tests=40)
     first = capsys.readouterr().out
@@ -364,14 +364,12 @@ def test_the_demo_shows_a_table_and_a_picture_and_is_then_done(capsys) -> None:
     assert "step 10         300" in first
     assert "layer3.0.alpha2" in first
     pytest.importorskip("matplotlib")
-    assert Path("demo/demo.png").read_bytes().startswith(b"\x89PNG")
+    assert "a page with figures: demo/report/report.html" in first
+    assert Path("demo/report/accuracy.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     demo.show(Path("demo"), images=64, tests=40)
     again = capsys.readouterr().out
     assert "the run in demo/3-bcd is done: 10 steps, 300 ReLUs kept" in again
     tables = [text[text.index("  ReLUs ") :] for text in (first, again)]
-    assert tables[0] == tables[1]
-
-
-def test_the_demo_does_without_matplotlib(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install 'fastbcd[plot]'" in demo.picture(None, Path("none.png"))
+    assert tables[0].partition("a page")[0] == tables[1].partition("no page")[0]
+    assert "pip install 'fastbcd[plot]'" in tables[1], "it does without matplotlib"
