@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,6 @@ LAYOUTS = {"NCHW": 4, "NHWC": 4, "NHW": 3, "NC...": None}  # and their number of
 WHOLE = (torch_data.SequentialSampler, torch_data.RandomSampler, torch_data.DistributedSampler)
 
 
-# ------------------------------------------------------------------------- arrays and tensors
-
-
 def input_tensor(images: Any, layout: str | None) -> Tensor:
     """uint8 or float inputs [N,C,...] from what the user has; `layout` as in from_arrays."""
     if not isinstance(images, Tensor):
@@ -31,18 +28,15 @@ def input_tensor(images: Any, layout: str | None) -> Tensor:
     if images.dtype not in DTYPES:
         raise TypeError(f"images are {images.dtype}; give uint8 (0 to 255), or normalised floats")
     if layout is None:
-        layout = "NC..."
-        if images.dtype == torch.uint8 and images.ndim == 3:
-            layout = "NHW"
-        elif images.dtype == torch.uint8 and images.ndim == 4 and _channels_last(*images.shape[1:]):
-            layout = "NHWC"
+        dims = images.ndim if images.dtype == torch.uint8 else 0
+        last = dims == 4 and _channels_last(*images.shape[1:])
+        layout = "NHW" if dims == 3 else "NHWC" if last else "NC..."
     if layout not in LAYOUTS or LAYOUTS[layout] not in (None, images.ndim):
         raise ValueError(
             f"layout is {layout!r} for images {list(images.shape)}; give 'NCHW', 'NHWC' (4 "
             f"dimensions), 'NHW' (3) or 'NC...' (inputs of any shape, taken as they are)"
         )
-    if layout == "NHW":
-        images = images.unsqueeze(1)
+    images = images.unsqueeze(1) if layout == "NHW" else images
     return (images.permute(0, 3, 1, 2) if layout == "NHWC" else images).contiguous()
 
 
@@ -53,12 +47,11 @@ def target_tensor(targets: Any, name: str = "labels") -> Tensor:
         if array.size and array.dtype.kind not in "iufb":
             raise TypeError(f"{name} are {array.dtype}; they must be numbers")
         whole = array.dtype.kind in "iu" or array.size == 0
-        targets = torch.from_numpy(array.astype(np.int64) if whole else array.copy())
+        targets = torch.from_numpy(array.astype(np.int64 if whole else array.dtype))
     check_values(name, targets)
     if targets.is_complex():
         raise TypeError(f"{name} are {targets.dtype}; they must be real numbers")
-    whole = not targets.is_floating_point() and targets.dtype != torch.bool
-    return targets.long() if whole else targets
+    return targets if targets.is_floating_point() or targets.dtype == torch.bool else targets.long()
 
 
 def are_indices(targets: Tensor) -> bool:
@@ -94,28 +87,32 @@ def _channels_last(first: int, _: int, last: int) -> bool:
 
 
 def read_dataset(dataset: Any, mean: Stats, std: Stats) -> tuple[np.ndarray, np.ndarray]:
-    """All inputs and targets of a Dataset: uint8 or float [N,C,...], and numbers [N,...].
-
-    Floats stay as they are without mean and std. With both, they are turned back into the bytes
-    they were made from: k of k/255, or of (k/255 - mean)/std. It is the same for all items, as a
-    single normalised image may look like k/255.
-    """
+    """All inputs and targets of a Dataset: uint8 or float [N,C,...], and numbers [N,...]."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(f"{type(dataset).__name__} has no length or items; give a Dataset that has")
     if len(dataset) == 0:
         raise ValueError("the dataset has no items, so its images have no shape")
-    if mean is None or std is None:
-        return _read_items(dataset, lambda image, where: image)
-    try:
-        return _read_items(dataset, lambda image, where: _to_bytes(image, 0.0, 1.0, where))
-    except _NotBytes:
-        stats = np.asarray(mean), np.asarray(std)
-
-        def undo(image: np.ndarray, where: str) -> np.ndarray:
-            columns = [values.reshape(-1, *[1] * (image.ndim - 1)) for values in stats]
-            return _to_bytes(image, columns[0], columns[1], where)
-
-        return _read_items(dataset, undo)
+    whole: list[np.ndarray] = []
+    for i in range(len(dataset)):
+        item = read_item(dataset[i], i)
+        whole = whole or [np.empty((len(dataset), *a.shape), a.dtype) for a in item]
+        for what, array, held in zip(("image", "target"), item, whole, strict=True):
+            if array.shape != held.shape[1:] or array.dtype != held.dtype:
+                raise ValueError(
+                    f"the {what} of item {i} of the dataset is {array.dtype} {array.shape}, that "
+                    f"of item 0 {held.dtype} {held.shape[1:]}; bring all to one size and dtype"
+                )
+            held[i] = array
+        again = read_item(dataset[i], i)[0] if i < 8 else item[0]
+        if not np.array_equal(again, item[0], equal_nan=again.dtype.kind == "f"):
+            raise ValueError(
+                f"item {i} of the dataset is another image each time it is read; give the "
+                f"dataset without its random transforms: fastbcd makes crops and flips itself"
+            )
+    images, targets = whole
+    if images.dtype != np.uint8 and mean is not None and std is not None:
+        images = _to_bytes(images, mean, std)
+    return images, targets
 
 
 def sampled(loader: torch_data.DataLoader) -> list[int] | None:
@@ -131,50 +128,18 @@ def sampled(loader: torch_data.DataLoader) -> list[int] | None:
     return None
 
 
-class _NotBytes(ValueError):
-    """A float image that was not made from bytes, or not in the way that was tried."""
-
-
-Decode = Callable[[np.ndarray, str], np.ndarray]
-
-
-def _read_items(dataset: Any, decode: Decode) -> tuple[np.ndarray, np.ndarray]:
-    held: list[np.ndarray] = []
-    for i in range(len(dataset)):
-        item = _read_item(dataset, i, decode)
-        held = held or [np.empty((len(dataset), *a.shape), a.dtype) for a in item]
-        for what, array, whole in zip(("image", "target"), item, held, strict=True):
-            if array.shape != whole.shape[1:] or array.dtype != whole.dtype:
-                raise ValueError(
-                    f"the {what} of item {i} of the dataset is {array.dtype} {array.shape}, that "
-                    f"of item 0 {whole.dtype} {whole.shape[1:]}; bring all to one size and dtype"
-                )
-            whole[i] = array
-        again = _read_item(dataset, i, decode)[0] if i < 8 else item[0]
-        if not np.array_equal(again, item[0], equal_nan=again.dtype.kind == "f"):
-            raise ValueError(
-                f"item {i} of the dataset is another image each time it is read; give the "
-                f"dataset without its random transforms: fastbcd makes crops and flips itself"
-            )
-    images, targets = held
-    return images, targets
-
-
-def _read_item(dataset: Any, i: int, decode: Decode) -> tuple[np.ndarray, np.ndarray]:
+def read_item(item: Any, i: int) -> tuple[np.ndarray, np.ndarray]:
     """Item i of a Dataset: its input, uint8 or float [C,...], and its target."""
-    item = dataset[i]
     if not isinstance(item, tuple | list) or len(item) < 2:
         raise TypeError(f"item {i} of the dataset is a {type(item).__name__}, not (image, label)")
     image, label = item[:2]
+    where = f"the label of item {i} of the dataset"
     try:
         target = np.asarray(operator.index(label), np.int64)
     except (TypeError, ValueError):
-        target = _array(label, f"the label of item {i} of the dataset")
+        target = _array(label, where)
     if target.dtype.kind not in "iufb":
-        raise TypeError(
-            f"the label of item {i} of the dataset is {label!r}, not an int, nor a number or an "
-            f"array of numbers"
-        )
+        raise TypeError(f"{where} is {label!r}, not an int, nor an array of numbers")
     where = f"the image of item {i} of the dataset"
     mode = getattr(image, "mode", None)  # of a PIL image; a tensor has a method of that name
     if isinstance(mode, str) and mode not in ("L", "RGB"):
@@ -189,7 +154,7 @@ def _read_item(dataset: Any, i: int, decode: Decode) -> tuple[np.ndarray, np.nda
         array = array[None]
     if not isinstance(image, Tensor) and array.ndim == 3 and _channels_last(*array.shape):
         array = array.transpose(2, 0, 1)
-    return (array if array.dtype == np.uint8 else decode(array, where)), target
+    return array, target
 
 
 def _array(value: Any, where: str) -> np.ndarray:
@@ -200,13 +165,24 @@ def _array(value: Any, where: str) -> np.ndarray:
     return (value.float() if small else value).numpy(force=True)
 
 
-def _to_bytes(image: np.ndarray, mean: Any, std: Any, where: str) -> np.ndarray:
-    """The k of floats (k/255 - mean)/std."""
-    level = (image.astype(np.float64) * std + mean) * 255
-    near = np.rint(level)
-    if not np.abs(level - near).max() < 1e-2 or near.min() < 0 or near.max() > 255:
-        raise _NotBytes(
-            f"{where} has floats from {image.min():.4g} to {image.max():.4g}: neither k/255 nor "
-            f"undone by the mean and std given; leave both out to use the floats as they are"
-        )
-    return near.astype(np.uint8)
+def _to_bytes(images: np.ndarray, mean: Any, std: Any) -> np.ndarray:
+    """The bytes k that floats were made from: all k/255, or all (k/255 - mean)/std.
+
+    It is the same for all, as a single normalised image may look like k/255.
+    """
+    column = (-1, *[1] * (images.ndim - 2))
+    found = np.empty(images.shape, np.uint8)
+    for shift, scale in ((0.0, 1.0), (np.reshape(mean, column), np.reshape(std, column))):
+        for i, image in enumerate(images):
+            level = (image.astype(np.float64) * scale + shift) * 255
+            near = np.rint(level)
+            if not np.abs(level - near).max() < 1e-2 or near.min() < 0 or near.max() > 255:
+                break
+            found[i] = near
+        else:
+            return found
+    raise ValueError(
+        f"the image of item {i} of the dataset has floats from {image.min():.4g} to "
+        f"{image.max():.4g}: neither k/255 nor undone by the mean and std given; leave both out to "
+        f"use the floats as they are"
+    )

@@ -10,12 +10,12 @@ import gzip
 import io
 import tarfile
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fastbcd.data.arrays import check_labels
-from fastbcd.data.unpickling import as_text, unpickle_arrays
+from fastbcd.data.unpickling import unpickle_arrays
 
 Arrays = tuple[np.ndarray, np.ndarray]  # images, uint8 [N,C,H,W], and labels, int64 [N]
 
@@ -77,11 +77,10 @@ def read_cifar(path: str | Path, classes: int, split: str, images: int | None = 
     for file in wanted:
         where = f"{path}: {file}"
         pixels, labels = _read_batch(files[file], where, layout)
-        expected = total // len(wanted)
-        if len(pixels) != expected:
+        if len(pixels) != total // len(wanted):
             raise ValueError(
-                f"{where} has {len(pixels)} images instead of {expected}: it is cut short or "
-                f"another file; get it again"
+                f"{where} has {len(pixels)} images instead of {total // len(wanted)}: it is cut "
+                f"short or another file; get it again"
             )
         check_labels(labels, classes, f"{where}: labels")
         parts.append((pixels.reshape(-1, 3, 32, 32), labels))
@@ -90,21 +89,17 @@ def read_cifar(path: str | Path, classes: int, split: str, images: int | None = 
 
 def _read_batch(raw: bytes, where: str, layout: Layout) -> Arrays:
     """The pixels [N,3072] and labels [N] of one batch file."""
-    if isinstance(layout.label, str):
-        return _read_pickle(raw, where, layout.label)
-    record = layout.label_bytes + PIXELS
-    if len(raw) % record:
-        raise ValueError(
-            f"{where} has {len(raw)} bytes, not a multiple of {record}: it is damaged or cut "
-            f"short in image {len(raw) // record}; get it again"
-        )
-    table = np.frombuffer(raw, np.uint8).reshape(-1, record)
-    return table[:, layout.label_bytes :], table[:, layout.label].astype(np.int64)
-
-
-def _read_pickle(raw: bytes, where: str, key: str) -> Arrays:
+    key = layout.label
+    if not isinstance(key, str):
+        record = layout.label_bytes + PIXELS
+        if len(raw) % record:
+            raise ValueError(
+                f"{where} has {len(raw)} bytes, not a multiple of {record}: it is damaged or cut "
+                f"short in image {len(raw) // record}; get it again"
+            )
+        table = np.frombuffer(raw, np.uint8).reshape(-1, record)
+        return table[:, layout.label_bytes :], table[:, key].astype(np.int64)
     batch = unpickle_arrays(raw, where)
-    batch = {as_text(k): v for k, v in batch.items() if isinstance(k, str | bytes)}
     for name in ("data", key):
         if name not in batch:
             raise ValueError(f"{where} has no {name!r}; it has {', '.join(batch) or 'nothing'}")
@@ -124,27 +119,25 @@ def _read_pickle(raw: bytes, where: str, key: str) -> Arrays:
 def _members(path: Path, names: set[str]) -> dict[str, bytes]:
     """The contents of the files with these names in a folder or tar archive."""
     if path.is_dir():
-        return {name: _read_file(path / name) for name in names if (path / name).is_file()}
+        return {name: _read(path / name) for name in names if (path / name).is_file()}
     if not path.is_file():
         raise FileNotFoundError(f"there is no file or folder {path}")
     found: dict[str, bytes] = {}
     place = "its beginning"
     try:
-        with open(path, "rb") as file:
-            zipped = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            stream = _Bounded(gzip.GzipFile(fileobj=file) if zipped else file)  # type: ignore[arg-type]
-            with tarfile.open(fileobj=stream, mode="r|") as tar:
-                for member in tar:
-                    base = member.name.rsplit("/", 1)[-1]
-                    if base in names and member.isreg():
-                        place = f"the member {member.name}"
-                        content = tar.extractfile(member)
-                        assert content is not None  # it is a regular file
-                        found[base] = content.read()
-                        place = f"what follows {member.name}"
-            while stream.read(1 << 20):  # to the end, where gzip has its checksum
-                pass
+        raw = _read(path)
+        if raw[:2] == b"\x1f\x8b":
+            with gzip.open(path) as file:  # reads to the end, where gzip has its checksum
+                raw = file.read(LARGEST + 1)
+        if len(raw) > LARGEST:
+            raise ValueError(f"it unpacks to more than {LARGEST:,} bytes, more than all of CIFAR")
+        with tarfile.open(fileobj=io.BytesIO(raw), mode="r:") as tar:
+            for member in tar:
+                place = f"the member {member.name}"
+                base = member.name.rsplit("/", 1)[-1]
+                content = tar.extractfile(member) if base in names and member.isreg() else None
+                if content is not None:
+                    found[base] = content.read()
     except Exception as error:  # damaged bytes can raise anything
         raise ValueError(
             f"{path} is damaged or cut short at {place} ({error}); get it again"
@@ -152,25 +145,7 @@ def _members(path: Path, names: set[str]) -> dict[str, bytes]:
     return found
 
 
-def _read_file(path: Path) -> bytes:
+def _read(path: Path) -> bytes:
     if path.stat().st_size > LARGEST:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than all of CIFAR")
     return path.read_bytes()
-
-
-class _Bounded(io.RawIOBase):
-    """A stream that ends in an error after LARGEST bytes, so that a small archive cannot unpack
-
-    to more than there is memory for.
-    """
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self.stream, self.left = stream, LARGEST
-
-    def read(self, size: int = -1) -> bytes:
-        wanted = self.left + 1 if size < 0 else min(size, self.left + 1)
-        chunk = self.stream.read(wanted)
-        self.left -= len(chunk)
-        if self.left < 0:
-            raise ValueError(f"it unpacks to more than {LARGEST:,} bytes, more than all of CIFAR")
-        return chunk

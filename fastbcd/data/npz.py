@@ -1,4 +1,4 @@
-""".npz files of arrays: read without pickles, written whole or not at all."""
+""".npz files of arrays, read without pickles."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-
-from fastbcd.runtime.atomic_files import write_atomically
 
 LARGEST = 256 << 20  # bytes that an array may have however much it was compressed
 
@@ -26,26 +24,20 @@ def read_npz(path: str | Path, key: str) -> np.ndarray:
             names = ", ".join(archive.files) or "none"
             raise ValueError(f"{path} has no array {key!r}; it has {names}")
         try:
-            _refuse_bomb(archive, key)
+            for info in archive.zip.infolist():  # type: ignore[union-attr]
+                # No images can be compressed as much as this.
+                bomb = info.file_size > max(LARGEST, 100 * info.compress_size)
+                if bomb and info.filename in (key, f"{key}.npy"):
+                    raise ValueError(
+                        f"it unpacks from {info.compress_size:,} to {info.file_size:,} bytes; if "
+                        f"that is right, write it uncompressed"
+                    )
             return archive[key]
         except Exception as error:  # damaged bytes can raise anything
             raise ValueError(
                 f"{path}: the array {key!r} cannot be read ({error}); the file is damaged or "
                 f"holds Python objects: write it again with numpy.savez"
             ) from error
-
-
-def _refuse_bomb(archive: np.lib.npyio.NpzFile, key: str) -> None:
-    """Refuse a large array that is compressed more than images can be."""
-    assert archive.zip is not None
-    for info in archive.zip.infolist():
-        if info.filename in (key, f"{key}.npy") and info.file_size > max(
-            LARGEST, 100 * info.compress_size
-        ):
-            raise ValueError(
-                f"it unpacks from {info.compress_size:,} to {info.file_size:,} bytes; if that is "
-                f"right, write it uncompressed"
-            )
 
 
 @contextlib.contextmanager
@@ -60,8 +52,3 @@ def _open(path: str | Path) -> Iterator[np.lib.npyio.NpzFile]:
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise ValueError(f"{path} holds one array; write images and labels with numpy.savez")
         yield archive
-
-
-def save_npz(path: Path, **arrays: np.ndarray) -> None:
-    """numpy.savez that writes a complete file or none."""
-    write_atomically(path, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]

@@ -6,11 +6,13 @@ import hashlib
 import importlib
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fastbcd.data.cifar import Arrays
-from fastbcd.data.npz import read_npz, save_npz
+from fastbcd.data.npz import read_npz
+from fastbcd.runtime.atomic_files import write_atomically
 
 
 def read_tiny_imagenet(folder: str | Path, split: str) -> Arrays:
@@ -23,17 +25,17 @@ def read_tiny_imagenet(folder: str | Path, split: str) -> Arrays:
     folder = Path(folder)
     wnids = sorted(_lines(folder / "wnids.txt"))
     files = _train_files(folder, wnids) if split == "train" else _val_files(folder, wnids)
-    number = {wnid: k for k, wnid in enumerate(wnids)}
-    labels = np.array([number[wnid] for _, wnid in files], dtype=np.int64)
+    labels = np.searchsorted(wnids, [wnid for _, wnid in files]).astype(np.int64)
     paths = [path for path, _ in files]
     listing = "".join(f"{p.relative_to(folder).as_posix()} {p.stat().st_size}\n" for p in paths)
-    fingerprint = np.frombuffer(hashlib.sha256(listing.encode()).digest(), np.uint8)
+    mark = np.frombuffer(hashlib.sha256(listing.encode()).digest(), np.uint8)
     cache = folder / f"fastbcd-{split}.npz"
-    images = _cached(cache, fingerprint, len(paths))
+    images = _cached(cache, mark, len(paths))
     if images is None:
         images = _decode_all(paths)
+        arrays: Any = {"images": images, "fingerprint": mark}
         try:
-            save_npz(cache, images=images, fingerprint=fingerprint)
+            write_atomically(cache, lambda file: np.savez(file, **arrays))
         except OSError as error:  # such as a read-only folder
             warnings.warn(
                 f"{cache} cannot be written, so the images are decoded again next time: {error}",
@@ -87,15 +89,14 @@ def _decode_all(paths: list[Path]) -> np.ndarray:
         raise ImportError(
             "decoding JPEG files needs Pillow: pip install pillow (torchvision brings it too)"
         ) from error
-    images = np.empty((0,), np.uint8)
+    images = np.empty(0, np.uint8)
     for i, path in enumerate(paths):
         try:
             with pil.open(path) as file:
                 image = np.asarray(file.convert("RGB")).transpose(2, 0, 1)
         except Exception as error:  # Pillow raises many kinds on bad files
             raise ValueError(f"{path} cannot be decoded ({error}); unpack it again") from error
-        if i == 0:
-            images = np.empty((len(paths), *image.shape), np.uint8)
+        images = images if i else np.empty((len(paths), *image.shape), np.uint8)
         if image.shape != images.shape[1:]:
             raise ValueError(f"{path} is {image.shape}, but {paths[0]} is {images.shape[1:]}")
         images[i] = image

@@ -13,18 +13,15 @@ _CODES = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8")
 
 
 class _Dtype:
-    """A dtype of whole numbers. numpy's own takes its size and fields from the pickle unchecked,
-
-    so that a wrong one crashes the process.
-    """
+    """A dtype of whole numbers; numpy's own can crash when a pickle sets its size and fields."""
 
     def __init__(self, code: str | bytes, *_: Any) -> None:
-        if as_text(code) not in _CODES:
-            raise pickle.UnpicklingError(f"an array of dtype {as_text(code)!r}, not whole numbers")
-        self.numpy = np.dtype(as_text(code))
+        if _text(code) not in _CODES:
+            raise pickle.UnpicklingError(f"an array of dtype {_text(code)!r}, not whole numbers")
+        self.numpy = np.dtype(_text(code))
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.numpy = self.numpy.newbyteorder(as_text(state[1]))  # type: ignore[arg-type]
+        self.numpy = self.numpy.newbyteorder(_text(state[1]))  # type: ignore[arg-type]
 
 
 class _Array(np.ndarray):
@@ -48,22 +45,14 @@ class _Unpickler(pickle.Unpickler):
                 np.frombuffer(raw, dtype.numpy, count=1)[0]
             ),
         }
-        full = f"{module}.{name}"
-        try:
-            return allowed[full.replace("numpy._core.", "numpy.core.")]
-        except KeyError:
-            raise pickle.UnpicklingError(f"it asks for {full}, which is refused") from None
+        found = allowed.get(f"{module}.{name}".replace("numpy._core.", "numpy.core."))
+        if found is None:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is refused")
+        return found
 
 
-def unpickle_arrays(raw: bytes, where: str) -> dict[Any, Any]:
-    """The dict in a pickle that holds arrays and nothing that could run.
-
-    >>> unpickle_arrays(pickle.dumps({"data": [1, 2]}), "memory")
-    {'data': [1, 2]}
-    >>> unpickle_arrays(pickle.dumps(print), "memory")  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ValueError: memory cannot be read (it asks for builtins.print, which is refused); ...
-    """
+def unpickle_arrays(raw: bytes, where: str) -> dict[str, Any]:
+    """What a pickled dict holds under strings: arrays, and nothing that could run."""
     try:
         for opcode, argument, _ in pickletools.genops(raw):
             # The unpickler keeps a table of this size.
@@ -72,7 +61,8 @@ def unpickle_arrays(raw: bytes, where: str) -> dict[Any, Any]:
         value = _Unpickler(io.BytesIO(raw), encoding="bytes").load()
         if not isinstance(value, dict):
             raise pickle.UnpicklingError(f"it holds a {type(value).__name__}, not a dict")
-        return {k: v.view(np.ndarray) if isinstance(v, _Array) else v for k, v in value.items()}
+        arrays = {_text(k): v for k, v in value.items() if isinstance(k, str | bytes)}
+        return {k: v.view(np.ndarray) if isinstance(v, _Array) else v for k, v in arrays.items()}
     except Exception as error:  # damaged bytes can raise anything
         raise ValueError(
             f"{where} cannot be read ({error or type(error).__name__}); it is damaged, cut short "
@@ -80,6 +70,6 @@ def unpickle_arrays(raw: bytes, where: str) -> dict[Any, Any]:
         ) from error
 
 
-def as_text(value: str | bytes) -> str:
+def _text(value: str | bytes) -> str:
     """A string of a pickle; those of Python 2 come as bytes."""
     return value.decode("latin1") if isinstance(value, bytes) else value

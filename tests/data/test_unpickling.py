@@ -15,7 +15,7 @@ from helpers.archive_files import DTYPE, python2_array, python2_batch, text
 def test_arrays_in_column_order_and_other_byte_orders():
     images = np.arange(2 * 3072, dtype=np.uint32).astype(np.uint8).reshape(2, 3, 32, 32)
     batch = unpickling.unpickle_arrays(python2_batch(images, [1, 2], fortran=True), "memory")
-    assert np.array_equal(batch[b"data"].reshape(images.shape), images)
+    assert np.array_equal(batch["data"].reshape(images.shape), images)
     for dtype in (">i4", "<i8", ">u2", "|i1"):
         array = np.array([[1, 100], [3, 4]], dtype=dtype)
         read = unpickling.unpickle_arrays(pickle.dumps({"x": array}, protocol=4), "memory")
