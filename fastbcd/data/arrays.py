@@ -68,13 +68,18 @@ def check_values(name: str, tensor: Tensor) -> None:
         raise TypeError(f"{name} are {kind}; give {name}.to_dense() or {name}.dequantize()")
 
 
-def check_labels(labels: np.ndarray, classes: int, where: str) -> None:
-    """Refuse labels outside 0 .. classes-1, naming the first."""
-    bad = np.flatnonzero((labels < 0) | (labels >= classes))
-    if bad.size:
+def check_labels(labels: Tensor, classes: int, where: str) -> None:
+    """Refuse labels that are not class indices 0 .. classes-1, naming the first."""
+    if not are_indices(labels):
+        raise ValueError(
+            f"{where} are {labels.dtype} {list(labels.shape)}, not class indices, int64 "
+            f"[{len(labels)}]; classes={classes} must then be None"
+        )
+    bad = ((labels < 0) | (labels >= classes)).nonzero().flatten()
+    if len(bad):
         raise ValueError(
             f"{where}[{bad[0]}] is {labels[bad[0]]}; with {classes} classes labels are "
-            f"0 to {classes - 1} ({bad.size} of {labels.size} are not)"
+            f"0 to {classes - 1} ({len(bad)} of {len(labels)} are not)"
         )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from fastbcd.data.arrays import check_labels
 from fastbcd.data.unpickling import unpickle_arrays
@@ -82,7 +83,7 @@ def read_cifar(path: str | Path, classes: int, split: str, images: int | None = 
                 f"{where} has {len(pixels)} images instead of {total // len(wanted)}: it is cut "
                 f"short or another file; get it again"
             )
-        check_labels(labels, classes, f"{where}: labels")
+        check_labels(torch.from_numpy(labels), classes, f"{where}: labels")
         parts.append((pixels.reshape(-1, 3, 32, 32), labels))
     return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
 

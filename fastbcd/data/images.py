@@ -1,4 +1,4 @@
-"""Images in memory, and their views: what `score`, `bcd` and fine-tuning read.
+"""ImageData: inputs and labels in memory, what `score`, `bcd` and fine-tuning read.
 
     data = fastbcd.load("cifar10", "train", root="data")       # ImageData, 50,000 × 3×32×32 uint8
     for x, labels in data.batches(256): ...                    # in order, normalised
@@ -9,9 +9,6 @@ it: number v = (top·(2p+1) + left)·2 + flip, with top and left counted in the 
 there are (2p+1)²·2 of them (162 for p = 4). Which view a sample takes, and the order of samples,
 are pure functions of (seed, step, epoch, sample id): not of batches, devices or processes. The
 padding is 0 before normalising: black for uint8 images, 0 for floats.
-
-Inputs may have any shape [N,C,...], such as signals [N,C,L] or feature vectors [N,F], and targets
-any shape [N,...]. Crops and flips are for images [N,C,H,W] with a target per image.
 """
 
 from __future__ import annotations
@@ -28,19 +25,21 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from fastbcd.data import arrays, pixels
-from fastbcd.data.arrays import Stats, input_tensor, target_tensor
+from fastbcd.data.arrays import Stats, are_indices, target_tensor
 from fastbcd.data.npz import npz_keys, read_npz
 from fastbcd.runtime.validate import check_whole
 
 ORDER, VIEWS = 1, 2  # streams of random numbers; 0 is the masks'
+TrainBatches = Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]  # inputs, labels, indices, views
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ImageData:
     """Images, labels and how to normalise them; all tensors on one device.
 
-    Labels are class indices, int64 [N], and `classes` is their number; or other targets of any
-    shape and dtype [N,...] (maps, several labels, real numbers), and `classes` is None.
+    Inputs may have any shape [N,C,...], such as signals [N,C,L] or feature vectors [N,F]. Labels
+    are class indices, int64 [N], and `classes` is their number; or other targets of any shape and
+    dtype [N,...] (maps, several labels, real numbers), and `classes` is None.
 
     >>> data = ImageData.from_arrays(np.zeros((6, 8, 8, 3), np.uint8), [0, 1, 2, 0, 1, 2])
     >>> data
@@ -61,9 +60,9 @@ class ImageData:
     name: str | None = None  # what `load` was asked for; a run records it
 
     def __post_init__(self) -> None:
-        images = self.images
+        images, labels, n = self.images, self.labels, len(self.images)
         if self.ids is None:
-            object.__setattr__(self, "ids", torch.arange(len(images), device=images.device))
+            object.__setattr__(self, "ids", torch.arange(n, device=images.device))
         arrays.check_values("images", images)
         if images.dtype not in arrays.DTYPES:
             raise TypeError(f"images are {images.dtype}; they must be uint8, float32 or float64")
@@ -72,27 +71,17 @@ class ImageData:
                 f"images have shape {list(images.shape)}, not [N,C,H,W] or another [N,C,...] with "
                 f"sizes of at least 1"
             )
-        for name, tensor in (("labels", self.labels), ("ids", self.ids)):
+        for name, tensor in (("labels", labels), ("ids", self.ids)):
             if tensor.shape[:1] != images.shape[:1]:
                 raise ValueError(
-                    f"{name} are {tensor.dtype} {list(tensor.shape)} beside {len(images)} images; "
-                    f"they must be [{len(images)}] or [{len(images)},...]"
+                    f"{name} are {tensor.dtype} {list(tensor.shape)} beside {n} images; "
+                    f"they must be [{n}] or [{n},...]"
                 )
             if tensor.device != images.device:
                 raise ValueError(f"{name} are on {tensor.device}, the images on {images.device}")
-        channels = _channels(images)
-        for name, values in (("mean", self.mean), ("std", self.std)):
-            if len(values) != channels:
-                raise ValueError(f"{name} has {len(values)} values for {channels} channels")
-            if not np.isfinite(values).all() or (name == "std" and min(values) <= 0):
-                raise ValueError(f"{name} is {tuple(values)}; it must be finite, and std above 0")
+        pixels.stats(self.mean, self.std, images.shape[1:])
         if self.classes is not None:
-            if not arrays.are_indices(self.labels):
-                raise ValueError(
-                    f"labels are {self.labels.dtype} {list(self.labels.shape)}, not class indices, "
-                    f"int64 [{len(images)}]; classes={self.classes} must then be None"
-                )
-            arrays.check_labels(self.labels.cpu().numpy(), self.classes, "labels")
+            arrays.check_labels(labels, self.classes, "labels")
 
     # ------------------------------------------------------------------ where it comes from
 
@@ -111,13 +100,10 @@ class ImageData:
         mean, std: per channel, for (x - mean)/std, where x is uint8/255, or the floats themselves;
         0 and 1 if not given. classes: largest label + 1 if not given.
         """
-        x, y = input_tensor(images, layout), target_tensor(labels)
-        channels = _channels(x)
-        mean = (0.0,) * channels if mean is None else tuple(map(float, mean))
-        std = (1.0,) * channels if std is None else tuple(map(float, std))
-        if classes is None and arrays.are_indices(y):
+        x, y = arrays.input_tensor(images, layout), target_tensor(labels)
+        if classes is None and are_indices(y):
             classes = int(y.max()) + 1 if len(y) else 0
-        return cls(x, y.to(x.device), mean, std, classes)
+        return cls(x, y.to(x.device), *pixels.stats(mean, std, x.shape[1:]), classes)
 
     @classmethod
     def from_npz(
@@ -139,7 +125,7 @@ class ImageData:
         try:
             if classes is None:
                 others = [target_tensor(read_npz(path, k), k) for k in keys if k.endswith("labels")]
-                if all(map(arrays.are_indices, others)):
+                if all(map(are_indices, others)):
                     classes = max((int(o.max()) + 1 for o in others if len(o)), default=0)
             return cls.from_arrays(images, labels, mean, std, classes=classes)
         except (TypeError, ValueError) as error:
@@ -174,14 +160,19 @@ class ImageData:
     # ------------------------------------------------------------------ parts of it
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.ids)
 
     def __repr__(self) -> str:
-        shape, dtype = "×".join(map(str, self.images.shape[1:])), str(self.images.dtype)[6:]
-        targets = "×".join(map(str, self.labels.shape[1:])) or "1"
-        what = f"targets {targets} {str(self.labels.dtype)[6:]}"
+        (_, *size), (_, *targets) = self.images.shape, self.labels.shape
+        what = f"targets {'×'.join(map(str, targets)) or 1} {str(self.labels.dtype)[6:]}"
         what = what if self.classes is None else f"{self.classes} classes"
-        return f"ImageData({len(self)} × {shape} {dtype}, {what}, {self.device})"
+        inputs = f"{'×'.join(map(str, size))} {str(self.images.dtype)[6:]}"
+        return f"{type(self).__name__}({len(self)} × {inputs}, {what}, {self.device})"
+
+    @property
+    def device(self) -> torch.device:
+        """The device of images and labels."""
+        return self.images.device
 
     def need_classes(self, what: str) -> int:
         """The number of classes; an error that names `what` needs it if there is none."""
@@ -192,11 +183,6 @@ class ImageData:
                 f"labels.argmax(1)), or a metric for these targets"
             )
         return self.classes
-
-    @property
-    def device(self) -> torch.device:
-        """The device of images and labels."""
-        return self.images.device
 
     def to(self, device: torch.device | str) -> ImageData:
         """The same data on another device."""
@@ -219,18 +205,17 @@ class ImageData:
         >>> [data.shard(r, 3).ids.tolist() for r in range(3)]
         [[0, 1], [2, 3], [4, 5, 6]]
         """
-        return self._changed(lambda tensor: _share(tensor, rank, world))
+        part = _share(len(self), rank, world)
+        return self._changed(lambda tensor: tensor[part])
 
     def subset(self, indices: Any) -> ImageData:
         """The samples at these positions, copied; they keep their ids and so their views."""
         index = target_tensor(indices, "indices").to(self.device)
-        if not arrays.are_indices(index):
+        if not are_indices(index):
             raise TypeError(f"indices are {index.dtype} {list(index.shape)}, not whole numbers [n]")
-        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(self):
-            raise IndexError(
-                f"indices go from {int(index.min())} to {int(index.max())}; "
-                f"there are {len(self)} samples"
-            )
+        low, high = (int(index.min()), int(index.max())) if len(index) else (0, -1)
+        if low < 0 or high >= len(self):
+            raise IndexError(f"indices go from {low} to {high}; there are {len(self)} samples")
         return self._changed(lambda tensor: tensor[index])
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> ImageData:
@@ -250,11 +235,8 @@ class ImageData:
         images [B,C,H,W]; others are contiguous.
         """
         if out is None:
-            if images.ndim != 4:
-                memory_format = torch.contiguous_format
-            out = torch.empty(
-                images.shape, dtype=dtype, device=images.device, memory_format=memory_format
-            )
+            order = memory_format if images.ndim == 4 else torch.contiguous_format
+            out = torch.empty(images.shape, dtype=dtype, device=images.device, memory_format=order)
         elif out.shape != images.shape:
             raise ValueError(f"out has shape {tuple(out.shape)}, the images {tuple(images.shape)}")
         return pixels.normalise(images, self.mean, self.std, out)
@@ -278,22 +260,21 @@ class ImageData:
     def check_views(self, padding: int, flip: bool) -> None:
         """Refuse crops and flips of inputs that are not images, or with a map as the target."""
         check_whole("padding", padding, 0)
-        wanted, images, labels = f"padding={padding}, flip={flip}", self.images, self.labels
-        if (padding or flip) and images.ndim != 4:
+        wanted, inputs = f"padding={padding}, flip={flip}", list(self.images.shape)
+        if (padding or flip) and len(inputs) != 4:
             raise ValueError(
-                f"{wanted} is for images [N,C,H,W]; these inputs are {list(images.shape)}: use "
-                f"padding=0, flip=False"
+                f"{wanted} is for images [N,C,H,W]; these inputs are {inputs}: use padding=0, "
+                f"flip=False"
             )
-        if (padding or flip) and labels.ndim > 2:
+        if (padding or flip) and self.labels.ndim > 2:
             raise ValueError(
-                f"{wanted} would move the images but not their targets {list(labels.shape)}: use "
-                f"padding=0, flip=False, and augment in a loop of your own"
+                f"{wanted} would move the images but not their targets {list(self.labels.shape)}: "
+                f"use padding=0, flip=False, and augment in a loop of your own"
             )
-        if padding > max(images.shape[2:], default=0):
-            height, width = images.shape[2:]
+        if padding and padding > max(inputs[2:]):
             raise ValueError(
-                f"padding={padding} for images of {height}×{width}, so that most crops are empty; "
-                f"use at most {max(height, width)}"
+                f"padding={padding} for images of {inputs[2]}×{inputs[3]}, so that most crops are "
+                f"empty; use at most {max(inputs[2:])}"
             )
 
     def view_count(self, padding: int) -> int:
@@ -314,19 +295,18 @@ class ImageData:
         ids = torch.from_numpy(views.astype(np.int64))
         return (ids if flip else ids - ids % 2).to(self.device)
 
-    def _random(self, stream: int, *, seed: int, step: int, epoch: int) -> np.ndarray:
+    def _random(self, stream: int, **numbers: int) -> np.ndarray:
         """One 64-bit number per sample: the id-th of the stream (seed, step, epoch)."""
-        for name, value in (("seed", seed), ("step", step), ("epoch", epoch)):
+        for name, value in numbers.items():
             check_whole(name, value, 0)
             if value >= 2**63:
                 raise ValueError(f"{name}={value}; it must be below 2^63")
-        ids = self.ids.cpu().numpy()
+        key = np.array([stream, numbers["seed"]], np.uint64)
         # Philox counts in the lowest word; raw numbers, as only these never change with numpy.
-        generator = np.random.Philox(
-            key=np.array([stream, seed], np.uint64),
-            counter=np.array([0, 0, epoch, step], np.uint64),
-        )
-        return generator.random_raw(int(ids.max()) + 1 if len(ids) else 0)[ids]
+        counter = np.array([0, 0, numbers["epoch"], numbers["step"]], np.uint64)
+        ids = self.ids.cpu().numpy()
+        generator = np.random.Philox(key=key, counter=counter)
+        return generator.random_raw(int(ids.max(initial=-1)) + 1)[ids]
 
     def views(
         self, indices: Tensor, view_ids: Tensor, *, padding: int = 4, out: Tensor | None = None,
@@ -337,12 +317,11 @@ class ImageData:
         Equivalent to RandomCrop((H, W), padding) and a flip on the raw image, then normalising.
         out and options (memory_format, dtype): as for `normalise`.
         """
-        count = self.view_count(padding)
         image = self.images.ndim == 4
+        last = self.view_count(padding) - 1 if image else 0
         # On a GPU the check would wait for the device; train_batches makes only valid ids.
         if view_ids.device.type == "cpu" and len(view_ids):
             low, high = int(view_ids.min()), int(view_ids.max())
-            last = count - 1 if image else 0
             if low < 0 or high > last:
                 raise ValueError(
                     f"view_ids go from {low} to {high}; padding {padding} gives 0 to {last}"
@@ -353,7 +332,7 @@ class ImageData:
     def train_batches(
         self, batch_size: int, *, seed: int, step: int, epoch: int, padding: int = 4,
         flip: bool = True, rank: int = 0, world: int = 1, smallest: int = 1, **options: Any,
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    ) -> TrainBatches:  # fmt: skip
         """One epoch: (images, labels, indices, view_ids), shuffled, each sample in its view.
 
         With `world` ranks each batch of batch_size is divided among them, so the batches are the
@@ -365,7 +344,7 @@ class ImageData:
         order = self.order(seed=seed, step=step, epoch=epoch)
         views = self.view_ids(seed=seed, step=step, epoch=epoch, padding=padding, flip=flip)
         whole = order.split(batch_sizes(len(self), batch_size, smallest))
-        mine = [_share(batch, rank, world) for batch in whole if len(batch) >= world]
+        mine = [batch[_share(len(batch), rank, world)] for batch in whole if len(batch) >= world]
         return (
             (self.views(i, views[i], padding=padding, **options), self.labels[i], i, views[i])
             for i in mine
@@ -384,13 +363,8 @@ def batch_sizes(samples: int, batch_size: int, smallest: int = 1) -> list[int]:
     return sizes
 
 
-def _channels(images: Tensor) -> int:
-    """How many values a mean and a std have."""
-    return images.shape[1] if images.ndim > 2 else 1
-
-
-def _share(values: Tensor, rank: int, world: int) -> Tensor:
+def _share(samples: int, rank: int, world: int) -> slice:
     """Part `rank` of `world` contiguous parts."""
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} of world {world}: rank goes from 0 to world-1")
-    return values[rank * len(values) // world : (rank + 1) * len(values) // world]
+    return slice(rank * samples // world, (rank + 1) * samples // world)

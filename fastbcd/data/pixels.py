@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Values = tuple[float, ...]
 
-def normalise(
-    images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], out: Tensor
-) -> Tensor:
+
+def stats(
+    mean: Iterable[float] | None, std: Iterable[float] | None, shape: Sequence[int]
+) -> tuple[Values, Values]:
+    """A mean and std for inputs of this shape, without N: 0 and 1 where none is given."""
+    channels = shape[0] if len(shape) > 1 else 1
+    means = (0.0,) * channels if mean is None else tuple(map(float, mean))
+    stds = (1.0,) * channels if std is None else tuple(map(float, std))
+    for name, values in (("mean", means), ("std", stds)):
+        if len(values) != channels:
+            raise ValueError(f"{name} has {len(values)} values for {channels} channels")
+        if not np.isfinite(values).all() or (name == "std" and min(values) <= 0):
+            raise ValueError(f"{name} is {values}; it must be finite, and std above 0")
+    return means, stds
+
+
+def normalise(images: Tensor, mean: Values, std: Values, out: Tensor) -> Tensor:
     """(images/255 - mean)/std into `out`, in one pass; floats are not divided by 255."""
     top = 1.0 if images.is_floating_point() else 255.0
     if top == 1.0 and not any(mean) and set(std) == {1.0}:
@@ -26,8 +43,8 @@ def normalise(
 
 @lru_cache(maxsize=64)
 def _affine(
-    mean: tuple[float, ...], std: tuple[float, ...], top: float, shape: tuple[int, ...],
-    dtype: torch.dtype, device: torch.device,
+    mean: Values, std: Values, top: float, shape: tuple[int, ...], dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(x/top - mean)/std = x·scale + shift: scale and shift, [C,...].
 
