@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils import data as torch_data
 
-from fastbcd.data.cifar import CIFAR, find_cifar, read_cifar
+from fastbcd.data.cifar import CIFAR, Arrays, find_cifar, read_cifar
 from fastbcd.data.images import ImageData
 from fastbcd.data.tiny_imagenet import read_tiny_imagenet
 
@@ -62,46 +62,43 @@ def load(
     >>> load("fashion-mnist-mini", "test")
     ImageData(2000 × 1×28×28 uint8, 10 classes, cpu)
     """
-    return dataclasses.replace(_read(name, split, root, download), name=str(name))
-
-
-def _read(name: str | Path, split: str, root: str | Path | None, download: bool) -> ImageData:
     if str(name).endswith(".npz"):
-        return ImageData.from_npz(name, split)
+        return dataclasses.replace(ImageData.from_npz(name, split), name=str(name))
     if name not in KNOWN:
         raise ValueError(f"no data is called {name!r}; there are {', '.join(KNOWN)} and .npz paths")
     if split not in ("train", "test"):
         raise ValueError(f"split is {split!r}; {name} has 'train' and 'test'")
     mean, std, classes = KNOWN[str(name)]
+    folder = Path(root or os.environ.get("FASTBCD_DATA") or "data")
     if name == "fashion-mnist-mini":
         with resources.as_file(resources.files("fastbcd.data") / "assets" / f"{name}.npz") as path:
-            return ImageData.from_npz(path, split, mean, std, classes)
-    root = Path(root or os.environ.get("FASTBCD_DATA") or "data")
-    if name == "tiny-imagenet":
-        inside = root / "tiny-imagenet-200"
-        arrays = read_tiny_imagenet(inside if inside.is_dir() else root, split)
+            data = ImageData.from_npz(path, split, mean, std, classes)
     else:
+        tiny = name == "tiny-imagenet"
+        read = (
+            read_tiny_imagenet(folder, split) if tiny else _cifar(folder, classes, split, download)
+        )
+        data = ImageData.from_arrays(*read, mean, std, classes, "NCHW")
+    return dataclasses.replace(data, name=str(name))
+
+
+def _cifar(root: Path, classes: int, split: str, download: bool) -> Arrays:
+    place = find_cifar(root, classes)
+    if place is None and download:
+        try:
+            datasets = import_module("torchvision.datasets")
+        except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
+            raise ImportError(
+                f"downloading goes through torchvision, which cannot be imported ({error}); "
+                f"install it (pip install torchvision), or put cifar-{classes}-python.tar.gz from "
+                f"https://www.cs.toronto.edu/~kriz/cifar.html into {root}"
+            ) from error
+        getattr(datasets, f"CIFAR{classes}")(str(root), download=True)
         place = find_cifar(root, classes)
-        if place is None and download:
-            _download_cifar(root, classes)
-            place = find_cifar(root, classes)
-        if place is None:
-            names = ", ".join(layout.archive for layout in CIFAR[classes])
-            raise FileNotFoundError(
-                f"there is no CIFAR-{classes} in {root}: neither {names} nor an unpacked folder of "
-                f"one; pass root=..., set FASTBCD_DATA, or download=True"
-            )
-        arrays = read_cifar(place, classes, split)
-    return ImageData.from_arrays(*arrays, mean, std, classes, "NCHW")
-
-
-def _download_cifar(root: Path, classes: int) -> None:
-    try:
-        datasets = import_module("torchvision.datasets")
-    except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
-        raise ImportError(
-            f"downloading goes through torchvision, which cannot be imported ({error}); install it "
-            f"(pip install torchvision), or put cifar-{classes}-python.tar.gz from "
-            f"https://www.cs.toronto.edu/~kriz/cifar.html into {root}"
-        ) from error
-    getattr(datasets, f"CIFAR{classes}")(str(root), download=True)
+    if place is None:
+        names = ", ".join(layout.archive for layout in CIFAR[classes])
+        raise FileNotFoundError(
+            f"there is no CIFAR-{classes} in {root}: neither {names} nor an unpacked folder of "
+            f"one; pass root=..., set FASTBCD_DATA, or download=True"
+        )
+    return read_cifar(place, classes, split)

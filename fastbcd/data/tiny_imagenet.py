@@ -16,13 +16,14 @@ from fastbcd.runtime.atomic_files import write_atomically
 
 
 def read_tiny_imagenet(folder: str | Path, split: str) -> Arrays:
-    """Tiny ImageNet from its unpacked folder, decoded once and cached in it as .npz.
+    """Tiny ImageNet from its unpacked folder or the one around it, decoded once, cached as .npz.
 
     split: "train", or "test" for the val folder (the test folder has no labels). Class k is the
     k-th class folder by name, as in torchvision's ImageFolder. Train images are ordered by their
     number in the class, then by class, so that the first n are balanced.
     """
-    folder = Path(folder)
+    inside = Path(folder) / "tiny-imagenet-200"
+    folder = inside if inside.is_dir() else Path(folder)
     wnids = sorted(_lines(folder / "wnids.txt"))
     files = _train_files(folder, wnids) if split == "train" else _val_files(folder, wnids)
     labels = np.searchsorted(wnids, [wnid for _, wnid in files]).astype(np.int64)
@@ -30,18 +31,22 @@ def read_tiny_imagenet(folder: str | Path, split: str) -> Arrays:
     listing = "".join(f"{p.relative_to(folder).as_posix()} {p.stat().st_size}\n" for p in paths)
     mark = np.frombuffer(hashlib.sha256(listing.encode()).digest(), np.uint8)
     cache = folder / f"fastbcd-{split}.npz"
-    images = _cached(cache, mark, len(paths))
-    if images is None:
-        images = _decode_all(paths)
-        arrays: Any = {"images": images, "fingerprint": mark}
-        try:
-            write_atomically(cache, lambda file: np.savez(file, **arrays))
-        except OSError as error:  # such as a read-only folder
-            warnings.warn(
-                f"{cache} cannot be written, so the images are decoded again next time: {error}",
-                stacklevel=2,
-            )
-    return images, labels
+    try:
+        images = read_npz(cache, "images")
+        same = np.array_equal(read_npz(cache, "fingerprint"), mark)
+    except (OSError, ValueError):  # absent or damaged: decode again
+        same = False
+    if same and images.dtype == np.uint8 and images.shape[:2] == (len(paths), 3):
+        return images, labels
+    arrays: Any = {"images": _decode_all(paths), "fingerprint": mark}
+    try:
+        write_atomically(cache, lambda file: np.savez(file, **arrays))
+    except OSError as error:  # such as a read-only folder
+        warnings.warn(
+            f"{cache} cannot be written, so the images are decoded again next time: {error}",
+            stacklevel=2,
+        )
+    return arrays["images"], labels
 
 
 def _train_files(folder: Path, wnids: list[str]) -> list[tuple[Path, str]]:
@@ -101,15 +106,3 @@ def _decode_all(paths: list[Path]) -> np.ndarray:
             raise ValueError(f"{path} is {image.shape}, but {paths[0]} is {images.shape[1:]}")
         images[i] = image
     return images
-
-
-def _cached(path: Path, fingerprint: np.ndarray, count: int) -> np.ndarray | None:
-    """The images of a cache that was made from the same files, or None."""
-    try:
-        if not np.array_equal(read_npz(path, "fingerprint"), fingerprint):
-            return None
-        images = read_npz(path, "images")
-    except (OSError, ValueError):  # absent or damaged: decode again
-        return None
-    whole = images.dtype == np.uint8 and images.ndim == 4 and images.shape[:2] == (count, 3)
-    return images if whole else None

@@ -6,10 +6,8 @@ For a site that keeps n ReLUs and has s squares (removed ReLUs that became quadr
     rounds  = [n > 0] * relu_rounds + [s > 0] * square_rounds
     seconds = n * relu_seconds + s * square_seconds  +  8 * bytes / bandwidth  +  rounds * rtt
 
-The total is the sum over the sites plus the protocol's set-up. Linear layers are not included:
-they cost the same for all masks. Nor are the other nonlinear operations of a net (max-pools), which
-are listed. Bytes grow with the ReLUs kept, rounds with the sites that keep
-any, so an emptied site is listed with the rounds that it saves.
+The total is the sum over the sites plus the protocol's set-up. Linear layers, which cost the same
+for all masks, and the other nonlinear operations of a net, which are listed, are not included.
 """
 
 from __future__ import annotations
@@ -17,13 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from fastbcd.masking.activations import MaskedPoly
-from fastbcd.masking.masks import MaskSet, mask_modules, masks
+from fastbcd.masking.masks import MaskSet, mask_modules
+from fastbcd.masking.masks import masks as masks_of
 from fastbcd.masking.missed_relus import NonlinearOp
 from fastbcd.private.protocols import Protocol, find_protocol
 
@@ -99,55 +97,49 @@ class Cost:
         """All values, ready for JSON; None where a value is unknown."""
         times = {"setup": self.setup, "seconds": self.seconds, "known_seconds": self.known_seconds}
         return {
-            "protocol": self.protocol.name,
-            "bandwidth": self.bandwidth,
-            "rtt": self.rtt,
+            "protocol": self.protocol.name, "bandwidth": self.bandwidth, "rtt": self.rtt,
             "total": {**asdict(self.total), **times},
             "emptied": [s.name for s in self.emptied],
             "sites": [{**asdict(s), "seconds": s.seconds} for s in self.sites],
             "not_included": [asdict(op) for op in self.not_included],
             "constants": {k: asdict(c) for k, c in self.protocol.constants().items()},
-        }
+        }  # fmt: skip
 
     def __str__(self) -> str:
-        names = ["ReLUs", "of", "squares", "bytes", "rounds", "compute", "transfer", "latency",
-                 "seconds"]  # fmt: skip
-        rows = [["site", *names], *map(_cells, self.sites), _cells(self.total)]
+        header = ["site", "ReLUs", "of", "squares", "bytes", "rounds", "compute", "transfer",
+                  "latency", "seconds"]  # fmt: skip
+        rows = [header, *map(_cells, (*self.sites, self.total))]
         rows[-1][-1] = si(self.seconds, "s")  # with the set-up
         constants = self.protocol.constants()
         if not self.total.squares:
             rows = [row[:3] + row[4:] for row in rows]
             constants = {k: c for k, c in constants.items() if not k.startswith("square")}
-        width = max(len(row[0]) for row in rows)
+        width, wide = max(len(row[0]) for row in rows), max(map(len, constants))
+        notes: dict[str, list[str]] = {}  # by their title
+        if self.setup:
+            notes[f"{si(self.setup, 's')} of the total is set-up"] = []
+        if self.seconds is None:
+            notes[f"at least {si(self.known_seconds, 's')}: the rest is unknown"] = []
+        if self.emptied:
+            saved = [f"{s.name}  {_number(s.saved_rounds)} rounds" for s in self.emptied]
+            notes[f"{len(saved)} emptied sites save {_number(self.saved_rounds)} rounds:"] = saved
+        if self.not_included:
+            notes["not included, besides linear layers:"] = list(map(str, self.not_included))
+        notes["sources:"] = [f"{k:<{wide}}  {c}" for k, c in constants.items()]
         lines = [
             f"{self.protocol.name}, {si(self.bandwidth, 'bit/s')}, round trip "
             f"{si(self.rtt, 's')}: {self.relus:,} ReLUs, the activations of one image",
             *(f"  {row[0]:<{width}}" + "".join(f"{c:>11}" for c in row[1:]) for row in rows),
         ]
-        if self.setup:
-            lines.append(f"  {si(self.setup, 's')} of the total is set-up")
-        if self.seconds is None:
-            lines.append(f"  at least {si(self.known_seconds, 's')}: the rest is unknown")
-        if self.emptied:
-            saved = _number(self.saved_rounds)
-            lines.append(f"  {len(self.emptied)} emptied sites save {saved} rounds:")
-            lines += [f"    {s.name}  {_number(s.saved_rounds)} rounds" for s in self.emptied]
-        if self.not_included:
-            lines += ["  not included, besides linear layers:"]
-            lines += [f"    {op}" for op in self.not_included]
-        width = max(map(len, constants))
-        lines += ["  sources:", *(f"    {k:<{width}}  {c}" for k, c in constants.items())]
+        for title, items in notes.items():
+            lines += [f"  {title}", *(f"    {item}" for item in items)]
         return "\n".join(lines)
 
 
 def cost(
-    masks: MaskSet | nn.Module,
-    protocol: str | Protocol = "crypten",
-    *,
-    bandwidth: float = LAN_BANDWIDTH,
-    rtt: float = LAN_RTT,
-    poly: Collection[str] = (),
-) -> Cost:
+    masks: MaskSet | nn.Module, protocol: str | Protocol = "crypten", *,
+    bandwidth: float = LAN_BANDWIDTH, rtt: float = LAN_RTT, poly: Collection[str] = (),
+) -> Cost:  # fmt: skip
     """The cost of the activations of one image in private inference.
 
     A round counts as a whole round trip, which is an upper bound where both parties send at the
@@ -165,52 +157,45 @@ def cost(
     >>> c.bytes, c.rounds, [(s.name, s.saved_rounds) for s in c.emptied]
     (475136.0, 9.0, [('b', 9)])
     """
-    kept, quadratic = _sites(masks, poly)
-    chosen = find_protocol(protocol)
+    chosen, nets = find_protocol(protocol), []
+    if isinstance(masks, nn.Module):
+        if poly:
+            raise ValueError("poly= is for masks without a net; leave it out")
+        nets = list(masks.modules())
+        poly = [name for name, m in mask_modules(masks).items() if isinstance(m, MaskedPoly)]
+        masks = masks_of(masks)
+    if not isinstance(masks, MaskSet):
+        raise TypeError(f"masks is a {type(masks).__name__}; give a MaskSet or a net with masks")
+    unknown = set(poly) - {s.name for s in masks.sites}
+    if unknown:
+        raise ValueError(f"poly names {min(unknown)!r}, which is no site of these masks")
     if not (isinstance(bandwidth, int | float) and bandwidth > 0):
         raise ValueError(f"bandwidth={bandwidth!r}; give bits per second, above 0")
     if not (isinstance(rtt, int | float) and 0 <= rtt < math.inf):
         raise ValueError(f"rtt={rtt!r}; give the round trip in seconds, 0 or more")
-    made = partial(_site, chosen, bandwidth=bandwidth, rtt=rtt)
-    counts = zip(kept.sites, kept.counts().values(), strict=True)
-    sites = [made(s.name, s.numel, relus=n, poly=s.name in quadratic) for s, n in counts]
-    nets = masks.modules() if isinstance(masks, nn.Module) else ()
-    reports: list[Any] = [getattr(m, "conversion_report", None) for m in nets]
-    others = tuple(op for report in reports if report for op in report.nonlinear)
-    return Cost(chosen, float(bandwidth), float(rtt), tuple(sites), others)
-
-
-def _sites(given: MaskSet | nn.Module, poly: Collection[str]) -> tuple[MaskSet, set[str]]:
-    if isinstance(given, nn.Module):
-        if poly:
-            raise ValueError("poly= is for masks without a net; leave it out")
-        found = mask_modules(given)
-        return masks(given), {name for name, m in found.items() if isinstance(m, MaskedPoly)}
-    if not isinstance(given, MaskSet):
-        raise TypeError(f"masks is a {type(given).__name__}; give a MaskSet or a net with masks")
-    unknown = set(poly) - {s.name for s in given.sites}
-    if unknown:
-        raise ValueError(f"poly names {min(unknown)!r}, which is no site of these masks")
-    return given, set(poly)
-
-
-def _site(
-    p: Protocol, name: str, units: int, *, relus: int, poly: bool, bandwidth: float, rtt: float
-) -> SiteCost:
-    squares = units - relus if poly else 0
 
     def figure(kind: str, relus: int, squares: int) -> float | None:
         counts = {f"relu_{kind}": relus, f"square_{kind}": squares}
-        values = ((n, getattr(p, key).value) for key, n in counts.items())
+        values = ((n, getattr(chosen, key).value) for key, n in counts.items())
         # What is not used costs 0, even if its value is unknown.
         return _sum(None if n and value is None else float(n * (value or 0)) for n, value in values)
 
-    size, compute = figure("bytes", relus, squares), figure("seconds", relus, squares)
-    rounds = figure("rounds", relus > 0, squares > 0)
-    return SiteCost(
-        name, units, relus, squares, size, rounds, 0 if relus else p.relu_rounds.value, compute,
-        None if size is None else 8 * size / bandwidth, None if rounds is None else rounds * rtt,
-    )  # fmt: skip
+    sites = []
+    for site, relus in zip(masks.sites, masks.counts().values(), strict=True):
+        squares = site.numel - relus if site.name in poly else 0
+        size, rounds = figure("bytes", relus, squares), figure("rounds", relus > 0, squares > 0)
+        sites.append(
+            SiteCost(
+                site.name, site.numel, relus, squares, size, rounds,
+                saved_rounds=0 if relus else chosen.relu_rounds.value,
+                compute=figure("seconds", relus, squares),
+                transfer=None if size is None else 8 * size / bandwidth,
+                latency=None if rounds is None else rounds * rtt,
+            )
+        )  # fmt: skip
+    reports: list[Any] = [getattr(m, "conversion_report", None) for m in nets]
+    others = tuple(op for report in reports if report for op in report.nonlinear)
+    return Cost(chosen, float(bandwidth), float(rtt), tuple(sites), others)
 
 
 def _sum(terms: Iterable[float | None]) -> float | None:

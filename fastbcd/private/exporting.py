@@ -52,13 +52,14 @@ def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> flo
             f"example has a batch of {len(example)}; give two or more images, since torch.export "
             f"treats a batch of one as a constant"
         )
-    for package in ("onnx", "onnxscript") if path.suffix == ".onnx" else ():
+    needed, write, run = _FORMATS[path.suffix]
+    for package in needed:
         try:
             importlib.import_module(package)
         except ImportError as error:
             raise ImportError(
-                f"writing .onnx needs the package {package}: pip install fastbcd[onnx]; .pt2 does "
-                f"not need it"
+                f"writing {path.suffix} needs the package {package}: pip install fastbcd[onnx]; "
+                f".pt2 does not need it"
             ) from error
     masked = any(isinstance(module, MaskedActivation) for module in net.modules())
     model = (gather_form(net) if masked else copy.deepcopy(net)).eval()
@@ -70,7 +71,6 @@ def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> flo
                 "checked: give images like those of its data, and see activation_ranges"
             )
         program = _program(model, example)
-        write, run = _FORMATS[path.suffix]
         write_atomically(path, lambda file: write(program, file))
         found = run(path, example)
     if found is None:
@@ -104,10 +104,6 @@ def _write_onnx(program: torch.export.ExportedProgram, file: Any) -> None:
     file.write(made.model_proto.SerializeToString())
 
 
-def _run_program(path: Path, example: Tensor) -> Tensor:
-    return torch.export.load(path).module()(example)
-
-
 def _run_onnx(path: Path, example: Tensor) -> Tensor | None:
     try:
         runtime = importlib.import_module("onnxruntime")
@@ -118,7 +114,8 @@ def _run_onnx(path: Path, example: Tensor) -> Tensor | None:
     return torch.from_numpy(session.run(None, inputs)[0]).to(example.device)
 
 
+# The packages that a format needs, how it is written, and how the file is run.
 _FORMATS: dict[str, Any] = {
-    ".pt2": (torch.export.save, _run_program),
-    ".onnx": (_write_onnx, _run_onnx),
+    ".pt2": ((), torch.export.save, lambda path, x: torch.export.load(path).module()(x)),
+    ".onnx": (("onnx", "onnxscript"), _write_onnx, _run_onnx),
 }
