@@ -108,16 +108,22 @@ def read_dataset(dataset: Any, mean: Stats, std: Stats) -> tuple[np.ndarray, np.
                     f"of item 0 {held.dtype} {held.shape[1:]}; bring all to one size and dtype"
                 )
             held[i] = array
-        again = read_item(dataset[i], i)[0] if i < 8 else item[0]
-        if not np.array_equal(again, item[0], equal_nan=again.dtype.kind == "f"):
-            raise ValueError(
-                f"item {i} of the dataset is another image each time it is read; give the "
-                f"dataset without its random transforms: fastbcd makes crops and flips itself"
-            )
+        if i < 8:
+            check_repeatable(dataset, i, item[0])
     images, targets = whole
     if images.dtype != np.uint8 and mean is not None and std is not None:
         images = _to_bytes(images, mean, std)
     return images, targets
+
+
+def check_repeatable(dataset: Any, i: int, image: np.ndarray) -> None:
+    """Refuse a Dataset whose item i is not this image when it is read again."""
+    again = read_item(dataset[i], i)[0]
+    if not np.array_equal(again, image, equal_nan=again.dtype.kind == "f"):
+        raise ValueError(
+            f"item {i} of the dataset is another image each time it is read; give the "
+            f"dataset without its random transforms: fastbcd makes crops and flips itself"
+        )
 
 
 def sampled(loader: torch_data.DataLoader) -> list[int] | None:

@@ -79,10 +79,8 @@ def read_cifar(path: str | Path, classes: int, split: str, images: int | None = 
         where = f"{path}: {file}"
         pixels, labels = _read_batch(files[file], where, layout)
         if len(pixels) != total // len(wanted):
-            raise ValueError(
-                f"{where} has {len(pixels)} images instead of {total // len(wanted)}: it is cut "
-                f"short or another file; get it again"
-            )
+            found = f"{where} has {len(pixels)} images instead of {total // len(wanted)}"
+            raise ValueError(f"{found}: it is cut short or another file; get it again")
         check_labels(torch.from_numpy(labels), classes, f"{where}: labels")
         parts.append((pixels.reshape(-1, 3, 32, 32), labels))
     return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
@@ -140,9 +138,8 @@ def _members(path: Path, names: set[str]) -> dict[str, bytes]:
                 if content is not None:
                     found[base] = content.read()
     except Exception as error:  # damaged bytes can raise anything
-        raise ValueError(
-            f"{path} is damaged or cut short at {place} ({error}); get it again"
-        ) from error
+        what = f"{path} is damaged or cut short at {place} ({error})"
+        raise ValueError(f"{what}; get it again") from error
     return found
 
 

@@ -67,16 +67,12 @@ class ImageData:
         if images.dtype not in arrays.DTYPES:
             raise TypeError(f"images are {images.dtype}; they must be uint8, float32 or float64")
         if images.ndim < 2 or 0 in images.shape[1:]:
-            raise ValueError(
-                f"images have shape {list(images.shape)}, not [N,C,H,W] or another [N,C,...] with "
-                f"sizes of at least 1"
-            )
+            shape = list(images.shape)
+            raise ValueError(f"images have shape {shape}, not [N,C,H,W] or [N,C,...] of at least 1")
         for name, tensor in (("labels", labels), ("ids", self.ids)):
             if tensor.shape[:1] != images.shape[:1]:
-                raise ValueError(
-                    f"{name} are {tensor.dtype} {list(tensor.shape)} beside {n} images; "
-                    f"they must be [{n}] or [{n},...]"
-                )
+                found = f"{name} are {tensor.dtype} {list(tensor.shape)} beside {n} images"
+                raise ValueError(f"{found}; they must be [{n}] or [{n},...]")
             if tensor.device != images.device:
                 raise ValueError(f"{name} are on {tensor.device}, the images on {images.device}")
         pixels.stats(self.mean, self.std, images.shape[1:])
@@ -260,22 +256,15 @@ class ImageData:
     def check_views(self, padding: int, flip: bool) -> None:
         """Refuse crops and flips of inputs that are not images, or with a map as the target."""
         check_whole("padding", padding, 0)
-        wanted, inputs = f"padding={padding}, flip={flip}", list(self.images.shape)
+        inputs, targets, problem = list(self.images.shape), list(self.labels.shape), None
         if (padding or flip) and len(inputs) != 4:
-            raise ValueError(
-                f"{wanted} is for images [N,C,H,W]; these inputs are {inputs}: use padding=0, "
-                f"flip=False"
-            )
-        if (padding or flip) and self.labels.ndim > 2:
-            raise ValueError(
-                f"{wanted} would move the images but not their targets {list(self.labels.shape)}: "
-                f"use padding=0, flip=False, and augment in a loop of your own"
-            )
-        if padding and padding > max(inputs[2:]):
-            raise ValueError(
-                f"padding={padding} for images of {inputs[2]}×{inputs[3]}, so that most crops are "
-                f"empty; use at most {max(inputs[2:])}"
-            )
+            problem = f"is for images [N,C,H,W]; these inputs are {inputs}"
+        elif (padding or flip) and len(targets) > 2:
+            problem = f"would move the images but not their targets {targets}"
+        elif padding and padding > max(inputs[2:]):
+            problem = f"leaves most crops of {inputs[2]}×{inputs[3]} empty"
+        if problem:
+            raise ValueError(f"padding={padding}, flip={flip} {problem}: use padding=0, flip=False")
 
     def view_count(self, padding: int) -> int:
         """How many views an image has: (2·padding+1)² crops, each with and without flip."""
@@ -323,9 +312,8 @@ class ImageData:
         if view_ids.device.type == "cpu" and len(view_ids):
             low, high = int(view_ids.min()), int(view_ids.max())
             if low < 0 or high > last:
-                raise ValueError(
-                    f"view_ids go from {low} to {high}; padding {padding} gives 0 to {last}"
-                )
+                found = f"view_ids go from {low} to {high}"
+                raise ValueError(f"{found}; padding {padding} gives 0 to {last}")
         x = self.images.index_select(0, indices)
         return self.normalise(pixels.crop(x, view_ids, padding) if image else x, out, **options)
 

@@ -91,9 +91,7 @@ def _decode_all(paths: list[Path]) -> np.ndarray:
     try:
         pil = importlib.import_module("PIL.Image")
     except ImportError as error:
-        raise ImportError(
-            "decoding JPEG files needs Pillow: pip install pillow (torchvision brings it too)"
-        ) from error
+        raise ImportError("decoding JPEG files needs Pillow: pip install pillow") from error
     images = np.empty(0, np.uint8)
     for i, path in enumerate(paths):
         try:

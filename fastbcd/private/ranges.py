@@ -93,10 +93,8 @@ def activation_ranges(
     """
     bits, fraction = fixed_point or (math.inf, 1)
     if not 0 < fraction < bits - 1:
-        raise ValueError(
-            f"fixed_point={fixed_point!r}; give (bits, fraction bits), such as (64, 16), with "
-            f"0 < fraction < bits - 1"
-        )
+        form = "(bits, fraction bits), such as (64, 16), with 0 < fraction < bits - 1"
+        raise ValueError(f"fixed_point={fixed_point!r}; give {form}")
     images = as_data(data)
     if not len(images):
         raise ValueError("there are no images to measure the ranges on")

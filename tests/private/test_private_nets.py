@@ -94,7 +94,7 @@ def test_one_activation_in_two_places() -> None:
 def test_gather_form_refuses() -> None:
     with pytest.raises(ValueError, match="has no masked activations"):
         private.gather_form(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="site '0' is a SoftReLU, which belongs to an unfinished"):
+    with pytest.raises(ValueError, match="site '0' is a SoftReLU of an unfinished"):
         private.gather_form(nn.Sequential(SoftReLU(torch.tensor([True]))))
 
 
