@@ -23,8 +23,7 @@ from torch import Tensor
 import fastbcd
 from fastbcd.masking.masks import MaskSet
 from fastbcd.scoring.collapsed.affine_net import AffineNet
-from fastbcd.scoring.collapsed.build import FormBuilder
-from fastbcd.scoring.collapsed.cost import CollapsedCost
+from fastbcd.scoring.collapsed.build import CollapsedCost, FormBuilder
 from fastbcd.scoring.collapsed.engine import Collapsed
 from fastbcd.scoring.collapsed.form import AffineCache
 from fastbcd.scoring.engine import Request

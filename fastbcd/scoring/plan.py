@@ -9,8 +9,7 @@ import torch
 from fastbcd.runtime.ranks import world
 from fastbcd.runtime.warn_once import warn_once
 from fastbcd.scoring.collapsed.affine_net import AffineNet, check_linear
-from fastbcd.scoring.collapsed.build import FormBuilder
-from fastbcd.scoring.collapsed.cost import CollapsedCost
+from fastbcd.scoring.collapsed.build import CollapsedCost, FormBuilder
 from fastbcd.scoring.collapsed.engine import Collapsed
 from fastbcd.scoring.collapsed.form import Signature, cached_form, drop_form, keep_form
 from fastbcd.scoring.collapsed.linear_rules import NotAffine

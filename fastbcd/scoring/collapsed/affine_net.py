@@ -116,25 +116,22 @@ def check_linear(net: nn.Module, facts: list[Any], program: Program, like: Tenso
             cases += [(source, random), (source, last if number % 2 else first)]
         image = torch.randn(like[:1].shape, generator=generator, dtype=torch.float64)
         for i in range(0, len(cases), TOGETHER):
-            amounts = 4 * torch.randn(TOGETHER, generator=generator, dtype=torch.float64)
-            _compare(affine, image.to(like.device), cases[i : i + TOGETHER], amounts.tolist())
+            _compare(affine, image.to(like.device), cases[i : i + TOGETHER])
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise NotAffine(f"its linear part cannot be computed ({error})") from error
     _checked[net] = facts
 
 
-def _compare(net: AffineNet, image: Tensor, cases: list[Any], amounts: list[float]) -> None:
+def _compare(net: AffineNet, image: Tensor, cases: list[tuple[int, tuple[int, ...]]]) -> None:
     """Row 0 is the image itself; the other rows have one number each added somewhere."""
     x = image.repeat(1 + len(cases), *(1,) * (image.ndim - 1))
-    added: dict[fx.Node, list[Any]] = {}
+    added: list[tuple[fx.Node, int, Tensor]] = []
     pushed: dict[fx.Node, dict[int, Tensor]] = {}
-    for row, ((source, place), amount) in enumerate(zip(cases, amounts, strict=False), 1):
+    for row, (source, place) in enumerate(cases, 1):
         start = net.starts[source]
-        added.setdefault(start, []).append((row, place, amount))
         impulse: Any = image.new_zeros(1, *net.program.shapes[start][1:])
-        impulse[0][place] = amount
-        if source == IMAGE:
-            x[row] += impulse[0]
+        impulse[0][place] = 4.0 * (-1) ** row
+        added.append((start, row, impulse[0]))
         if len(place) == 3:
             top, left = place[1:]
             one = impulse[:, :, top : top + 1, left : left + 1]
@@ -142,6 +139,13 @@ def _compare(net: AffineNet, image: Tensor, cases: list[Any], amounts: list[floa
         for node, value in net.push(source, impulse, net.reached(source)):
             if node is net.program.output or node in net.off:
                 pushed.setdefault(node, {})[row] = whole(value)[0]
+
+    def add(where: fx.Node, value: Tensor) -> None:
+        for start, row, numbers in added:
+            if start is where:
+                value[row] += numbers
+
+    add(net.program.placeholder, x)
     for node, value in net.run(x):
         found = value - value[:1]
         for row, response in pushed.get(node, {}).items():
@@ -150,8 +154,7 @@ def _compare(net: AffineNet, image: Tensor, cases: list[Any], amounts: list[floa
             raise NotAffine(
                 f"an impulse arrives at node {node.name!r} in another way than in the net"
             )
-        for row, place, amount in added.get(node, []):
-            value[row][place] += amount
+        add(node, value)
 
 
 def _in_double(program: Program) -> Program:

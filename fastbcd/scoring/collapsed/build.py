@@ -1,15 +1,19 @@
-"""Building a collapsed form: unit impulses through the affine net.
+"""Building a collapsed form by unit impulses through the affine net, and what a form costs.
 
 The impulses of a site start at that site and run in batches of neighbours; positions that they
 have not reached yet are neither stored nor convolved (patches.py). Ranks share out the batches.
+A multiply-add of the build takes longer than one of stacked's convolutions, as measured
+(benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
@@ -18,10 +22,14 @@ from fastbcd.runtime.ranks import all_sum, rank, world
 from fastbcd.scoring.collapsed.affine_net import IMAGE, AffineNet
 from fastbcd.scoring.collapsed.form import Block, Form
 from fastbcd.scoring.collapsed.patches import LARGE, ImpulseBatch, Positions, stored, whole
+from fastbcd.scoring.engine import Request
 from fastbcd.scoring.stacked import peak_bytes
 
 PIECE = 32  # images at a time through the affine net
 KERNELS = 2**25  # bytes: oneDNN compiles a kernel for each shape of patch, and keeps it
+BUILD_WEIGHT = 1.3  # of a multiply-add of impulses: small images, many shapes
+# By net: multiply-adds of an impulse, which hardly depend on the masks.
+_impulse_costs: weakref.WeakKeyDictionary[nn.Module, dict] = weakref.WeakKeyDictionary()
 
 
 class FormBuilder:
@@ -56,36 +64,6 @@ class FormBuilder:
             self.rows.append(rows)
             self.heights.append(height)
         self.numbers = [h * n for h, n in zip(self.heights, self.counts, strict=True)]  # of H
-
-    # ------------------------------------------------------------------------------- sizes
-
-    def pairs(self) -> int:
-        """How many numbers H and G have."""
-        return sum(self.numbers) + len(self.ids) * self.classes
-
-    def image_numbers(self) -> int:
-        """How many numbers U and W have."""
-        return self.positions[IMAGE].count * (len(self.ids) + self.classes)
-
-    def build_bytes(self) -> int:
-        """What `build` takes beside the form: a batch of impulses, one site's rows, kernels."""
-        largest = max(self.numbers, default=0) * self.like.element_size()
-        kernels = KERNELS if self.like.device.type == "cpu" else 0
-        return LARGE * peak_bytes(self.net.program) + largest + kernels
-
-    def impulse_cost(self, source: int) -> int:
-        """Predicted multiply-adds of one impulse at a source, from one in the middle."""
-        positions = self.positions[source]
-        if not positions.count:
-            return 0
-        middle = positions.batches[len(positions.batches) // 2]
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            impulse = positions.impulses(middle._replace(stop=middle.start + 1), self.like)
-            pushed = self.net.push(source, impulse, self.steps[source])
-            cost = self.net.cost
-            return sum(cost[node] * stored(value).numel() for node, value in pushed if node in cost)
-
-    # ------------------------------------------------------------------------------- build
 
     def build(self, with_image: bool) -> Form:
         """Push all impulses; U and W too if `with_image`."""
@@ -150,3 +128,68 @@ class FormBuilder:
                 z[:, self.bounds[s] : self.bounds[s + 1]] = self.positions[s].gather(value)[1]
             logits = value  # the last one
         return z, logits
+
+
+class CollapsedCost:
+    """Multiply-adds and bytes for one request, given the form if there is one already."""
+
+    def __init__(self, request: Request, builder: FormBuilder, form: Form | None) -> None:
+        self.builder, self.form, self.images = builder, form, request.images
+        self.forward = sum(builder.net.program.multiply_adds.values())
+        self.known_costs = _impulse_costs.setdefault(request.net, {})
+        self.kinks, self.itemsize = len(builder.ids), request.example.element_size()
+        # Numbers of H and G, and of U and W.
+        self.pairs = sum(builder.numbers) + self.kinks * builder.classes
+        self.image_numbers = builder.positions[IMAGE].count * (self.kinks + builder.classes)
+        self.trials = (1 + request.hypotheses) * self.images * self.pairs
+
+    def of_impulses(self, source: int) -> int:
+        """All impulses of a source, predicted from one in the middle."""
+        positions, net = self.builder.positions[source], self.builder.net
+        key = (source, positions.tile)
+        if key not in self.known_costs and positions.count:
+            middle = positions.batches[len(positions.batches) // 2]
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                one = positions.impulses(middle._replace(stop=middle.start + 1), self.builder.like)
+                self.known_costs[key] = sum(
+                    net.cost[node] * stored(value).numel()
+                    for node, value in net.push(source, one, self.builder.steps[source])
+                    if node in net.cost
+                )
+        return positions.count and positions.count * self.known_costs[key]
+
+    @cached_property
+    def with_image(self) -> bool:
+        """Are U and W worth their impulses, or is running the affine net on each image less?"""
+        if self.form is not None:
+            return self.form.image is not None
+        gain = self.images * (self.forward - self.image_numbers)
+        return gain > 0 and self.of_impulses(IMAGE) * BUILD_WEIGHT < gain
+
+    @cached_property
+    def build(self) -> int:
+        sources = set(self.builder.positions) - (set() if self.with_image else {IMAGE})
+        return sum(map(self.of_impulses, sources)) if self.form is None else 0
+
+    @cached_property
+    def affine(self) -> int:
+        known = 0 if self.form is None else self.form.affine.images
+        each = self.image_numbers if self.with_image else self.forward
+        return max(0, self.images - known) * each
+
+    @property
+    def form_bytes(self) -> int:
+        return (self.pairs + (self.image_numbers if self.with_image else 0)) * self.itemsize
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the form and, while it is built, a batch of impulses, one site's rows, kernels."""
+        if self.form is not None:
+            return self.form_bytes
+        rows = max(self.builder.numbers, default=0) * self.itemsize
+        kernels = KERNELS if self.builder.like.device.type == "cpu" else 0
+        return self.form_bytes + LARGE * peak_bytes(self.builder.net.program) + rows + kernels
+
+    def weighted(self) -> float:
+        """Comparable with stacked's multiply-adds."""
+        return BUILD_WEIGHT * self.build + self.trials + self.affine

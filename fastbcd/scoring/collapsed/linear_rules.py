@@ -58,16 +58,17 @@ class Context(NamedTuple):
         return False
 
     def source(self, step: Call) -> fx.Node:
-        """The one value that depends on the image, read once; products may read it second."""
-        read: list[fx.Node] = []
-        fx.node.map_arg((step.args, step.kwargs), lambda n: read.append(n) or n)  # type: ignore[func-returns-value]
-        varying = [n for n in read if n in self.varies]
-        if len(varying) != 1 or varying[0] not in step.args[: 1 + (step.node.target in _PRODUCTS)]:
+        """The one tensor that is no constant, read once; products may read it second."""
+        known = self.program.shapes.keys() - self.program.constants.keys() | self.varies
+        leaves = tree_leaves((step.args, step.kwargs))
+        read = [n for n in leaves if isinstance(n, fx.Node) and n in known]
+        places = 2 if step.node.target in _PRODUCTS else 1
+        if len(read) != 1 or read[0] not in self.varies or read[0] not in step.args[:places]:
             raise ValueError("not one value that depends on the image")
-        return varying[0]
+        return read[0]
 
-    def fill(self, step: Call, values: Values, n: int) -> tuple[tuple, dict[str, Any]]:
-        """The arguments with whole values, constants, and sizes as they are for n images."""
+    def call(self, run: Any, step: Call, values: Values, n: int) -> Any:
+        """Run with the step's arguments: whole values, constants, sizes as for n images."""
 
         def value(node: fx.Node) -> Any:
             if node in values:
@@ -76,24 +77,32 @@ class Context(NamedTuple):
                 return self.program.constants[node]
             if node in self.program.shapes:  # only its size matters
                 return torch.empty((n, *self.program.shapes[node][1:]), device="meta")
-            run: Any = node.target
-            run = getattr(Tensor, run) if node.op == "call_method" else run
+            called: Any = node.target
+            called = getattr(Tensor, called) if node.op == "call_method" else called
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
-            return run(*args, **kwargs)
+            return called(*args, **kwargs)
 
-        return fx.node.map_arg((step.args, step.kwargs), value)
+        args, kwargs = fx.node.map_arg((step.args, step.kwargs), value)
+        return run(*args, **kwargs)
 
 
 def linear_part(step: Activation | Call, context: Context) -> Run:
     """The function that takes impulses through this step."""
+    node, shapes = step.node, context.program.shapes
     if isinstance(step, Activation):
-        return _activation(step, context)
-    key: Any = type(step.run) if isinstance(step.run, nn.Module) else step.node.target
+        if not isinstance(step.module, MaskedReLU):
+            raise NotAffine(f"site {str(node.target)!r} is polynomial, not a masked ReLU")
+        # z = x*scale + residual; the shift is a constant
+        return _total(node, [(step.x, step.scale), (step.residual, None)], shapes)
+    key: Any = type(step.run) if isinstance(step.run, nn.Module) else node.target
     try:
-        if key in (*_SUMS, *_DIFFERENCES):
-            return _sum(step, context)
+        if key in _SUMS or key in _DIFFERENCES:
+            (a, b), sign = step.args, None if key in _SUMS else -1.0
+            if step.kwargs or node not in shapes:
+                raise ValueError("not a sum of two tensors")
+            return _total(node, [(a, None), (b, sign)], shapes)
         if key in _CATS:
-            return _cat(context, *step.args, **step.kwargs)
+            return _cat(shapes, *step.args, **step.kwargs)
         source = context.source(step)
         if isinstance(step.run, Convolution):
             function: Any = partial(patches.convolve, conv=step.run)
@@ -102,22 +111,14 @@ def linear_part(step: Activation | Call, context: Context) -> Run:
             if key is not operator.getitem or not isinstance(step.args[1], int):
                 raise TypeError(key)
         else:
-            args, kwargs = context.fill(step, {}, 1)
-            if sum(isinstance(t, Tensor) and t.is_meta for t in tree_leaves((args, kwargs))) > 1:
-                raise ValueError("a tensor that is computed from constants or sizes")
-            function = RULES[key](step.run, *args, **kwargs)
+            function = context.call(partial(RULES[key], step.run), step, {}, 1)
     except (TypeError, ValueError, LookupError):  # no rule, or arguments that it does not expect
         raise refusal(step) from None
     except NotAffine as reason:
         raise refusal(step, str(reason)) from None
-    if function is not None:
-        return lambda values, n: function(values[source])
-
-    def as_it_is(values: Values, n: int) -> Any:
-        args, kwargs = context.fill(step, values, n)
-        return step.run(*args, **kwargs)
-
-    return as_it_is
+    if function is None:
+        return partial(context.call, step.run, step)
+    return lambda values, n: function(values[source])
 
 
 def refusal(step: Call, why: str = "is not an affine function of the image") -> NotAffine:
@@ -129,23 +130,8 @@ def refusal(step: Call, why: str = "is not an affine function of the image") -> 
 # ---------------------------------------------------------------------- steps of several values
 
 
-def _activation(step: Activation, context: Context) -> Run:
-    if not isinstance(step.module, MaskedReLU):
-        raise NotAffine(f"site {str(step.node.target)!r} is polynomial, not a masked ReLU")
-    # z = x*scale + residual; the shift is a constant
-    return _total(step.node, [(step.x, step.scale), (step.residual, None)], context)
-
-
-def _sum(step: Call, context: Context) -> Run:
-    if step.kwargs or len(step.args) != 2 or step.node not in context.program.shapes:
-        raise ValueError("not a sum of two tensors")
-    sign = None if step.node.target in _SUMS else -1.0
-    return _total(step.node, [(step.args[0], None), (step.args[1], sign)], context)
-
-
-def _total(node: fx.Node, terms: list[tuple[Any, Tensor | float | None]], context: Context) -> Run:
-    """The sum of some values, the channels of each times a factor."""
-    shapes = context.program.shapes
+def _total(node: fx.Node, terms: list[tuple[Any, Any]], shapes: dict[fx.Node, Any]) -> Run:
+    """The sum of some values, each times a factor unless that is None."""
 
     def run(values: Values, n: int) -> Value:
         parts: list[Value] = []
@@ -175,19 +161,18 @@ def mapped(value: Value, function: Callable[[Tensor], Tensor]) -> Value:
     return function(value)
 
 
-def _cat(context: Context, tensors: Any, dim: int = 0) -> Run:
-    shapes = [context.program.shapes[p][1:] for p in tensors]
-    if dim == 0 or not isinstance(dim, int):
+def _cat(shapes: dict[fx.Node, Any], tensors: Any, dim: int = 0) -> Run:
+    if dim == 0 or not all(p in shapes for p in tensors):
         raise ValueError(dim)
 
     def run(values: Values, n: int) -> Value:
         found = [values[p] if dim == 1 else whole(values[p]) for p in tensors if p in values]
         reached, make_value = patches.aligned(found)
-        parts = iter(reached)
+        parts, inner = iter(reached), reached[0].shape[2:] if dim == 1 else ()
         return make_value(torch.cat([
             next(parts) if p in values
-            else reached[0].new_zeros(n, shape[0], *reached[0].shape[2:] if dim == 1 else shape[1:])
-            for p, shape in zip(tensors, shapes, strict=True)
+            else reached[0].new_zeros(n, shapes[p][1], *(inner or shapes[p][2:]))
+            for p in tensors
         ], dim))  # fmt: skip
 
     return run

@@ -14,8 +14,9 @@ from fastbcd import MaskedReLU, MaskSet, masks, models
 from fastbcd.ops import reference
 from fastbcd.ops.kink import kink
 from fastbcd.scoring.collapsed.affine_net import AffineNet
-from fastbcd.scoring.collapsed.build import FormBuilder
+from fastbcd.scoring.collapsed.build import CollapsedCost, FormBuilder
 from fastbcd.scoring.collapsed.patches import Patch, Positions, convolve, subsample, whole
+from fastbcd.scoring.engine import Request
 from fastbcd.scoring.program import Convolution, make_program
 from helpers.affine_nets import engine_of, some_removals, worst_difference, zoo
 from helpers.nets import images, make, thinned
@@ -98,7 +99,9 @@ def test_impulses_stay_small() -> None:
     program = make_program(net, x[:1])
     builder = FormBuilder(AffineNet(program), MaskSet(now.sites, now.bits), x)
     forward = sum(program.multiply_adds.values())
-    costs = [builder.impulse_cost(s) for s in range(len(now.sites))]
+    request = Request(net, now, [], 1, 1, x, None, 2**40)
+    cost = CollapsedCost(request, builder, None)
+    costs = [cost.of_impulses(s) / site.numel for s, site in enumerate(now.sites)]
     assert costs[-1] == 0  # nothing but the mean and the classifier follows
     assert all(a > b for a, b in pairwise(costs[7:]))
     assert costs[0] < 0.75 * forward
