@@ -11,7 +11,7 @@ kernel reads it once for many batch items.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +63,13 @@ def dense(t: Tensor, channel: int, last: bool | None = None) -> Tensor:
     if last is None:
         last = t.ndim > channel + 1 and t.stride(channel) == 1
     return t.movedim(channel, -1).contiguous().movedim(-1, channel) if last else t.contiguous()
+
+
+def dense_alike(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """x [B, *S] and the others as dense memory in the item order of x."""
+    x = dense(x, 1)
+    last = item_order(x, 1)
+    return x, *(None if t is None else dense(t, 1, last) for t in others)
 
 
 def orders_coincide(t: Tensor, channel: int) -> bool:

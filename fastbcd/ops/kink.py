@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastbcd import kernels
+from fastbcd.kernels.geometry import compute_dtype
 from fastbcd.ops import reference
+from fastbcd.ops.registry import KERNELS, Call, Kernel, compute
 
 
 def kink(c: Tensor, a: Tensor, mask: Tensor, *, fresh: bool) -> None:
@@ -19,10 +20,14 @@ def kink(c: Tensor, a: Tensor, mask: Tensor, *, fresh: bool) -> None:
     >>> c
     tensor([[[0., 2.]]])
     """
-    kernel = kernels.choose("kink", c)
-    if kernel is None:
-        c.copy_(reference.kink(c, a, mask, fresh))
-        return
-    kernel(c, a, mask, fresh)
+    compute("kink", _lay_out(c, a, mask, fresh))
     if not c.is_inference():
         torch.autograd.graph.increment_version(c)
+
+
+def _lay_out(c: Tensor, a: Tensor, bits: Tensor, fresh: bool) -> Call:
+    return Call([c], (a, bits, fresh), (), (c,), fits=c.dtype == compute_dtype(c.dtype))
+
+
+_SCHEMA = "kink(Tensor c, Tensor a, Tensor bits, bool fresh) -> Tensor"
+KERNELS["kink"] = Kernel(_SCHEMA, _lay_out, reference.kink)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,17 +16,8 @@ from fastbcd.kernels.geometry import (
     orders_coincide,
 )
 from fastbcd.ops import reference
-from fastbcd.ops.arguments import check_arguments, check_channelwise, check_out
-from fastbcd.ops.registry import (
-    LIBRARY,
-    Call,
-    compute,
-    contiguous,
-    define,
-    differentiate,
-    differentiated,
-    transformed,
-)
+from fastbcd.ops.arguments import check_arguments, check_out, check_small
+from fastbcd.ops.registry import Call, Operator, compute, contiguous, define, differentiated
 
 
 def masked_relu(
@@ -59,13 +49,7 @@ def masked_relu(
     tensor([[ 0., -2.,  3.]])
     """
     trials = check_arguments(x, mask, scale, shift, residual, trials)
-    scale, shift = _as_compute(scale, x), _as_compute(shift, x)
-    if out is not None:
-        check_out(out, x, mask, trials, (x, scale, shift, residual, out))
-        torch.ops.fastbcd.masked_relu_out.default(x, mask, scale, shift, residual, trials, out)
-        return out
-    function = reference.masked_relu if transformed() else _masked_relu
-    return function(x, mask, scale, shift, residual, trials)
+    return _call("masked_relu", x, mask, (scale, shift), residual, trials, out)
 
 
 def masked_poly(
@@ -92,100 +76,90 @@ def masked_poly(
     """
     trials = check_arguments(x, mask, scale, shift, residual, trials)
     channels = mask.shape[1 if trials else 0]
-    check_channelwise("coef", coef, x, (3, channels), (3,))
+    check_small("coef", coef, x, (3, channels), (3,))
     if coef.ndim == 1:
         coef = coef.unsqueeze(1).expand(3, channels)
-    coef, scale, shift = _as_compute(coef, x), _as_compute(scale, x), _as_compute(shift, x)
+    return _call("masked_poly", x, mask, (coef, scale, shift), residual, trials, out)
+
+
+def _call(
+    op: str, x: Tensor, mask: Tensor, small: tuple, residual: Tensor | None, trials: bool, out: Any
+) -> Tensor:
+    """The operator, with its per-channel arguments in the compute dtype."""
+    dtype = compute_dtype(x.dtype)
+    small = tuple(None if v is None else v.to(dtype) for v in small)
     if out is not None:
-        check_out(out, x, mask, trials, (x, coef, scale, shift, residual, out))
-        arguments = (x, mask, coef, scale, shift, residual, trials, out)
-        torch.ops.fastbcd.masked_poly_out.default(*arguments)
+        check_out(out, x, mask, trials, (x, *small, residual, out))
+        _OPERATORS[f"{op}_out"](x, mask, *small, residual, trials, out)
         return out
-    function = reference.masked_poly if transformed() else _masked_poly
-    return function(x, mask, coef, scale, shift, residual, trials)
-
-
-def _as_compute(v: Tensor | None, x: Tensor) -> Any:
-    return None if v is None else v.to(compute_dtype(x.dtype))
+    return _OPERATORS[op](x, mask, *small, residual, trials)
 
 
 # --------------------------------------------------------------------------------- forward
 
 
-def _channel(t: Tensor, mask: Tensor, trials: bool) -> int:
-    """The channel dimension of t [B, C, ...] or [T, B, C, ...]."""
-    return 2 if trials and not is_shared(t, mask, trials) else 1
-
-
-def _dense_inputs(x: Tensor, mask: Tensor, residual: Any, trials: bool) -> tuple:
-    """x, mask, residual as dense memory, the residual in x's order; whether they are shared."""
-    channel = _channel(x, mask, trials)
-    x = dense(x, channel)
-    mask = dense(mask, 1 if trials else 0)
-    shared = [is_shared(x, mask, trials), False]
-    if residual is not None:
-        shared[1] = is_shared(residual, mask, trials)
-        residual = dense(residual, _channel(residual, mask, trials), item_order(x, channel))
-    return x, mask, residual, shared
+def _dense(mask: Tensor, trials: bool, *tensors: Any) -> tuple:
+    """mask and tensors [B, *S] or [T, B, *S] as dense memory, in the item order of the first."""
+    order, found = None, []
+    for t in tensors:
+        channel = 1 if t is None or t.ndim != mask.ndim + 1 or not trials else 2
+        found.append(None if t is None else dense(t, channel, order))
+        order = item_order(found[0], channel) if order is None else order
+    return dense(mask, 1 if trials else 0), *found
 
 
 def _forward(x, mask, *parameters, out=None) -> Call:
     """parameters: ([coef,] scale, shift, residual, trials)."""
     *small, residual, trials = parameters
-    x, mask, residual, shared = _dense_inputs(x, mask, residual, trials)
+    mask, x, residual = _dense(mask, trials, x, residual)
+    shared = (t is not None and is_shared(t, mask, trials) for t in (x, residual))
     y = new_output(x, mask, trials) if out is None else out
     inputs = (x, mask, *(contiguous(t) for t in small), residual)
     return Call([y], inputs, (x, mask, trials, *shared), (trials,))
 
 
-_PARAMETERS = "Tensor? scale, Tensor? shift, Tensor? residual, bool trials"
-_masked_relu = define(
-    f"masked_relu(Tensor x, Tensor mask, {_PARAMETERS}) -> Tensor",
-    _forward, reference.masked_relu, "masked_relu_forward",
-)  # fmt: skip
-_masked_poly = define(
-    f"masked_poly(Tensor x, Tensor mask, Tensor coef, {_PARAMETERS}) -> Tensor",
-    _forward, reference.masked_poly, "masked_poly_forward",
-)  # fmt: skip
+def _define(op: str, small: str) -> None:
+    """The operators `op` and `op`_out, which writes into its last argument."""
+    parameters = f"Tensor x, Tensor mask, {small}, Tensor? residual, bool trials"
+    kernel, formula = f"{op}_forward", getattr(reference, op)
+    _OPERATORS[op] = define(
+        f"{op}({parameters}) -> Tensor", _forward, formula, kernel, plain=formula
+    )
 
-
-def _define_out(name: str, parameters: str, formula: Callable[..., Tensor]) -> None:
-    kernel = f"{name}_forward"
-
-    def implementation(*arguments: Any) -> None:
+    def write(*arguments: Any) -> None:
         *given, out = arguments
         call = _forward(*given, out=out)
         if _writable(out, call):
-            compute(kernel, formula, call)
+            compute(kernel, call)
         else:
             _refuse_internal_overlap(out)
             call.outputs[0] = new_output(call.inputs[0], call.inputs[1], call.extra[0])
-            compute(kernel, formula, call)
+            compute(kernel, call)
             out.copy_(call.outputs[0])
         if not out.is_inference():  # a graph that saved `out` before now raises in its backward
             torch.autograd.graph.increment_version(out)
 
-    LIBRARY.define(f"{name}_out({parameters}, {_PARAMETERS}, Tensor(a!) out) -> ()")
-    LIBRARY.impl(f"{name}_out", implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fastbcd::{name}_out", lambda *a: None, lib=LIBRARY)
+    schema = f"{op}_out({parameters}, Tensor(a!) out) -> ()"
+    _OPERATORS[f"{op}_out"] = Operator(schema, write, lambda *a: None)
 
 
 def _writable(out: Tensor, call: Call) -> bool:
     """Can a kernel write into `out`: dense in x's order, and no input partly in its memory?"""
-    x, mask, trials = call.geometry[:3]
+    x, _, trials, x_shared, _ = call.geometry
     channel = 2 if trials else 1
     order = item_order(out, channel)
     if order is None or not (
-        order == item_order(x, _channel(x, mask, trials)) or orders_coincide(out, channel)
+        order == item_order(x, channel - x_shared) or orders_coincide(out, channel)
     ):
         return False
     first, last = out.data_ptr(), out.data_ptr() + out.numel() * out.element_size()
-    for t in call.inputs:  # all dense
-        if t is None or (t.data_ptr() == first and t.shape == out.shape and t.dtype == out.dtype):
-            continue
-        if t.data_ptr() < last and t.data_ptr() + t.numel() * t.element_size() > first:
-            return False
-    return True
+    return not any(  # the inputs are dense
+        t.data_ptr() < last
+        and t.data_ptr() + t.numel() * t.element_size() > first
+        and not (t.data_ptr() == first and t.shape == out.shape and t.dtype == out.dtype)
+        for t in call.inputs
+        if t is not None
+    )
 
 
 def _refuse_internal_overlap(out: Tensor) -> None:
@@ -199,35 +173,29 @@ def _refuse_internal_overlap(out: Tensor) -> None:
         reach += (size - 1) * stride
 
 
-_define_out("masked_relu", "Tensor x, Tensor mask", reference.masked_relu)
-_define_out("masked_poly", "Tensor x, Tensor mask, Tensor coef", reference.masked_poly)
+_OPERATORS: dict[str, Operator] = {}
+_define("masked_relu", "Tensor? scale, Tensor? shift")
+_define("masked_poly", "Tensor coef, Tensor? scale, Tensor? shift")
 
 # -------------------------------------------------------------------------------- backward
 
 
-def _new_gradients(grad, x_shared, residual_shared, want_residual) -> list[Any]:
-    """Empty dx and dresidual in the memory order of the dense grad [.., B, *S]."""
-
-    def like(shared: bool) -> Tensor:
-        if not shared:
-            return torch.empty_like(grad)
-        return grad.new_empty_strided(grad.shape[1:], grad.stride()[1:])
-
-    return [like(x_shared), like(residual_shared) if want_residual else None]
+def _new_gradient(grad: Tensor, shared: bool) -> Tensor:
+    """An empty dx or dresidual in the memory order of the dense grad [.., B, *S]."""
+    if not shared:
+        return torch.empty_like(grad)
+    return grad.new_empty_strided(grad.shape[1:], grad.stride()[1:])
 
 
 def _relu_backward_call(
     grad, y, mask, x, scale, trials, x_shared, residual_shared, want_residual
 ) -> Call:  # fmt: skip
-    channel = 2 if trials else 1
-    y = dense(y, channel)
-    order = item_order(y, channel)
-    grad = dense(grad, channel, order)
-    mask = dense(mask, 1 if trials else 0)
-    if x is not None:
-        x = dense(x, _channel(x, mask, trials), order)
-    outputs = _new_gradients(grad, x_shared, residual_shared, want_residual)
-    outputs.append(None if x is None else scale.new_empty((2, scale.numel())))
+    mask, y, grad, x = _dense(mask, trials, y, grad, x)
+    outputs = [
+        _new_gradient(grad, x_shared),
+        _new_gradient(grad, residual_shared) if want_residual else None,
+        None if x is None else scale.new_empty((2, scale.numel())),
+    ]
     shared = (trials, x_shared, residual_shared and want_residual)
     inputs = (grad, y, mask, x, contiguous(scale))
     return Call(outputs, inputs, (y, mask, *shared), (trials, x_shared, residual_shared))
@@ -236,11 +204,14 @@ def _relu_backward_call(
 def _poly_backward_call(
     grad, x, mask, coef, scale, shift, residual, trials, want_residual
 ) -> Call:  # fmt: skip
-    x, mask, residual, shared = _dense_inputs(x, mask, residual, trials)
-    grad = dense(grad, 2 if trials else 1, item_order(x, _channel(x, mask, trials)))
-    outputs = _new_gradients(grad, shared[0], shared[1], want_residual)
-    outputs.append(coef.new_empty(coef.shape))
-    outputs.append(None if scale is None else coef.new_empty((2, coef.shape[1])))
+    mask, x, residual, grad = _dense(mask, trials, x, residual, grad)
+    shared = [t is not None and is_shared(t, mask, trials) for t in (x, residual)]
+    outputs = [
+        _new_gradient(grad, shared[0]),
+        _new_gradient(grad, shared[1]) if want_residual else None,
+        coef.new_empty(coef.shape),
+        None if scale is None else coef.new_empty((2, coef.shape[1])),
+    ]
     inputs = (grad, x, mask, contiguous(coef), contiguous(scale), contiguous(shift), residual)
     return Call(outputs, inputs, (x, mask, trials, *shared), (trials,))
 
@@ -252,8 +223,9 @@ _masked_relu_backward = define(
     _relu_backward_call, reference.masked_relu_backward,
 )  # fmt: skip
 _masked_poly_backward = define(
-    f"masked_poly_backward(Tensor grad, Tensor x, Tensor mask, Tensor coef, {_PARAMETERS}, "
-    "bool want_residual) -> (Tensor dx, Tensor dresidual, Tensor dcoef, Tensor daffine)",
+    "masked_poly_backward(Tensor grad, Tensor x, Tensor mask, Tensor coef, Tensor? scale, "
+    "Tensor? shift, Tensor? residual, bool trials, bool want_residual) "
+    "-> (Tensor dx, Tensor dresidual, Tensor dcoef, Tensor daffine)",
     _poly_backward_call, reference.masked_poly_backward,
 )  # fmt: skip
 
@@ -263,25 +235,24 @@ def _relu_setup(ctx, inputs, output) -> None:
     affine = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
     # Only the affine gradients need x; the activation's own need y alone.
     ctx.save_for_backward(output, mask, x if affine else None, scale)
-    ctx.x_shared = is_shared(x, mask, ctx.trials)
-    ctx.residual_shared = residual is not None and is_shared(residual, mask, ctx.trials)
+    ctx.shared = [t is not None and is_shared(t, mask, ctx.trials) for t in (x, residual)]
 
 
 def _relu_gradients(ctx, grad):
-    y, mask, x, scale = ctx.saved_tensors
-    arguments = (grad, y, mask, x, scale, ctx.trials, ctx.x_shared, ctx.residual_shared)
+    _, _, x, scale = ctx.saved_tensors
+    arguments = (grad, *ctx.saved_tensors, ctx.trials, *ctx.shared)
     needs_residual = ctx.needs_input_grad[4]
-    daffine: Any
+    # dresidual = dz = dx, one tensor for both, unless a scale or a sum over trials differs.
+    same = scale is None and ctx.shared[0] == ctx.shared[1]
+    found: Any
     if differentiated():
-        dx, dresidual, daffine = reference.masked_relu_backward(*arguments)
+        found = reference.masked_relu_backward(*arguments)
     else:
-        # dresidual = dz = dx, one tensor for both, unless a scale or a sum over trials differs.
-        same = scale is None and ctx.x_shared == ctx.residual_shared
-        dx, dresidual, daffine = _masked_relu_backward(*arguments, needs_residual and not same)
-        if same:
-            dresidual = dx
+        found = _masked_relu_backward(*arguments, needs_residual and not same)
+    dx, dresidual, daffine = found
     dscale, dshift = (None, None) if x is None else daffine
-    return dx, None, dscale, dshift, dresidual if needs_residual else None, None
+    dresidual = (dx if same else dresidual) if needs_residual else None
+    return dx, None, dscale, dshift, dresidual, None
 
 
 def _poly_setup(ctx, inputs, output) -> None:
@@ -301,5 +272,5 @@ def _poly_gradients(ctx, grad):
     return dx, None, dcoef, dscale, dshift, dresidual if needs_residual else None, None
 
 
-differentiate("masked_relu", _relu_setup, _relu_gradients)
-differentiate("masked_poly", _poly_setup, _poly_gradients)
+_OPERATORS["masked_relu"].differentiate(_relu_setup, _relu_gradients)
+_OPERATORS["masked_poly"].differentiate(_poly_setup, _poly_gradients)

@@ -20,16 +20,9 @@ import torch
 from torch import Tensor
 
 from fastbcd import kernels
-from fastbcd.kernels.geometry import dense, item_order, orders_coincide
+from fastbcd.kernels.geometry import dense, dense_alike, item_order, orders_coincide
 from fastbcd.ops import reference
-from fastbcd.ops.registry import (
-    Call,
-    contiguous,
-    define,
-    differentiate,
-    differentiated,
-    transformed,
-)
+from fastbcd.ops.registry import Call, contiguous, define, differentiated
 
 
 def norm_relu(
@@ -53,8 +46,7 @@ def norm_relu(
             [1.]]), tensor([[2.],
             [1.]]))
     """
-    function = reference.norm_relu if transformed() else _norm_relu
-    return function(x, weight, bias, mask, residual, eps)
+    return _norm_relu(x, weight, bias, mask, residual, eps)
 
 
 def has_kernel(x: Tensor) -> bool:
@@ -62,33 +54,30 @@ def has_kernel(x: Tensor) -> bool:
     return x.dtype == torch.float32 and kernels.choose("norm_relu_forward", x) is not None
 
 
-def _lay_out(x: Tensor, *others: Any) -> tuple[Any, ...]:
-    """x and the others as dense memory in x's order; whether a kernel takes that order."""
-    x = dense(x, 1)
-    order = item_order(x, 1)
-    fits = x.dtype == torch.float32 and bool(order or orders_coincide(x, 1))
-    return fits, x, *(None if t is None else dense(t, 1, order) for t in others)
+def _fits(x: Tensor) -> bool:
+    """Does a kernel take the dense x?"""
+    return x.dtype == torch.float32 and bool(item_order(x, 1) or orders_coincide(x, 1))
 
 
 def _forward_call(x, weight, bias, mask, residual, eps) -> Call:
-    fits, x, residual = _lay_out(x, residual)
+    x, residual = dense_alike(x, residual)
     mask, weight, bias = dense(mask, 0), contiguous(weight), contiguous(bias)
     outputs = [torch.empty_like(x), weight.new_empty(2, x.shape[1])]
-    return Call(outputs, (x, weight, bias, mask, residual, eps), (x, mask), fits=fits)
+    return Call(outputs, (x, weight, bias, mask, residual, eps), (x, mask), fits=_fits(x))
 
 
 def _backward_call(grad, y, x, weight, mask, statistics, eps, want_residual) -> Call:
-    fits, x, y, grad = _lay_out(x, y, grad)
+    x, y, grad = dense_alike(x, y, grad)
     mask, weight = dense(mask, 0), contiguous(weight)
     dresidual = torch.empty_like(x) if want_residual else None
     outputs = [torch.empty_like(x), dresidual, weight.new_empty(2, x.shape[1])]
-    return Call(outputs, (grad, y, x, weight, mask, statistics, eps), (x, mask), fits=fits)
+    return Call(outputs, (grad, y, x, weight, mask, statistics, eps), (x, mask), fits=_fits(x))
 
 
 _norm_relu = define(
     "norm_relu(Tensor x, Tensor weight, Tensor bias, Tensor mask, Tensor? residual, float eps) "
     "-> (Tensor y, Tensor statistics)",
-    _forward_call, reference.norm_relu, "norm_relu_forward",
+    _forward_call, reference.norm_relu, "norm_relu_forward", reference.norm_relu,
 )  # fmt: skip
 _norm_relu_backward = define(
     "norm_relu_backward(Tensor grad, Tensor y, Tensor x, Tensor weight, Tensor mask, "
@@ -108,14 +97,14 @@ def _setup(ctx, inputs, output) -> None:
 def _gradients(ctx, grad, _):
     y, x, weight, mask, statistics = ctx.saved_tensors
     needs_residual = ctx.needs_input_grad[4]
+    arguments = (grad, y, x, weight, mask)
+    found: Any
     if differentiated():  # then the statistics are a function of x
-        statistics = reference.norm_statistics(x)
-        arguments = (grad, y, x, weight, mask, statistics, ctx.eps)
-        dx, dresidual, (dweight, dbias) = reference.norm_relu_backward(*arguments)
+        found = reference.norm_relu_backward(*arguments, reference.norm_statistics(x), ctx.eps)
     else:
-        arguments = (grad, y, x, weight, mask, statistics, ctx.eps)
-        dx, dresidual, (dweight, dbias) = _norm_relu_backward(*arguments, needs_residual)
+        found = _norm_relu_backward(*arguments, statistics, ctx.eps, needs_residual)
+    dx, dresidual, (dweight, dbias) = found
     return dx, dweight, dbias, None, dresidual if needs_residual else None, None
 
 
-differentiate("norm_relu", _setup, _gradients)
+_norm_relu.differentiate(_setup, _gradients)

@@ -26,7 +26,7 @@ differentiable too.
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,44 +34,15 @@ from torch.nn.functional import softplus
 
 from fastbcd.kernels.geometry import compute_dtype, is_shared
 
+Maybe: TypeAlias = Tensor | None
 
-def _expand(t: Tensor, mask: Tensor, trials: bool) -> Tensor:
-    """t -> [T or 1, B, *S] in the compute dtype; without trials T = 1."""
-    t = t.to(compute_dtype(t.dtype))
-    return t if trials and not is_shared(t, mask, trials) else t.unsqueeze(0)
-
-
-def _channelwise(v: Tensor, like: Tensor) -> Tensor:
-    """v [C] -> [1, 1, C, 1...] against like [T, B, C, *spatial]."""
-    return v.reshape(1, 1, -1, *(1,) * (like.ndim - 3))
-
-
-def _preactivation(
-    x: Tensor,
-    mask: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    trials: bool,
-) -> tuple[Tensor, Tensor]:
-    """z = x*scale + shift + residual [T or 1, B, *S] and the bits [T, 1, *S] that meet it."""
-    z = _expand(x, mask, trials)
-    if scale is not None and shift is not None:
-        z = z * _channelwise(scale, z) + _channelwise(shift, z)
-    if residual is not None:
-        z = z + _expand(residual, mask, trials)
-    bits = mask.bool() if trials else mask.bool().unsqueeze(0)
-    return z, bits.unsqueeze(1)
+# ------------------------------------------------------------------- the masked activations
 
 
 def masked_relu(
-    x: Tensor,
-    mask: Tensor,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    residual: Tensor | None = None,
+    x: Tensor, mask: Tensor, scale: Maybe = None, shift: Maybe = None, residual: Maybe = None,
     trials: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """y = relu(z) where the bit is 1, else z.
 
     >>> masked_relu(torch.tensor([[-1.0, -2.0, 3.0]]), torch.tensor([True, False, True]))
@@ -82,35 +53,10 @@ def masked_relu(
     return y if trials else y[0]
 
 
-def masked_relu_backward(
-    grad: Tensor,
-    y: Tensor,
-    mask: Tensor,
-    x: Tensor | None,
-    scale: Tensor | None,
-    trials: bool,
-    x_shared: bool,
-    residual_shared: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Derivatives of masked_relu: dx, dresidual, and d(scale, shift) [2, C] if x is given.
-
-    dz = grad, but 0 where the bit is 1 and y <= 0: the output alone tells. (In 16-bit types a
-    positive z may round to y = 0, and then has no gradient, as in eager relu.)
-    """
-    y_, bits = _preactivation(y, mask, None, None, None, trials)
-    dz = _expand(grad, mask, trials).masked_fill(bits & (y_ <= 0), 0)
-    return _spread(dz, grad.dtype, mask, x, scale, trials, x_shared, residual_shared)
-
-
 def masked_poly(
-    x: Tensor,
-    mask: Tensor,
-    coef: Tensor,
-    scale: Tensor | None = None,
-    shift: Tensor | None = None,
-    residual: Tensor | None = None,
-    trials: bool = False,
-) -> Tensor:
+    x: Tensor, mask: Tensor, coef: Tensor, scale: Maybe = None, shift: Maybe = None,
+    residual: Maybe = None, trials: bool = False,
+) -> Tensor:  # fmt: skip
     """y = relu(z) where the bit is 1, else c2*z² + c1*z + c0, coef [3, C] = (c0, c1, c2).
 
     >>> square = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
@@ -118,23 +64,29 @@ def masked_poly(
     tensor([[0., 9.]])
     """
     z, bits = _preactivation(x, mask, scale, shift, residual, trials)
-    c0, c1, c2 = (_channelwise(c, z) for c in coef)
     # An infinite z under a kept ReLU must not reach the polynomial: 0 * inf in its gradient.
-    p = z.masked_fill(bits, 0)
-    y = torch.where(bits, torch.relu(z), (c2 * p + c1) * p + c0).to(x.dtype)
+    y = torch.where(bits, torch.relu(z), _poly(z.masked_fill(bits, 0), coef)).to(x.dtype)
     return y if trials else y[0]
 
 
+def masked_relu_backward(
+    grad: Tensor, y: Tensor, mask: Tensor, x: Maybe, scale: Maybe,
+    trials: bool, x_shared: bool, residual_shared: bool,
+) -> tuple[Tensor, Tensor, Maybe]:  # fmt: skip
+    """Derivatives of masked_relu: dx, dresidual, and d(scale, shift) [2, C] if x is given.
+
+    dz = grad, but 0 where the bit is 1 and y <= 0: the output alone tells. (In 16-bit types a
+    positive z may round to y = 0, and then has no gradient, as in eager relu.)
+    """
+    y_, bits = _preactivation(y, mask, None, None, None, trials)
+    dz = _gradient(_expand(grad, mask, trials), y_, bits)
+    return _spread(dz, grad.dtype, mask, x, scale, trials, x_shared, residual_shared)
+
+
 def masked_poly_backward(
-    grad: Tensor,
-    x: Tensor,
-    mask: Tensor,
-    coef: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    residual: Tensor | None,
-    trials: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    grad: Tensor, x: Tensor, mask: Tensor, coef: Tensor, scale: Maybe, shift: Maybe,
+    residual: Maybe, trials: bool,
+) -> tuple[Tensor, Tensor, Tensor, Maybe]:  # fmt: skip
     """Derivatives of masked_poly: dx, dresidual, dcoef [3, C], and d(scale, shift) if scale.
 
     dz = grad * (1[z > 0] where the bit is 1, else 2*c2*z + c1)
@@ -142,35 +94,56 @@ def masked_poly_backward(
     """
     z, bits = _preactivation(x, mask, scale, shift, residual, trials)
     g = _expand(grad, mask, trials)
-    p = z.masked_fill(bits, 0)
-    _, c1, c2 = (_channelwise(c, z) for c in coef)
-    dz = torch.where(bits, g.masked_fill(z <= 0, 0), g * (2 * c2 * p + c1))
-    cleared = g.masked_fill(bits, 0)
+    dz = _gradient(g, z, bits, coef)
+    cleared, p = g.masked_fill(bits, 0), z.masked_fill(bits, 0)
     dcoef = torch.stack([_sum_channels(cleared * p**i) for i in range(3)])
-    shared = is_shared(x, mask, trials)
-    residual_shared = residual is not None and is_shared(residual, mask, trials)
+    shared = (t is not None and is_shared(t, mask, trials) for t in (x, residual))
     x_if_affine = None if scale is None else x
-    dx, dresidual, daffine = _spread(
-        dz, grad.dtype, mask, x_if_affine, scale, trials, shared, residual_shared
-    )
+    dx, dresidual, daffine = _spread(dz, grad.dtype, mask, x_if_affine, scale, trials, *shared)
     return dx, dresidual, dcoef, daffine
 
 
-def _sum_channels(t: Tensor) -> Tensor:
-    """[T, B, C, *spatial] -> [C], in double."""
-    return t.double().transpose(0, 2).flatten(1).sum(1).to(t.dtype)
+def _preactivation(
+    x: Tensor, mask: Tensor, scale: Maybe, shift: Maybe, residual: Maybe, trials: bool
+) -> tuple[Tensor, Tensor]:
+    """z = x*scale + shift + residual [T or 1, B, *S] and the bits [T, 1, *S] that meet it."""
+    z = _expand(x, mask, trials)
+    bits = (mask.bool() if trials else mask.bool().unsqueeze(0)).unsqueeze(1)
+    if scale is not None and shift is not None:
+        z = z * _channelwise(scale, z) + _channelwise(shift, z)
+    return z if residual is None else z + _expand(residual, mask, trials), bits
+
+
+def _expand(t: Tensor, mask: Tensor, trials: bool) -> Tensor:
+    """t -> [T or 1, B, *S] in the compute dtype; without trials T = 1."""
+    t = t.to(compute_dtype(t.dtype))
+    return t if trials and not is_shared(t, mask, trials) else t.unsqueeze(0)
+
+
+def _channelwise(v: Tensor, like: Tensor) -> Tensor:
+    """v [C] -> [C, 1...] against like [T, B, C, *spatial]."""
+    return v.reshape(-1, *(1,) * (like.ndim - 3))
+
+
+def _poly(z: Tensor, coef: Tensor) -> Tensor:
+    """c2*z² + c1*z + c0 for z [T, B, C, *spatial]."""
+    c0, c1, c2 = (_channelwise(c, z) for c in coef)
+    return (c2 * z + c1) * z + c0
+
+
+def _gradient(g: Tensor, z: Tensor, bits: Tensor, coef: Maybe = None) -> Tensor:
+    """dz: g where z > 0 and the bit is 1; g, or g times the polynomial's slope, where it is 0."""
+    other = g
+    if coef is not None:
+        _, c1, c2 = (_channelwise(c, z) for c in coef)
+        other = g * (2 * c2 * z.masked_fill(bits, 0) + c1)
+    return torch.where(bits, g.masked_fill(z <= 0, 0), other)
 
 
 def _spread(
-    dz: Tensor,
-    dtype: torch.dtype,
-    mask: Tensor,
-    x: Tensor | None,
-    scale: Tensor | None,
-    trials: bool,
-    x_shared: bool,
-    residual_shared: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    dz: Tensor, dtype: torch.dtype, mask: Tensor, x: Maybe, scale: Maybe,
+    trials: bool, x_shared: bool, residual_shared: bool,
+) -> tuple[Tensor, Tensor, Maybe]:  # fmt: skip
     """dz [T, B, *S] -> dx = dz*scale, dresidual = dz, daffine = sum(dz*x), sum(dz)."""
     dx = dz if scale is None else dz * _channelwise(scale, dz)
     daffine = None
@@ -187,10 +160,20 @@ def _spread(
     return collect(dx, x_shared), collect(dz, residual_shared), daffine
 
 
+def _sum_channels(t: Tensor) -> Tensor:
+    """[T, B, C, *spatial] -> [C], in double."""
+    return t.double().transpose(0, 2).flatten(1).sum(1).to(t.dtype)
+
+
+def _sum_batch(t: Tensor) -> Tensor:
+    """[B, *S] -> [*S], in double."""
+    return t.double().sum(0).to(t.dtype)
+
+
 # --------------------------------------------------------- the activations of SNL and AutoReP
 
 
-def soft_relu(x: Tensor, alpha: Tensor, residual: Tensor | None = None) -> Tensor:
+def soft_relu(x: Tensor, alpha: Tensor, residual: Maybe = None) -> Tensor:
     """y = a*relu(z) + (1 - a)*z, z = x + residual: z where z > 0, else (1 - a)*z.
 
     >>> soft_relu(torch.tensor([[-1.0, -1.0, 2.0]]), torch.tensor([1.0, 0.25, 0.5]))
@@ -201,7 +184,7 @@ def soft_relu(x: Tensor, alpha: Tensor, residual: Tensor | None = None) -> Tenso
 
 
 def soft_relu_backward(
-    grad: Tensor, x: Tensor, alpha: Tensor, residual: Tensor | None
+    grad: Tensor, x: Tensor, alpha: Tensor, residual: Maybe
 ) -> tuple[Tensor, Tensor]:
     """Derivatives of soft_relu: dx (which is dresidual too) and dalpha [*S].
 
@@ -211,6 +194,32 @@ def soft_relu_backward(
     z, g = _sum(x, residual), grad.to(alpha.dtype)
     dx = torch.where(z > 0, g, g * (1 - alpha)).to(grad.dtype)
     return dx, _sum_batch((g * -z).masked_fill(z > 0, 0))
+
+
+def indicator_poly(
+    x: Tensor, mask: Tensor, coef: Tensor, aux: Tensor, residual: Maybe = None
+) -> Tensor:
+    """masked_poly(x + residual), with the gradient of its bits passed to aux.
+
+    >>> square = torch.tensor([[0.0], [0.0], [1.0]])
+    >>> indicator_poly(torch.tensor([[-3.0]]), torch.tensor([False]), square, torch.zeros(1))
+    tensor([[9.]])
+    """
+    y = masked_poly(x, mask, coef, None, None, residual)
+    return _Bit.apply(y, aux, _added_by_relu(_sum(x, residual), coef))
+
+
+def indicator_poly_backward(
+    grad: Tensor, x: Tensor, mask: Tensor, coef: Tensor, residual: Maybe
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Derivatives of indicator_poly: dx, dcoef [3, C], and dmask [*S], the gradient of the bits.
+
+    dx and dcoef are those of masked_poly. As if the bits were numbers m with
+    y = m*relu(z) + (1 - m)*poly(z): dmask = sum over the batch of grad * (relu(z) - poly(z))
+    AutoReP's gradient of aux is softplus(aux) * dmask.
+    """
+    dx, _, dcoef, _ = masked_poly_backward(grad, x, mask, coef, None, None, residual, False)
+    return dx, dcoef, _sum_batch(grad.to(coef.dtype) * _added_by_relu(_sum(x, residual), coef))
 
 
 class _Bit(torch.autograd.Function):
@@ -224,9 +233,8 @@ class _Bit(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        _, aux, effect = inputs
-        ctx.save_for_backward(aux, effect)
-        ctx.save_for_forward(aux, effect)
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -234,41 +242,20 @@ class _Bit(torch.autograd.Function):
         return grad, softplus(aux) * _sum_batch(grad.to(aux.dtype) * effect), None
 
     @staticmethod
-    def jvp(ctx: Any, y: Tensor, aux: Tensor | None, effect: Any) -> Tensor:
+    def jvp(ctx: Any, y: Tensor, aux: Maybe, effect: Any) -> Tensor:
         own, by_bit = ctx.saved_tensors
         return y if aux is None else y + (softplus(own) * aux * by_bit).to(y.dtype)
 
 
-def indicator_poly(
-    x: Tensor, mask: Tensor, coef: Tensor, aux: Tensor, residual: Tensor | None = None
-) -> Tensor:
-    """masked_poly(x + residual), with the gradient of its bits passed to aux.
-
-    >>> square = torch.tensor([[0.0], [0.0], [1.0]])
-    >>> indicator_poly(torch.tensor([[-3.0]]), torch.tensor([False]), square, torch.zeros(1))
-    tensor([[9.]])
-    """
-    y = masked_poly(x, mask, coef, None, None, residual)
-    return _Bit.apply(y, aux, _bit_effect(x, coef, residual))
+def _sum(x: Tensor, residual: Maybe) -> Tensor:
+    """z = x + residual [B, *S] in the compute dtype."""
+    z = x.to(compute_dtype(x.dtype))
+    return z if residual is None else z + residual.to(z.dtype)
 
 
-def _bit_effect(x: Tensor, coef: Tensor, residual: Tensor | None) -> Tensor:
-    """relu(z) - poly(z)."""
-    z = _sum(x, residual)
-    return torch.relu(z) - _poly(z, coef)
-
-
-def indicator_poly_backward(
-    grad: Tensor, x: Tensor, mask: Tensor, coef: Tensor, residual: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Derivatives of indicator_poly: dx, dcoef [3, C], and dmask [*S], the gradient of the bits.
-
-    dx and dcoef are those of masked_poly. As if the bits were numbers m with
-    y = m*relu(z) + (1 - m)*poly(z): dmask = sum over the batch of grad * (relu(z) - poly(z))
-    AutoReP's gradient of aux is softplus(aux) * dmask.
-    """
-    dx, _, dcoef, _ = masked_poly_backward(grad, x, mask, coef, None, None, residual, False)
-    return dx, dcoef, _sum_batch(grad.to(coef.dtype) * _bit_effect(x, coef, residual))
+def _added_by_relu(z: Tensor, coef: Maybe) -> Tensor:
+    """relu(z) - poly(z), or -min(z, 0) without coef, for z [B, *S]: what a set bit adds to y."""
+    return z.clamp(max=0).neg() if coef is None else torch.relu(z) - _poly(z[None], coef)[0]
 
 
 # ------------------------------------------------------------- batch norm in train mode, ReLU
@@ -282,7 +269,7 @@ def norm_statistics(x: Tensor) -> Tensor:
 
 
 def norm_relu(
-    x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, residual: Tensor | None, eps: float
+    x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, residual: Maybe, eps: float
 ) -> tuple[Tensor, Tensor]:
     """masked_relu(norm(x)*weight + bias + residual) and the statistics of x, without gradient.
 
@@ -312,29 +299,21 @@ def norm_relu_backward(
     return dx[0].to(grad.dtype), dz, torch.stack([dweight, dbias])
 
 
-# -------------------------------------------------------------------------- kinks (collapsed)
+# ------------------------------------------------------------ kinks, the effects of removals
 
 
-def kink(c: Tensor, a: Tensor, mask: Tensor, fresh: bool) -> Tensor:
+def kink(a: Tensor, mask: Tensor, fresh: bool, c: Tensor) -> Tensor:
     """mask · relu(-(c + a)) for c [n, T, B], a [n, B], mask [n, T]; c counts as 0 if fresh.
 
-    >>> kink(torch.zeros(1, 1, 1), torch.tensor([[-2.0]]), torch.tensor([[1]]), True)
+    >>> kink(torch.tensor([[-2.0]]), torch.tensor([[1]]), True, torch.zeros(1, 1, 1))
     tensor([[[2.]]])
     """
     z = a.unsqueeze(1).expand_as(c) if fresh else c + a.unsqueeze(1)
     return torch.where(mask.bool().unsqueeze(2), torch.relu(-z), 0)
 
 
-# --------------------------------------------------------------------- effects of removals
-
-
 def saliency_backward(
-    grad: Tensor,
-    x: Tensor,
-    mask: Tensor,
-    coef: Tensor | None,
-    residual: Tensor | None,
-    absolute: bool,
+    grad: Tensor, x: Tensor, mask: Tensor, coef: Maybe, residual: Maybe, absolute: bool
 ) -> tuple[Tensor, Tensor]:
     """dx of a masked activation, and the first-order effects of removals, summed over the batch.
 
@@ -342,28 +321,7 @@ def saliency_backward(
     sums [*S] = sum of grad * added, or of |grad * added|, where the bit is 1; 0 where it is 0
     """
     z, g, bits = _sum(x, residual), grad.to(compute_dtype(grad.dtype)), mask.bool()
-    added, other = z.masked_fill(z > 0, 0), g
-    if coef is not None:
-        _, c1, c2 = (c.reshape(-1, *(1,) * (z.ndim - 2)) for c in coef)
-        added = _poly(z, coef) - torch.relu(z)
-        other = g * (2 * c2 * z + c1)
-    dx = torch.where(bits, g.masked_fill(z <= 0, 0), other).to(grad.dtype)
-    effect = (g * added).abs() if absolute else g * added
+    dx = _gradient(g[None], z[None], bits, coef)[0].to(grad.dtype)
+    effect = g * -_added_by_relu(z, coef)
+    effect = effect.abs() if absolute else effect
     return dx, _sum_batch(effect.masked_fill(~bits, 0))
-
-
-def _poly(z: Tensor, coef: Tensor) -> Tensor:
-    """c2*z² + c1*z + c0 for z [B, C, *spatial]."""
-    c0, c1, c2 = (c.reshape(-1, *(1,) * (z.ndim - 2)) for c in coef)
-    return (c2 * z + c1) * z + c0
-
-
-def _sum(x: Tensor, residual: Tensor | None) -> Tensor:
-    """z = x + residual [B, *S] in the compute dtype."""
-    z = x.to(compute_dtype(x.dtype))
-    return z if residual is None else z + residual.to(z.dtype)
-
-
-def _sum_batch(t: Tensor) -> Tensor:
-    """[B, *S] -> [*S], in double."""
-    return t.double().sum(0).to(t.dtype)

@@ -20,31 +20,69 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastbcd import kernels
-from fastbcd.kernels.geometry import Geometry, geometry
+from fastbcd.kernels.geometry import geometry
 
 LIBRARY = torch.library.Library("fastbcd", "DEF")
 
 
 class Call(NamedTuple):
-    """One call of an operator on dense memory."""
+    """One call of a kernel on dense memory."""
 
     outputs: list[Any]  # empty tensors; None for a gradient that is not wanted
     inputs: tuple[Any, ...]  # of the kernel and of the formula
-    geometry: tuple[Any, ...]  # the arguments of `geometry`
+    geometry: tuple[Any, ...]  # the arguments of `geometry`; empty: the kernel takes none
     extra: tuple[Any, ...] = ()  # further arguments of the formula
     fits: bool = True  # False: no kernel takes this call
 
 
+class Kernel(NamedTuple):
+    """A kernel(*outputs, *inputs, geometry) writes what formula(*inputs, *extra) returns."""
+
+    schema: str  # of its operator
+    lay_out: Callable[..., Call]
+    formula: Callable[..., Any]
+
+
+KERNELS: dict[str, Kernel] = {}
+
+
+class Operator:
+    """The torch operator of a schema: a call is one node for autograd and torch.compile.
+
+    Under torch.func and in forward-mode AD `plain` runs instead, a formula of torch's own calls.
+    """
+
+    def __init__(self, schema: str, run: Any, fake: Any, plain: Any = None) -> None:
+        self.name = schema.partition("(")[0]
+        LIBRARY.define(schema)
+        LIBRARY.impl(self.name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fastbcd::{self.name}", fake, lib=LIBRARY)
+        self.default = getattr(torch.ops.fastbcd, self.name).default
+        self.plain = plain
+
+    def __call__(self, *arguments: Any) -> Any:
+        return (self.plain if self.plain and transformed() else self.default)(*arguments)
+
+    def differentiate(self, setup: Callable[..., None], gradients: Callable[..., Any]) -> None:
+        """Register its gradients: setup(ctx, inputs, output), gradients(ctx, *grads)."""
+        name = f"fastbcd::{self.name}"
+        torch.library.register_autograd(name, gradients, setup_context=setup, lib=LIBRARY)
+
+
 def define(
-    schema: str, lay_out: Callable[..., Call], formula: Callable[..., Any], kernel: str = ""
-) -> Any:
+    schema: str,
+    lay_out: Callable[..., Call],
+    formula: Callable[..., Any],
+    kernel: str = "",
+    plain: Callable[..., Any] | None = None,
+) -> Operator:
     """Define the operator of `schema`: lay_out(*arguments), then kernel or formula.
 
-    The kernel is called as kernel(*outputs, *inputs, geometry), the formula as
-    formula(*inputs, *extra). A gradient that is not wanted is returned without elements.
+    A gradient that is not wanted is returned without elements. kernel: its name, that of the
+    operator by default.
     """
-    name = schema.partition("(")[0]
-    kernel = kernel or name
+    kernel = kernel or schema.partition("(")[0]
+    KERNELS[kernel] = Kernel(schema, lay_out, formula)
     single = schema.endswith("-> Tensor")
 
     def result(outputs: list[Any]) -> Any:
@@ -52,44 +90,44 @@ def define(
             return outputs[0]
         return tuple(outputs[0].new_empty(0) if t is None else t for t in outputs)
 
-    def implementation(*arguments: Any) -> Any:
+    def run(*arguments: Any) -> Any:
         call = lay_out(*arguments)
-        compute(kernel, formula, call)
+        compute(kernel, call)
         return result(call.outputs)
 
-    LIBRARY.define(schema)
-    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"fastbcd::{name}", lambda *a: result(lay_out(*a).outputs), lib=LIBRARY
-    )
-    return getattr(torch.ops.fastbcd, name).default
+    return Operator(schema, run, lambda *a: result(lay_out(*a).outputs), plain)
 
 
-def compute(kernel: str, formula: Callable[..., Any], call: Call) -> None:
-    """Fill the outputs of a call."""
+def compute(kernel: str, call: Call) -> None:
+    """Fill the outputs of a call, by the kernel or else by its formula."""
     function = kernels.choose(kernel, call.inputs[0]) if call.fits else None
     if function is None:
-        found = formula(*call.inputs, *call.extra)
-        for out, value in zip(
-            call.outputs, found if isinstance(found, tuple) else (found,), strict=True
-        ):
-            if out is not None:
-                out.copy_(value)
+        by_formula(KERNELS[kernel].formula, call)
+    else:
+        by_kernel(function, call)
+
+
+def by_formula(formula: Callable[..., Any], call: Call) -> None:
+    """Fill the outputs of a call with the values of the formula."""
+    found = formula(*call.inputs, *call.extra)
+    found = found if isinstance(found, tuple) else (found,)
+    for out, value in zip(call.outputs, found, strict=True):
+        if out is not None:
+            out.copy_(value)
+
+
+def by_kernel(function: Callable[..., None], call: Call) -> None:
+    """Make the kernel fill the outputs of a call; sums over nothing are 0."""
+    if not call.geometry:
+        function(*call.outputs, *call.inputs)
         return
-    g: Geometry = geometry(*call.geometry)
+    g = geometry(*call.geometry)
     if g.trials * g.batch * g.channels * g.inner:
         function(*call.outputs, *call.inputs, g)
-    else:  # sums over nothing
+    else:
         for out in call.outputs:
             if out is not None:
                 out.zero_()
-
-
-def differentiate(
-    name: str, setup: Callable[..., None], gradients: Callable[..., Any]
-) -> None:  # fmt: skip
-    """Register the gradients of an operator: setup(ctx, inputs, output), gradients(ctx, *grads)."""
-    torch.library.register_autograd(f"fastbcd::{name}", gradients, setup_context=setup, lib=LIBRARY)
 
 
 def transformed() -> bool:

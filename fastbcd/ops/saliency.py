@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbcd.kernels.geometry import compute_dtype, dense, item_order
+from fastbcd.kernels.geometry import compute_dtype, dense, dense_alike
 from fastbcd.ops import reference
 from fastbcd.ops.masked import masked_poly, masked_relu
 from fastbcd.ops.registry import Call, contiguous, define
@@ -68,11 +68,8 @@ class _Saliency(torch.autograd.Function):
 
 
 def _backward_call(grad, x, mask, coef, residual, absolute) -> Call:
-    x, mask = dense(x, 1), dense(mask, 0)
-    last = item_order(x, 1)
-    grad = dense(grad, 1, last)
-    residual = None if residual is None else dense(residual, 1, last)
-    dtype = compute_dtype(x.dtype)
+    x, grad, residual = dense_alike(x, grad, residual)
+    mask, dtype = dense(mask, 0), compute_dtype(x.dtype)
     sums = x.new_empty_strided(x.shape[1:], x.stride()[1:], dtype=dtype)
     inputs = (grad, x, mask, contiguous(coef), residual, absolute)
     return Call([torch.empty_like(x), sums], inputs, (x, mask))

@@ -9,23 +9,14 @@ fixed order of summation.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from fastbcd.kernels.geometry import compute_dtype, dense, item_order
+from fastbcd.kernels.geometry import compute_dtype, dense, dense_alike, item_order
 from fastbcd.ops import reference
-from fastbcd.ops.arguments import check_arguments, check_channelwise, check_soft
-from fastbcd.ops.registry import (
-    Call,
-    contiguous,
-    define,
-    differentiate,
-    differentiated,
-    transformed,
-)
+from fastbcd.ops.arguments import check_arguments, check_items, check_small
+from fastbcd.ops.registry import Call, contiguous, define, differentiated
 
 
 def soft_relu(x: Tensor, alpha: Tensor, *, residual: Tensor | None = None) -> Tensor:
@@ -41,9 +32,9 @@ def soft_relu(x: Tensor, alpha: Tensor, *, residual: Tensor | None = None) -> Te
     >>> soft_relu(torch.tensor([[-2.0, -2.0, 3.0]]), torch.tensor([1.0, 0.25, 0.5]))
     tensor([[-0.0000, -1.5000,  3.0000]])
     """
-    check_soft(x, alpha, residual)
-    function = reference.soft_relu if transformed() else _soft_relu
-    return function(x, alpha.to(compute_dtype(x.dtype)), residual)
+    check_small("alpha", alpha, x, tuple(x.shape[1:]))
+    check_items(x, alpha, residual)
+    return _soft_relu(x, alpha.to(compute_dtype(x.dtype)), residual)
 
 
 def indicator_poly(
@@ -68,42 +59,34 @@ def indicator_poly(
     ([[0.0, 2.0]], tensor([0.0000, 1.3863]))
     """
     check_arguments(x, mask, None, None, residual, False)
-    check_soft(x, aux, residual, "aux")
-    check_channelwise("coef", coef, x, (3, x.shape[1]))
+    check_small("aux", aux, x, tuple(x.shape[1:]))
+    check_small("coef", coef, x, (3, x.shape[1]))
     small = compute_dtype(x.dtype)
-    function = reference.indicator_poly if transformed() else _indicator_poly
-    return function(x, mask, coef.to(small), aux.to(small), residual)
-
-
-def _lay_out(x: Tensor, residual: Any, grad: Any = None) -> tuple[Any, ...]:
-    """x, residual and grad as dense memory in x's item order, and that order."""
-    x = dense(x, 1)
-    last = item_order(x, 1)
-    return x, *(None if t is None else dense(t, 1, last) for t in (residual, grad)), last
+    return _indicator_poly(x, mask, coef.to(small), aux.to(small), residual)
 
 
 def _soft_forward(x, alpha, residual) -> Call:
-    x, residual, _, last = _lay_out(x, residual)
-    alpha = dense(alpha, 0, last)
+    x, residual = dense_alike(x, residual)
+    alpha = dense(alpha, 0, item_order(x, 1))
     return Call([torch.empty_like(x)], (x, alpha, residual), (x, alpha))
 
 
 def _soft_backward(grad, x, alpha, residual) -> Call:
-    x, residual, grad, last = _lay_out(x, residual, grad)
-    alpha = dense(alpha, 0, last)
+    x, residual, grad = dense_alike(x, residual, grad)
+    alpha = dense(alpha, 0, item_order(x, 1))
     outputs = [torch.empty_like(x), torch.empty_like(alpha)]
     return Call(outputs, (grad, x, alpha, residual), (x, alpha))
 
 
 def _indicator_forward(x, mask, coef, aux, residual) -> Call:
-    x, residual, *_ = _lay_out(x, residual)
+    x, residual = dense_alike(x, residual)
     mask = dense(mask, 0)
     inputs = (x, mask, contiguous(coef), None, None, residual)  # no scale, no shift
     return Call([torch.empty_like(x)], inputs, (x, mask))
 
 
 def _indicator_backward(grad, x, mask, coef, residual) -> Call:
-    x, residual, grad, _ = _lay_out(x, residual, grad)
+    x, residual, grad = dense_alike(x, residual, grad)
     mask = dense(mask, 0)
     dmask = x.new_empty_strided(x.shape[1:], x.stride()[1:], dtype=coef.dtype)
     outputs = [torch.empty_like(x), coef.new_empty(coef.shape), dmask]
@@ -112,7 +95,7 @@ def _indicator_backward(grad, x, mask, coef, residual) -> Call:
 
 _soft_relu = define(
     "soft_relu(Tensor x, Tensor alpha, Tensor? residual) -> Tensor",
-    _soft_forward, reference.soft_relu, "soft_relu_forward",
+    _soft_forward, reference.soft_relu, "soft_relu_forward", reference.soft_relu,
 )  # fmt: skip
 _soft_relu_backward = define(
     "soft_relu_backward(Tensor grad, Tensor x, Tensor alpha, Tensor? residual) "
@@ -121,7 +104,7 @@ _soft_relu_backward = define(
 )  # fmt: skip
 _indicator_poly = define(
     "indicator_poly(Tensor x, Tensor mask, Tensor coef, Tensor aux, Tensor? residual) -> Tensor",
-    _indicator_forward, reference.masked_poly, "indicator_poly_forward",
+    _indicator_forward, reference.masked_poly, "indicator_poly_forward", reference.indicator_poly,
 )  # fmt: skip
 _indicator_poly_backward = define(
     "indicator_poly_backward(Tensor grad, Tensor x, Tensor mask, Tensor coef, Tensor? residual) "
@@ -150,5 +133,5 @@ def _indicator_gradients(ctx, grad):
     return dx, None, dcoef, softplus(aux) * dmask, dx if ctx.needs_input_grad[4] else None
 
 
-differentiate("soft_relu", _setup, _soft_gradients)
-differentiate("indicator_poly", _setup, _indicator_gradients)
+_soft_relu.differentiate(_setup, _soft_gradients)
+_indicator_poly.differentiate(_setup, _indicator_gradients)

@@ -15,8 +15,8 @@ from fastbcd.descent import saliency as saliencies
 from fastbcd.masking import activations
 from fastbcd.masking.masks import mask_modules
 from fastbcd.ops.saliency import saliency as saliency_op
-from fastbcd.ops.selfcheck import Case, arguments
 from helpers.nets import images, make, thinned
+from helpers.op_cases import Case, arguments
 
 NETS = ["mlp", "resnet", "preactivation", "dense", "sizes", "poly", "mixture"]
 KINDS = pytest.mark.parametrize("kind", ["mean_abs", "abs_mean"])

@@ -18,8 +18,16 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from fastbcd import kernels
-from fastbcd.ops.selfcheck import Case, compare, compare_kink
-from helpers.op_cases import MASKED, compare_out, grid, groups, odd_cases
+from helpers.op_cases import (
+    MASKED,
+    Case,
+    compare,
+    compare_kink,
+    compare_out,
+    grid,
+    groups,
+    odd_cases,
+)
 
 DTYPES = ("float32", "float16", "bfloat16")
 KINKS = [(1, 1, 1), (17, 2, 3), (5, 3, 130), (3, 1, 256)]

@@ -11,9 +11,20 @@ import torch
 from torch import Tensor
 
 from fastbcd import ops
-from fastbcd.ops.selfcheck import SALIENCY, TRIALS, Case, arguments, disagreement, results
 from helpers.hostile import seeds
-from helpers.op_cases import DIFFERENTIABLE, MASKED, equal, parameters, truth
+from helpers.op_cases import (
+    DIFFERENTIABLE,
+    MASKED,
+    SALIENCY,
+    TRIALS,
+    Case,
+    arguments,
+    disagreement,
+    equal,
+    parameters,
+    results,
+    truth,
+)
 
 OPS = (*DIFFERENTIABLE, *SALIENCY)
 DTYPES = ("float32", "float64", "float16", "bfloat16")

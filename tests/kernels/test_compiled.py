@@ -25,8 +25,7 @@ import torch
 
 from fastbcd import kernels
 from fastbcd.ops.kink import kink
-from fastbcd.ops.selfcheck import Case, arguments, results
-from helpers.op_cases import MASKED, UNSTACKED
+from helpers.op_cases import MASKED, UNSTACKED, Case, arguments, results
 
 pytest.importorskip("triton.language", reason="triton is not installed")
 triton_kernels = pytest.importorskip("fastbcd.kernels.triton")

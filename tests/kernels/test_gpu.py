@@ -7,8 +7,17 @@ import torch
 
 from fastbcd.kernels.geometry import geometry, new_output
 from fastbcd.ops import reference
-from fastbcd.ops.selfcheck import Case, arguments, compare, results
-from helpers.op_cases import MASKED, compare_out, grid, groups, odd_cases
+from helpers.op_cases import (
+    MASKED,
+    Case,
+    arguments,
+    compare,
+    compare_out,
+    grid,
+    groups,
+    odd_cases,
+    results,
+)
 
 pytest.importorskip("triton.language", reason="triton is not installed")
 kernels = pytest.importorskip("fastbcd.kernels.triton")

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from fastbcd.ops.selfcheck import SALIENCY
-from helpers.op_cases import MASKED
+from helpers.op_cases import MASKED, SALIENCY
 
 pytest.importorskip("triton.language", reason="triton is not installed")
 

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from fastbcd import ops
 from fastbcd.ops import reference
-from fastbcd.ops.selfcheck import TRIALS, Case, arguments
-from helpers.op_cases import MASKED, ORDERS, compare_out, equal
+from helpers.op_cases import MASKED, ORDERS, TRIALS, Case, arguments, compare_out, equal
 
 pytestmark = pytest.mark.usefixtures("nan_empty")
 

@@ -11,8 +11,17 @@ from torch import Tensor
 
 from fastbcd import kernels, ops
 from fastbcd.ops import reference
-from fastbcd.ops.selfcheck import Case, arguments, disagreement, ordered, results
-from helpers.op_cases import DIFFERENTIABLE, MASKED, SALIENCY, equal
+from helpers.op_cases import (
+    DIFFERENTIABLE,
+    MASKED,
+    SALIENCY,
+    Case,
+    arguments,
+    disagreement,
+    equal,
+    ordered,
+    results,
+)
 
 SMALL = ("scale", "shift", "coef", "alpha", "aux", "weight", "bias")  # per channel or per unit
 OTHERS = ("x", "residual", "grad", "mask")

@@ -8,8 +8,19 @@ import pytest
 import torch
 
 from fastbcd import MaskedPoly, MaskedReLU, ops
-from fastbcd.ops.selfcheck import FORMULAS, TRIALS, Case, arguments, function_of, leaves
-from helpers.op_cases import DIFFERENTIABLE, MASKED, ORDERS, equal, truth
+from helpers.op_cases import (
+    DIFFERENTIABLE,
+    FORMULAS,
+    MASKED,
+    ORDERS,
+    TRIALS,
+    Case,
+    arguments,
+    equal,
+    function_of,
+    leaves,
+    truth,
+)
 
 OPERATORS = torch.ops.fastbcd
 SITE = (2, 3, 3, 4, 2)

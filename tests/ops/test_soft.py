@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fastbcd import ops
-from fastbcd.ops.selfcheck import Case, arguments
-from helpers.op_cases import equal
+from helpers.op_cases import Case, arguments, equal
 
 
 def test_the_published_formula_of_snl() -> None:

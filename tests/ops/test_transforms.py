@@ -10,10 +10,18 @@ from torch.autograd.gradcheck import gradgradcheck
 from fastbcd import ops
 from fastbcd.graph.fuse import NormActivation
 from fastbcd.masking.activations import MaskedReLU
-from fastbcd.ops import masked, norm, soft
+from fastbcd.ops import registry
 from fastbcd.ops.saliency import saliency
-from fastbcd.ops.selfcheck import TRIALS, Case, arguments, function_of, leaves
-from helpers.op_cases import DIFFERENTIABLE, MASKED, ORDERS
+from helpers.op_cases import (
+    DIFFERENTIABLE,
+    MASKED,
+    ORDERS,
+    TRIALS,
+    Case,
+    arguments,
+    function_of,
+    leaves,
+)
 
 ALL = pytest.mark.parametrize("op", DIFFERENTIABLE)
 SIZES = (2, 2, 3, 2)
@@ -38,12 +46,7 @@ def positional(case: Case, seed: int = 0):
 @pytest.fixture
 def plain(monkeypatch):
     """Switch the ops to the reference: `plain()`."""
-
-    def switch() -> None:
-        for module in (masked, soft, norm):
-            monkeypatch.setattr(module, "transformed", lambda: True)
-
-    return switch
+    return lambda: monkeypatch.setattr(registry, "transformed", lambda: True)
 
 
 @ALL
