@@ -27,6 +27,11 @@ def is_shared(t: Tensor, mask: Tensor, trials: bool) -> bool:
     return trials and t.ndim == mask.ndim
 
 
+def are_shared(mask: Tensor, trials: bool, *tensors: Tensor | None) -> list[bool]:
+    """`is_shared` for each tensor; False for None."""
+    return [t is not None and trials and t.ndim == mask.ndim for t in tensors]
+
+
 class Geometry(NamedTuple):
     """One kernel call. Element i of an item has channel i % C if channels_last, else i // inner."""
 
@@ -57,19 +62,30 @@ def item_order(t: Tensor, channel: int) -> bool | None:
 
 def dense(t: Tensor, channel: int, last: bool | None = None) -> Tensor:
     """t itself if it is dense (in the order `last`, where that is given), else a dense copy."""
-    order = item_order(t, channel)
-    if order is not None and (last is None or order == last or orders_coincide(t, channel)):
+    if in_order(t, channel, last):
         return t
     if last is None:
         last = t.ndim > channel + 1 and t.stride(channel) == 1
     return t.movedim(channel, -1).contiguous().movedim(-1, channel) if last else t.contiguous()
 
 
-def dense_alike(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """x [B, *S] and the others as dense memory in the item order of x."""
-    x = dense(x, 1)
-    last = item_order(x, 1)
-    return x, *(None if t is None else dense(t, 1, last) for t in others)
+def dense_together(unit: Tensor, trials: bool, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """A mask and tensors [B, *S] or [T, B, *S] as dense memory, in the item order of the first."""
+    order: bool | None = None
+    found = []
+    for t in tensors:
+        if t is not None:
+            channel = 2 if trials and t.ndim > unit.ndim else 1
+            t = dense(t, channel, order)
+            order = item_order(t, channel) if order is None else order
+        found.append(t)
+    return dense(unit, 1 if trials else 0), *found
+
+
+def in_order(t: Tensor, channel: int, last: bool | None) -> bool:
+    """Is t dense (in the order `last`, where that is given)?"""
+    order = item_order(t, channel)
+    return order is not None and (last is None or order == last or orders_coincide(t, channel))
 
 
 def orders_coincide(t: Tensor, channel: int) -> bool:
@@ -84,6 +100,13 @@ def new_output(x: Tensor, mask: Tensor, trials: bool) -> Tensor:
     return x.new_empty_strided(
         (mask.shape[0], *x.shape), (max(x.numel(), 1), *x.stride()), dtype=x.dtype
     )
+
+
+def new_gradient(grad: Tensor, shared: bool) -> Tensor:
+    """An empty gradient in the memory order of the dense grad, without T for a shared tensor."""
+    if not shared:
+        return torch.empty_like(grad)
+    return grad.new_empty_strided(grad.shape[1:], grad.stride()[1:])
 
 
 def geometry(

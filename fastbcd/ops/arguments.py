@@ -12,13 +12,9 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def check_arguments(
-    x: Tensor,
-    mask: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    residual: Tensor | None,
+    x: Tensor, mask: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None,
     trials: bool | None,
-) -> bool:
+) -> bool:  # fmt: skip
     """Refuse what the masked ops cannot do; return whether the mask has a trial dimension."""
     if mask.dtype not in (torch.bool, torch.uint8):
         raise TypeError(f"mask is {mask.dtype}; it must be torch.bool or torch.uint8 (mask.bool())")
@@ -43,27 +39,21 @@ def infer_trials(x: Tensor, mask: Tensor, trials: bool | None) -> bool:
     Otherwise only that reading is compared: under torch.compile and torch.export each comparison
     of sizes becomes a condition on the batch.
     """
-    if trials is None:
-        plain, stacked = _fits(x, mask), _fits_trials(x, mask)
-        # A batch of 128 with 128 channels is an everyday size: images are read as images.
-        if plain and stacked and x.ndim != 4:
-            raise ValueError(
-                f"x {_shape(x)} with mask {_shape(mask)} can be read two ways: a batch of "
-                f"{x.shape[0]} with one mask, or {x.shape[0]} trials of a batch of {x.shape[1]}; "
-                f"pass trials=False or trials=True"
-            )
-        trials = stacked and not plain
-    if not (_fits_trials(x, mask) if trials else _fits(x, mask)):
+    plain = trials is not True and mask.ndim >= 1 and mask.shape == x.shape[1:]
+    stacked = trials is not False and _fits_trials(x, mask)
+    # A batch of 128 with 128 channels is an everyday size: images are read as images.
+    if plain and stacked and x.ndim != 4:
+        raise ValueError(
+            f"x {_shape(x)} with mask {_shape(mask)} can be read two ways: a batch of "
+            f"{x.shape[0]} with one mask, or {x.shape[0]} trials of a batch of {x.shape[1]}; "
+            f"pass trials=False or trials=True"
+        )
+    if not (plain or stacked):
         wanted = f"{tuple(x.shape[1:])}, x without its batch dimension (or [T, ...] for T trials)"
         if trials:
             wanted = "mask [T, ...] beside x [B, ...] or x [T, B, ...]"
         raise ValueError(f"mask has shape {_shape(mask)} and x {_shape(x)}; expected {wanted}")
-    return trials
-
-
-def _fits(x: Tensor, mask: Tensor) -> bool:
-    """x [B, *S] and mask [*S]."""
-    return mask.ndim >= 1 and mask.shape == x.shape[1:]
+    return not plain
 
 
 def _fits_trials(x: Tensor, mask: Tensor) -> bool:

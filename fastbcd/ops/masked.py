@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from fastbcd.kernels.geometry import (
+    are_shared,
     compute_dtype,
-    dense,
-    is_shared,
+    dense_together,
+    in_order,
     item_order,
+    new_gradient,
     new_output,
-    orders_coincide,
 )
-from fastbcd.ops import reference
 from fastbcd.ops.arguments import check_arguments, check_out, check_small
-from fastbcd.ops.registry import Call, Operator, compute, contiguous, define, differentiated
+from fastbcd.ops.registry import Call, Operator, compute, contiguous, define
 
 
 def masked_relu(
@@ -95,46 +95,29 @@ def _call(
     return _OPERATORS[op](x, mask, *small, residual, trials)
 
 
-# --------------------------------------------------------------------------------- forward
-
-
-def _dense(mask: Tensor, trials: bool, *tensors: Any) -> tuple:
-    """mask and tensors [B, *S] or [T, B, *S] as dense memory, in the item order of the first."""
-    order, found = None, []
-    for t in tensors:
-        channel = 1 if t is None or t.ndim != mask.ndim + 1 or not trials else 2
-        found.append(None if t is None else dense(t, channel, order))
-        order = item_order(found[0], channel) if order is None else order
-    return dense(mask, 1 if trials else 0), *found
-
-
 def _forward(x, mask, *parameters, out=None) -> Call:
     """parameters: ([coef,] scale, shift, residual, trials)."""
     *small, residual, trials = parameters
-    mask, x, residual = _dense(mask, trials, x, residual)
-    shared = (t is not None and is_shared(t, mask, trials) for t in (x, residual))
+    mask, x, residual = dense_together(mask, trials, x, residual)
     y = new_output(x, mask, trials) if out is None else out
     inputs = (x, mask, *(contiguous(t) for t in small), residual)
-    return Call([y], inputs, (x, mask, trials, *shared), (trials,))
+    return Call([y], inputs, (x, mask, trials, *are_shared(mask, trials, x, residual)), (trials,))
 
 
 def _define(op: str, small: str) -> None:
     """The operators `op` and `op`_out, which writes into its last argument."""
     parameters = f"Tensor x, Tensor mask, {small}, Tensor? residual, bool trials"
-    kernel, formula = f"{op}_forward", getattr(reference, op)
-    _OPERATORS[op] = define(
-        f"{op}({parameters}) -> Tensor", _forward, formula, kernel, plain=formula
-    )
+    _OPERATORS[op] = define(f"{op}({parameters}) -> Tensor", _forward)
 
     def write(*arguments: Any) -> None:
         *given, out = arguments
         call = _forward(*given, out=out)
-        if _writable(out, call):
-            compute(kernel, call)
-        else:
+        writable = _writable(out, call)
+        if not writable:
             _refuse_internal_overlap(out)
             call.outputs[0] = new_output(call.inputs[0], call.inputs[1], call.extra[0])
-            compute(kernel, call)
+        compute(f"{op}_forward", call)
+        if not writable:
             out.copy_(call.outputs[0])
         if not out.is_inference():  # a graph that saved `out` before now raises in its backward
             torch.autograd.graph.increment_version(out)
@@ -147,13 +130,8 @@ def _writable(out: Tensor, call: Call) -> bool:
     """Can a kernel write into `out`: dense in x's order, and no input partly in its memory?"""
     x, _, trials, x_shared, _ = call.geometry
     channel = 2 if trials else 1
-    order = item_order(out, channel)
-    if order is None or not (
-        order == item_order(x, channel - x_shared) or orders_coincide(out, channel)
-    ):
-        return False
     first, last = out.data_ptr(), out.data_ptr() + out.numel() * out.element_size()
-    return not any(  # the inputs are dense
+    return in_order(out, channel, item_order(x, channel - x_shared)) and not any(
         t.data_ptr() < last
         and t.data_ptr() + t.numel() * t.element_size() > first
         and not (t.data_ptr() == first and t.shape == out.shape and t.dtype == out.dtype)
@@ -177,25 +155,14 @@ _OPERATORS: dict[str, Operator] = {}
 _define("masked_relu", "Tensor? scale, Tensor? shift")
 _define("masked_poly", "Tensor coef, Tensor? scale, Tensor? shift")
 
-# -------------------------------------------------------------------------------- backward
-
-
-def _new_gradient(grad: Tensor, shared: bool) -> Tensor:
-    """An empty dx or dresidual in the memory order of the dense grad [.., B, *S]."""
-    if not shared:
-        return torch.empty_like(grad)
-    return grad.new_empty_strided(grad.shape[1:], grad.stride()[1:])
-
 
 def _relu_backward_call(
     grad, y, mask, x, scale, trials, x_shared, residual_shared, want_residual
 ) -> Call:  # fmt: skip
-    mask, y, grad, x = _dense(mask, trials, y, grad, x)
-    outputs = [
-        _new_gradient(grad, x_shared),
-        _new_gradient(grad, residual_shared) if want_residual else None,
-        None if x is None else scale.new_empty((2, scale.numel())),
-    ]
+    mask, y, grad, x = dense_together(mask, trials, y, grad, x)
+    dresidual = new_gradient(grad, residual_shared) if want_residual else None
+    daffine = None if x is None else scale.new_empty((2, scale.numel()))
+    outputs = [new_gradient(grad, x_shared), dresidual, daffine]
     shared = (trials, x_shared, residual_shared and want_residual)
     inputs = (grad, y, mask, x, contiguous(scale))
     return Call(outputs, inputs, (y, mask, *shared), (trials, x_shared, residual_shared))
@@ -204,14 +171,11 @@ def _relu_backward_call(
 def _poly_backward_call(
     grad, x, mask, coef, scale, shift, residual, trials, want_residual
 ) -> Call:  # fmt: skip
-    mask, x, residual, grad = _dense(mask, trials, x, residual, grad)
-    shared = [t is not None and is_shared(t, mask, trials) for t in (x, residual)]
-    outputs = [
-        _new_gradient(grad, shared[0]),
-        _new_gradient(grad, shared[1]) if want_residual else None,
-        coef.new_empty(coef.shape),
-        None if scale is None else coef.new_empty((2, coef.shape[1])),
-    ]
+    mask, x, residual, grad = dense_together(mask, trials, x, residual, grad)
+    shared = are_shared(mask, trials, x, residual)
+    dresidual = new_gradient(grad, shared[1]) if want_residual else None
+    daffine = None if scale is None else coef.new_empty((2, coef.shape[1]))
+    outputs = [new_gradient(grad, shared[0]), dresidual, coef.new_empty(coef.shape), daffine]
     inputs = (grad, x, mask, contiguous(coef), contiguous(scale), contiguous(shift), residual)
     return Call(outputs, inputs, (x, mask, trials, *shared), (trials,))
 
@@ -220,14 +184,14 @@ _masked_relu_backward = define(
     "masked_relu_backward(Tensor grad, Tensor y, Tensor mask, Tensor? x, Tensor? scale, "
     "bool trials, bool x_shared, bool residual_shared, bool want_residual) "
     "-> (Tensor dx, Tensor dresidual, Tensor daffine)",
-    _relu_backward_call, reference.masked_relu_backward,
-)  # fmt: skip
+    _relu_backward_call,
+)
 _masked_poly_backward = define(
     "masked_poly_backward(Tensor grad, Tensor x, Tensor mask, Tensor coef, Tensor? scale, "
     "Tensor? shift, Tensor? residual, bool trials, bool want_residual) "
     "-> (Tensor dx, Tensor dresidual, Tensor dcoef, Tensor daffine)",
-    _poly_backward_call, reference.masked_poly_backward,
-)  # fmt: skip
+    _poly_backward_call,
+)
 
 
 def _relu_setup(ctx, inputs, output) -> None:
@@ -235,21 +199,17 @@ def _relu_setup(ctx, inputs, output) -> None:
     affine = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
     # Only the affine gradients need x; the activation's own need y alone.
     ctx.save_for_backward(output, mask, x if affine else None, scale)
-    ctx.shared = [t is not None and is_shared(t, mask, ctx.trials) for t in (x, residual)]
+    ctx.shared = are_shared(mask, ctx.trials, x, residual)
 
 
 def _relu_gradients(ctx, grad):
     _, _, x, scale = ctx.saved_tensors
-    arguments = (grad, *ctx.saved_tensors, ctx.trials, *ctx.shared)
     needs_residual = ctx.needs_input_grad[4]
     # dresidual = dz = dx, one tensor for both, unless a scale or a sum over trials differs.
     same = scale is None and ctx.shared[0] == ctx.shared[1]
-    found: Any
-    if differentiated():
-        found = reference.masked_relu_backward(*arguments)
-    else:
-        found = _masked_relu_backward(*arguments, needs_residual and not same)
-    dx, dresidual, daffine = found
+    dx, dresidual, daffine = _masked_relu_backward.derivative(
+        grad, *ctx.saved_tensors, ctx.trials, *ctx.shared, flags=(needs_residual and not same,)
+    )
     dscale, dshift = (None, None) if x is None else daffine
     dresidual = (dx if same else dresidual) if needs_residual else None
     return dx, None, dscale, dshift, dresidual, None
@@ -261,13 +221,10 @@ def _poly_setup(ctx, inputs, output) -> None:
 
 
 def _poly_gradients(ctx, grad):
-    arguments = (grad, *ctx.saved_tensors, ctx.trials)
     needs_residual = ctx.needs_input_grad[5]
-    daffine: Any
-    if differentiated():
-        dx, dresidual, dcoef, daffine = reference.masked_poly_backward(*arguments)
-    else:
-        dx, dresidual, dcoef, daffine = _masked_poly_backward(*arguments, needs_residual)
+    dx, dresidual, dcoef, daffine = _masked_poly_backward.derivative(
+        grad, *ctx.saved_tensors, ctx.trials, flags=(needs_residual,)
+    )
     dscale, dshift = (None, None) if ctx.saved_tensors[3] is None else daffine
     return dx, None, dcoef, dscale, dshift, dresidual if needs_residual else None, None
 

@@ -2,9 +2,8 @@
 
     y = masked_relu(norm(x)*weight + bias + residual)
 
-With the mean and the variance of the batch known, norm, weight and bias are a scale and a shift
-per channel, which the masked ReLU applies in its own pass: one pass for the statistics and one for
-the rest, instead of five. Backward, with x̂ = (x - mean)/σ and n values per channel:
+With the batch's mean and variance, norm, weight and bias are a scale and a shift per channel, which
+the masked ReLU applies in its own pass. Backward, with x̂ = (x - mean)/σ and n values per channel:
 
     dz = grad where the ReLU let it pass;  dbias = Σ dz,  dweight = Σ dz·x̂
     dx = weight/σ · (dz - dbias/n - x̂·dweight/n)
@@ -14,26 +13,19 @@ The C++ kernel takes float32 in channels_last order; the reference runs for ever
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fastbcd import kernels
-from fastbcd.kernels.geometry import dense, dense_alike, item_order, orders_coincide
+from fastbcd.kernels.geometry import dense_together, item_order, orders_coincide
 from fastbcd.ops import reference
 from fastbcd.ops.registry import Call, contiguous, define, differentiated
 
 
 def norm_relu(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mask: Tensor,
-    residual: Tensor | None = None,
-    *,
+    x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, residual: Tensor | None = None, *,
     eps: float = 1e-5,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y [B, C, *spatial] and the statistics [2, C]: mean and biased variance of x.
 
     x, residual: [B, C, *spatial]. weight, bias: [C]. mask: [C, *spatial]. The statistics have no
@@ -60,31 +52,31 @@ def _fits(x: Tensor) -> bool:
 
 
 def _forward_call(x, weight, bias, mask, residual, eps) -> Call:
-    x, residual = dense_alike(x, residual)
-    mask, weight, bias = dense(mask, 0), contiguous(weight), contiguous(bias)
+    mask, x, residual = dense_together(mask, False, x, residual)
     outputs = [torch.empty_like(x), weight.new_empty(2, x.shape[1])]
-    return Call(outputs, (x, weight, bias, mask, residual, eps), (x, mask), fits=_fits(x))
+    inputs = (x, contiguous(weight), contiguous(bias), mask, residual, eps)
+    return Call(outputs, inputs, (x, mask), fits=_fits(x))
 
 
 def _backward_call(grad, y, x, weight, mask, statistics, eps, want_residual) -> Call:
-    x, y, grad = dense_alike(x, y, grad)
-    mask, weight = dense(mask, 0), contiguous(weight)
+    mask, x, y, grad = dense_together(mask, False, x, y, grad)
     dresidual = torch.empty_like(x) if want_residual else None
     outputs = [torch.empty_like(x), dresidual, weight.new_empty(2, x.shape[1])]
-    return Call(outputs, (grad, y, x, weight, mask, statistics, eps), (x, mask), fits=_fits(x))
+    inputs = (grad, y, x, contiguous(weight), mask, statistics, eps)
+    return Call(outputs, inputs, (x, mask), fits=_fits(x))
 
 
 _norm_relu = define(
     "norm_relu(Tensor x, Tensor weight, Tensor bias, Tensor mask, Tensor? residual, float eps) "
     "-> (Tensor y, Tensor statistics)",
-    _forward_call, reference.norm_relu, "norm_relu_forward", reference.norm_relu,
-)  # fmt: skip
+    _forward_call,
+)
 _norm_relu_backward = define(
     "norm_relu_backward(Tensor grad, Tensor y, Tensor x, Tensor weight, Tensor mask, "
     "Tensor statistics, float eps, bool want_residual) "
     "-> (Tensor dx, Tensor dresidual, Tensor dparameters)",
-    _backward_call, reference.norm_relu_backward,
-)  # fmt: skip
+    _backward_call,
+)
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -96,14 +88,12 @@ def _setup(ctx, inputs, output) -> None:
 
 def _gradients(ctx, grad, _):
     y, x, weight, mask, statistics = ctx.saved_tensors
-    needs_residual = ctx.needs_input_grad[4]
-    arguments = (grad, y, x, weight, mask)
-    found: Any
     if differentiated():  # then the statistics are a function of x
-        found = reference.norm_relu_backward(*arguments, reference.norm_statistics(x), ctx.eps)
-    else:
-        found = _norm_relu_backward(*arguments, statistics, ctx.eps, needs_residual)
-    dx, dresidual, (dweight, dbias) = found
+        statistics = reference.norm_statistics(x)
+    needs_residual = ctx.needs_input_grad[4]
+    dx, dresidual, (dweight, dbias) = _norm_relu_backward.derivative(
+        grad, y, x, weight, mask, statistics, ctx.eps, flags=(needs_residual,)
+    )
     return dx, dweight, dbias, None, dresidual if needs_residual else None, None
 
 

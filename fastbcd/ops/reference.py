@@ -18,9 +18,8 @@ Shapes, for a site of shape S = (C, *spatial):
     alpha     [*S], aux [*S]                               no trials with these
     y         [B, *S]; with trials [T, B, *S]
 
-The functions are differentiable by autograd any number of times, under torch.func and in
-forward-mode AD. The `_backward` functions state the derivatives as formulas; they are
-differentiable too.
+All functions, the `_backward` ones included, are differentiable by autograd any number of times,
+under torch.func and in forward-mode AD.
 """
 
 from __future__ import annotations
@@ -36,18 +35,12 @@ from fastbcd.kernels.geometry import compute_dtype, is_shared
 
 Maybe: TypeAlias = Tensor | None
 
-# ------------------------------------------------------------------- the masked activations
-
 
 def masked_relu(
     x: Tensor, mask: Tensor, scale: Maybe = None, shift: Maybe = None, residual: Maybe = None,
     trials: bool = False,
 ) -> Tensor:  # fmt: skip
-    """y = relu(z) where the bit is 1, else z.
-
-    >>> masked_relu(torch.tensor([[-1.0, -2.0, 3.0]]), torch.tensor([True, False, True]))
-    tensor([[ 0., -2.,  3.]])
-    """
+    """y = relu(z) where the bit is 1, else z."""
     z, bits = _preactivation(x, mask, scale, shift, residual, trials)
     y = torch.where(bits, torch.relu(z), z).to(x.dtype)
     return y if trials else y[0]
@@ -57,12 +50,7 @@ def masked_poly(
     x: Tensor, mask: Tensor, coef: Tensor, scale: Maybe = None, shift: Maybe = None,
     residual: Maybe = None, trials: bool = False,
 ) -> Tensor:  # fmt: skip
-    """y = relu(z) where the bit is 1, else c2*z² + c1*z + c0, coef [3, C] = (c0, c1, c2).
-
-    >>> square = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
-    >>> masked_poly(torch.tensor([[-3.0, -3.0]]), torch.tensor([True, False]), square)
-    tensor([[0., 9.]])
-    """
+    """y = relu(z) where the bit is 1, else c2*z² + c1*z + c0, coef [3, C] = (c0, c1, c2)."""
     z, bits = _preactivation(x, mask, scale, shift, residual, trials)
     # An infinite z under a kept ReLU must not reach the polynomial: 0 * inf in its gradient.
     y = torch.where(bits, torch.relu(z), _poly(z.masked_fill(bits, 0), coef)).to(x.dtype)
@@ -170,15 +158,8 @@ def _sum_batch(t: Tensor) -> Tensor:
     return t.double().sum(0).to(t.dtype)
 
 
-# --------------------------------------------------------- the activations of SNL and AutoReP
-
-
 def soft_relu(x: Tensor, alpha: Tensor, residual: Maybe = None) -> Tensor:
-    """y = a*relu(z) + (1 - a)*z, z = x + residual: z where z > 0, else (1 - a)*z.
-
-    >>> soft_relu(torch.tensor([[-1.0, -1.0, 2.0]]), torch.tensor([1.0, 0.25, 0.5]))
-    tensor([[-0.0000, -0.7500,  2.0000]])
-    """
+    """y = a*relu(z) + (1 - a)*z, z = x + residual: z where z > 0, else (1 - a)*z."""
     z = _sum(x, residual)
     return torch.where(z > 0, z, (1 - alpha) * z).to(x.dtype)
 
@@ -199,12 +180,7 @@ def soft_relu_backward(
 def indicator_poly(
     x: Tensor, mask: Tensor, coef: Tensor, aux: Tensor, residual: Maybe = None
 ) -> Tensor:
-    """masked_poly(x + residual), with the gradient of its bits passed to aux.
-
-    >>> square = torch.tensor([[0.0], [0.0], [1.0]])
-    >>> indicator_poly(torch.tensor([[-3.0]]), torch.tensor([False]), square, torch.zeros(1))
-    tensor([[9.]])
-    """
+    """masked_poly(x + residual), with the gradient of its bits passed to aux."""
     y = masked_poly(x, mask, coef, None, None, residual)
     return _Bit.apply(y, aux, _added_by_relu(_sum(x, residual), coef))
 
@@ -258,9 +234,6 @@ def _added_by_relu(z: Tensor, coef: Maybe) -> Tensor:
     return z.clamp(max=0).neg() if coef is None else torch.relu(z) - _poly(z[None], coef)[0]
 
 
-# ------------------------------------------------------------- batch norm in train mode, ReLU
-
-
 def norm_statistics(x: Tensor) -> Tensor:
     """[2, C]: the mean and the biased variance of x [B, C, *spatial]."""
     x = x.to(compute_dtype(x.dtype))
@@ -271,13 +244,7 @@ def norm_statistics(x: Tensor) -> Tensor:
 def norm_relu(
     x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, residual: Maybe, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """masked_relu(norm(x)*weight + bias + residual) and the statistics of x, without gradient.
-
-    >>> x, mask = torch.tensor([[1.0], [3.0]]), torch.tensor([True])
-    >>> norm_relu(x, torch.ones(1), torch.zeros(1), mask, None, 0.0)[0]
-    tensor([[0.],
-            [1.]])
-    """
+    """masked_relu(norm(x)*weight + bias + residual) and the statistics of x, without gradient."""
     mean, variance = statistics = norm_statistics(x)
     scale = weight * (variance + eps).rsqrt()
     y = masked_relu(x, mask, scale, bias - mean * scale, residual)
@@ -299,15 +266,8 @@ def norm_relu_backward(
     return dx[0].to(grad.dtype), dz, torch.stack([dweight, dbias])
 
 
-# ------------------------------------------------------------ kinks, the effects of removals
-
-
 def kink(a: Tensor, mask: Tensor, fresh: bool, c: Tensor) -> Tensor:
-    """mask · relu(-(c + a)) for c [n, T, B], a [n, B], mask [n, T]; c counts as 0 if fresh.
-
-    >>> kink(torch.tensor([[-2.0]]), torch.tensor([[1]]), True, torch.zeros(1, 1, 1))
-    tensor([[[2.]]])
-    """
+    """mask · relu(-(c + a)) for c [n, T, B], a [n, B], mask [n, T]; c counts as 0 if fresh."""
     z = a.unsqueeze(1).expand_as(c) if fresh else c + a.unsqueeze(1)
     return torch.where(mask.bool().unsqueeze(2), torch.relu(-z), 0)
 

@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 
 from fastbcd import kernels
 from fastbcd.kernels.geometry import geometry
+from fastbcd.ops import reference
 
 LIBRARY = torch.library.Library("fastbcd", "DEF")
 
@@ -49,19 +50,26 @@ KERNELS: dict[str, Kernel] = {}
 class Operator:
     """The torch operator of a schema: a call is one node for autograd and torch.compile.
 
-    Under torch.func and in forward-mode AD `plain` runs instead, a formula of torch's own calls.
+    The formula of the same name in `reference.py` runs instead under torch.func and in
+    forward-mode AD, and for a derivative that is differentiated in turn.
     """
 
-    def __init__(self, schema: str, run: Any, fake: Any, plain: Any = None) -> None:
+    def __init__(self, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
         self.name = schema.partition("(")[0]
         LIBRARY.define(schema)
         LIBRARY.impl(self.name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fastbcd::{self.name}", fake, lib=LIBRARY)
         self.default = getattr(torch.ops.fastbcd, self.name).default
-        self.plain = plain
+        self.formula: Any = getattr(reference, self.name, None)
 
     def __call__(self, *arguments: Any) -> Any:
-        return (self.plain if self.plain and transformed() else self.default)(*arguments)
+        return (self.formula if self.formula and transformed() else self.default)(*arguments)
+
+    def derivative(self, *arguments: Any, flags: tuple[bool, ...] = ()) -> Any:
+        """A call in a backward pass. flags: further arguments, which the formula does not take."""
+        if differentiated():
+            return self.formula(*arguments)
+        return self.default(*arguments, *flags)
 
     def differentiate(self, setup: Callable[..., None], gradients: Callable[..., Any]) -> None:
         """Register its gradients: setup(ctx, inputs, output), gradients(ctx, *grads)."""
@@ -69,24 +77,18 @@ class Operator:
         torch.library.register_autograd(name, gradients, setup_context=setup, lib=LIBRARY)
 
 
-def define(
-    schema: str,
-    lay_out: Callable[..., Call],
-    formula: Callable[..., Any],
-    kernel: str = "",
-    plain: Callable[..., Any] | None = None,
-) -> Operator:
+def define(schema: str, lay_out: Callable[..., Call], formula: Any = None) -> Operator:
     """Define the operator of `schema`: lay_out(*arguments), then kernel or formula.
 
-    A gradient that is not wanted is returned without elements. kernel: its name, that of the
-    operator by default.
+    A gradient that is not wanted is returned without elements. formula: by default the one of the
+    same name.
     """
-    kernel = kernel or schema.partition("(")[0]
-    KERNELS[kernel] = Kernel(schema, lay_out, formula)
-    single = schema.endswith("-> Tensor")
+    name = schema.partition("(")[0]
+    kernel = name if name.endswith("_backward") else f"{name}_forward"
+    KERNELS[kernel] = Kernel(schema, lay_out, formula or getattr(reference, name))
 
     def result(outputs: list[Any]) -> Any:
-        if single:
+        if schema.endswith("-> Tensor"):
             return outputs[0]
         return tuple(outputs[0].new_empty(0) if t is None else t for t in outputs)
 
@@ -95,7 +97,7 @@ def define(
         compute(kernel, call)
         return result(call.outputs)
 
-    return Operator(schema, run, lambda *a: result(lay_out(*a).outputs), plain)
+    return Operator(schema, run, lambda *a: result(lay_out(*a).outputs))
 
 
 def compute(kernel: str, call: Call) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbcd.kernels.geometry import compute_dtype, dense, dense_alike
-from fastbcd.ops import reference
+from fastbcd.kernels.geometry import compute_dtype, dense_together
 from fastbcd.ops.masked import masked_poly, masked_relu
 from fastbcd.ops.registry import Call, contiguous, define
 
@@ -68,8 +67,8 @@ class _Saliency(torch.autograd.Function):
 
 
 def _backward_call(grad, x, mask, coef, residual, absolute) -> Call:
-    x, grad, residual = dense_alike(x, grad, residual)
-    mask, dtype = dense(mask, 0), compute_dtype(x.dtype)
+    mask, x, grad, residual = dense_together(mask, False, x, grad, residual)
+    dtype = compute_dtype(x.dtype)
     sums = x.new_empty_strided(x.shape[1:], x.stride()[1:], dtype=dtype)
     inputs = (grad, x, mask, contiguous(coef), residual, absolute)
     return Call([torch.empty_like(x), sums], inputs, (x, mask))
@@ -78,5 +77,5 @@ def _backward_call(grad, x, mask, coef, residual, absolute) -> Call:
 saliency_backward = define(
     "saliency_backward(Tensor grad, Tensor x, Tensor mask, Tensor? coef, Tensor? residual, "
     "bool absolute) -> (Tensor dx, Tensor sums)",
-    _backward_call, reference.saliency_backward,
-)  # fmt: skip
+    _backward_call,
+)

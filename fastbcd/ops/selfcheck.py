@@ -19,6 +19,7 @@ from fastbcd.kernels.geometry import compute_dtype
 from fastbcd.ops.registry import KERNELS, by_formula, by_kernel
 
 TRIALS = ("none", "stacked", "shared x", "shared residual", "both shared")
+ITEMS = ("x", "residual", "grad", "y")  # arguments [B, *S] or [T, B, *S]
 ELEMENTWISE = ("y", "dx", "dresidual")  # all other results are sums
 T, B, SITE = 3, 5, (24, 7, 6)
 
@@ -28,23 +29,21 @@ class Check(NamedTuple):
 
     kernel: str
     dtype: torch.dtype
-    channels_last: bool
-    full: bool  # with every optional argument, or with none
+    order: str  # contiguous or channels_last
+    optional: str  # full: with every optional argument; bare: with none
     trials: str = "none"
 
     def __str__(self) -> str:
-        words = [self.kernel, str(self.dtype).removeprefix("torch.")]
-        words += ["channels_last" if self.channels_last else "contiguous"]
-        words += ["full" if self.full else "bare", self.trials.replace(" ", "_")]
-        return "-".join(words)
+        return "-".join(map(str, self)).replace("torch.", "").replace(" ", "_")
 
 
 def checks(kernel: str, dtype: torch.dtype) -> Iterator[Check]:
     """The calls of a kernel that are compared."""
-    for channels_last, full in product((False, True), repeat=2):
-        stacked = TRIALS[1 : 5 if full else 3] if "bool trials" in KERNELS[kernel].schema else ()
-        for trials in ("none", *stacked):
-            yield Check(kernel, dtype, channels_last, full, trials)
+    for order, optional in product(("contiguous", "channels_last"), ("bare", "full")):
+        yield Check(kernel, dtype, order, optional)
+        if "bool trials" in KERNELS[kernel].schema:
+            for trials in TRIALS[1 : 5 if optional == "full" else 3]:
+                yield Check(kernel, dtype, order, optional, trials)
 
 
 def comparisons(device: str) -> Iterator[tuple[str, list[str]]]:
@@ -77,30 +76,28 @@ def disagreement(check: Check, function: Callable[..., None], device: Any) -> li
 def _arguments(check: Check, schema: str, device: Any) -> list[Any]:
     """The arguments of an operator, the same every time."""
     g = torch.Generator().manual_seed(0)
-    stacked = check.trials != "none"
+    stacked, full = check.trials != "none", check.optional == "full"
     lead = (T,) if stacked else ()
     shared = {n: check.trials in (f"shared {n}", "both shared") for n in ("x", "residual")}
-    values = {"trials": stacked, "want_residual": check.full, "eps": 1e-5}
-    values |= {"x_shared": shared["x"], "residual_shared": shared["residual"]}
-    big = ("x", "residual", "grad", "y")
-    shapes = {n: (*(() if shared.get(n) else lead), B, *SITE) for n in big}
+    values = {"trials": stacked, "eps": 1e-5, **{f"{n}_shared": shared[n] for n in shared}}
+    shapes = {n: (*(() if shared.get(n) else lead), B, *SITE) for n in ITEMS}
     shapes |= {"mask": (*lead, *SITE), "alpha": SITE, "aux": SITE, "coef": (3, SITE[0])}
     shapes |= {"statistics": (2, SITE[0]), "c": (B, T, 9), "a": (B, 9), "bits": (B, T)}
 
     def draw(kind: str, name: str) -> Any:
         if kind in ("bool", "float"):
-            return values.get(name, check.full)
-        if kind == "Tensor?" and not check.full:
+            return values.get(name, full)
+        if kind == "Tensor?" and not full:
             return None
         t = torch.randn(shapes.get(name, SITE[:1]), generator=g, dtype=torch.float64)
         if name in ("mask", "bits"):
             t = (t > 0).to(torch.bool if name == "mask" else torch.uint8)
         else:
             t = t.abs() if name == "statistics" else t
-            t = t.to(check.dtype if name in (*big, "c", "a") else compute_dtype(check.dtype))
-        if check.channels_last and t.ndim >= len(SITE) and name != "c":
-            channel = t.ndim - len(SITE)
-            t = t.movedim(channel, -1).contiguous().to(device).movedim(-1, channel)
+            t = t.to(check.dtype if name in (*ITEMS, "c", "a") else compute_dtype(check.dtype))
+        channel = t.ndim - len(SITE)
+        if check.order == "channels_last" and channel >= 0 and name != "c":
+            return t.movedim(channel, -1).contiguous().to(device).movedim(-1, channel)
         return t.to(device)
 
     inputs = re.findall(r"(Tensor\??|bool|float) (\w+)", schema.partition("->")[0])

@@ -9,14 +9,16 @@ fixed order of summation.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from fastbcd.kernels.geometry import compute_dtype, dense, dense_alike, item_order
+from fastbcd.kernels.geometry import compute_dtype, dense, dense_together, item_order
 from fastbcd.ops import reference
 from fastbcd.ops.arguments import check_arguments, check_items, check_small
-from fastbcd.ops.registry import Call, contiguous, define, differentiated
+from fastbcd.ops.registry import Call, contiguous, define
 
 
 def soft_relu(x: Tensor, alpha: Tensor, *, residual: Tensor | None = None) -> Tensor:
@@ -65,52 +67,43 @@ def indicator_poly(
     return _indicator_poly(x, mask, coef.to(small), aux.to(small), residual)
 
 
-def _soft_forward(x, alpha, residual) -> Call:
-    x, residual = dense_alike(x, residual)
+def _soft_call(x: Tensor, alpha: Tensor, residual: Any, *grad: Tensor) -> Call:
+    """Forward, or backward with grad. alpha lies in the item order of x, where a mask may not."""
+    _, x, residual, *grads = dense_together(alpha, False, x, residual, *grad)
     alpha = dense(alpha, 0, item_order(x, 1))
-    return Call([torch.empty_like(x)], (x, alpha, residual), (x, alpha))
-
-
-def _soft_backward(grad, x, alpha, residual) -> Call:
-    x, residual, grad = dense_alike(x, residual, grad)
-    alpha = dense(alpha, 0, item_order(x, 1))
-    outputs = [torch.empty_like(x), torch.empty_like(alpha)]
-    return Call(outputs, (grad, x, alpha, residual), (x, alpha))
+    outputs = [torch.empty_like(x), *(torch.empty_like(alpha) for _ in grads)]
+    return Call(outputs, (*grads, x, alpha, residual), (x, alpha))
 
 
 def _indicator_forward(x, mask, coef, aux, residual) -> Call:
-    x, residual = dense_alike(x, residual)
-    mask = dense(mask, 0)
+    mask, x, residual = dense_together(mask, False, x, residual)
     inputs = (x, mask, contiguous(coef), None, None, residual)  # no scale, no shift
     return Call([torch.empty_like(x)], inputs, (x, mask))
 
 
 def _indicator_backward(grad, x, mask, coef, residual) -> Call:
-    x, residual, grad = dense_alike(x, residual, grad)
-    mask = dense(mask, 0)
+    mask, x, residual, grad = dense_together(mask, False, x, residual, grad)
     dmask = x.new_empty_strided(x.shape[1:], x.stride()[1:], dtype=coef.dtype)
     outputs = [torch.empty_like(x), coef.new_empty(coef.shape), dmask]
     return Call(outputs, (grad, x, mask, contiguous(coef), residual), (x, mask))
 
 
-_soft_relu = define(
-    "soft_relu(Tensor x, Tensor alpha, Tensor? residual) -> Tensor",
-    _soft_forward, reference.soft_relu, "soft_relu_forward", reference.soft_relu,
-)  # fmt: skip
+_soft_relu = define("soft_relu(Tensor x, Tensor alpha, Tensor? residual) -> Tensor", _soft_call)
 _soft_relu_backward = define(
     "soft_relu_backward(Tensor grad, Tensor x, Tensor alpha, Tensor? residual) "
     "-> (Tensor dx, Tensor dalpha)",
-    _soft_backward, reference.soft_relu_backward,
-)  # fmt: skip
+    lambda grad, *others: _soft_call(*others, grad),
+)
 _indicator_poly = define(
     "indicator_poly(Tensor x, Tensor mask, Tensor coef, Tensor aux, Tensor? residual) -> Tensor",
-    _indicator_forward, reference.masked_poly, "indicator_poly_forward", reference.indicator_poly,
-)  # fmt: skip
+    _indicator_forward,
+    reference.masked_poly,
+)
 _indicator_poly_backward = define(
     "indicator_poly_backward(Tensor grad, Tensor x, Tensor mask, Tensor coef, Tensor? residual) "
     "-> (Tensor dx, Tensor dcoef, Tensor dmask)",
-    _indicator_backward, reference.indicator_poly_backward,
-)  # fmt: skip
+    _indicator_backward,
+)
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -121,15 +114,13 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _soft_gradients(ctx, grad):
-    backward = reference.soft_relu_backward if differentiated() else _soft_relu_backward
-    dx, dalpha = backward(grad, *ctx.saved_tensors)
+    dx, dalpha = _soft_relu_backward.derivative(grad, *ctx.saved_tensors)
     return dx, dalpha, dx if ctx.needs_input_grad[2] else None
 
 
 def _indicator_gradients(ctx, grad):
     x, mask, coef, aux, residual = ctx.saved_tensors
-    backward = reference.indicator_poly_backward if differentiated() else _indicator_poly_backward
-    dx, dcoef, dmask = backward(grad, x, mask, coef, residual)
+    dx, dcoef, dmask = _indicator_poly_backward.derivative(grad, x, mask, coef, residual)
     return dx, None, dcoef, softplus(aux) * dmask, dx if ctx.needs_input_grad[4] else None
 
 

@@ -25,15 +25,10 @@ def write_atomically(
         if keep is not None and path.exists():
             os.replace(path, keep)
         os.replace(temporary, path)
-        sync_directory(path.parent)
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # without it a rename may be lost in a power cut
+        finally:
+            os.close(descriptor)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def sync_directory(directory: Path) -> None:
-    """Write the directory to disk: without it a rename may be lost in a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,10 +16,9 @@ def default_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(0.7 * torch.cuda.mem_get_info(device)[0])
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(line for line in lines if line.startswith("MemAvailable"))
-        return int(available.split()[1]) * 1024 // 2
-    except (OSError, StopIteration):
+        words = Path("/proc/meminfo").read_text().split()
+        return int(words[words.index("MemAvailable:") + 1]) * 1024 // 2
+    except (OSError, ValueError):
         return 2**31
 
 

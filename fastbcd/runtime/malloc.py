@@ -13,14 +13,6 @@ from contextlib import contextmanager
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of <malloc.h>
 
 
-def _glibc() -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(None)
-        return library if library.mallopt else None
-    except (OSError, AttributeError, TypeError):
-        return None  # another allocator
-
-
 @contextmanager
 def kept_memory() -> Iterator[None]:
     """Freed blocks of any size stay in the process.
@@ -31,16 +23,17 @@ def kept_memory() -> Iterator[None]:
     >>> with kept_memory():
     ...     x = torch.zeros(8)
     """
-    glibc = _glibc()
-    if glibc is None:
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):  # another allocator
         yield
         return
-    glibc.mallopt(_M_MMAP_MAX, 0)
-    glibc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(_M_MMAP_MAX, 0)
+    mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     try:
         yield
     finally:
         # The thresholds that glibc adapts to in a process that has used large blocks.
-        glibc.mallopt(_M_MMAP_MAX, 65536)
-        glibc.mallopt(_M_MMAP_THRESHOLD, 2**25)
-        glibc.mallopt(_M_TRIM_THRESHOLD, 2**26)
+        mallopt(_M_MMAP_MAX, 65536)
+        mallopt(_M_MMAP_THRESHOLD, 2**25)
+        mallopt(_M_TRIM_THRESHOLD, 2**26)

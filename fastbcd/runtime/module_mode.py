@@ -27,8 +27,6 @@ def eval_mode(net: nn.Module) -> Iterator[None]:
     >>> with eval_mode(net):
     ...     net.training
     False
-    >>> net.training
-    True
     """
     with keep_mode(net):
         net.eval()
@@ -48,13 +46,14 @@ def train_mode(net: nn.Module, *others: nn.Module) -> Iterator[None]:
     ...     [module.training for module in net]
     [True, False]
     """
-    frozen = {n for n, m in net.named_modules(remove_duplicate=False) if not m.training}
-    frozen = frozen if net.training else set()
+    frozen = {n for n, m in _named(net) if net.training and not m.training}
     with keep_mode(net):
         for one in (*others, net):
             one.train()
-        for one in (*others, net):
-            for name, module in one.named_modules(remove_duplicate=False):
-                if name in frozen:
-                    module.training = False
+            for name, module in _named(one):
+                module.training = name not in frozen
         yield
+
+
+def _named(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return net.named_modules(remove_duplicate=False)

@@ -60,37 +60,23 @@ def from_first(t: Tensor) -> Tensor:
     return sent.to(t.device)
 
 
-def text_from_first(text: str, source: int = 0) -> str:
-    """The text of rank 0 (or of rank `source`) on every rank."""
-    if world() == 1:
-        return text
-    size = torch.zeros(world(), dtype=torch.int64)
-    size[rank()] = len(text.encode())
-    sent = torch.zeros(int(all_sum(size)[source]), dtype=torch.uint8)
-    if rank() == source and len(sent):
-        sent = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    # A sum over ranks of which only one has bytes other than 0.
-    sent = sent if rank() == source else torch.zeros_like(sent)
-    return bytes(all_sum(sent.int()).tolist()).decode()
-
-
 def on_first(work: Callable[[], str]) -> str:
     """Rank 0 does the work, all ranks get its text. If it fails all fail, so that none waits."""
     if world() == 1:
         return work()
     failure: Exception | None = None
-    answer = ""
+    answer = ["", ""]  # the text of an error, the text of the work
     if rank() == 0:
         try:
-            answer = "+" + work()
+            answer[1] = work()
         except Exception as error:
-            failure, answer = error, f"-{type(error).__name__}: {error}"
-    answer = text_from_first(answer)
+            failure, answer[0] = error, f"{type(error).__name__}: {error}"
+    dist.broadcast_object_list(answer, src=0)
     if failure is not None:
         raise failure
-    if answer.startswith("-"):
-        raise RuntimeError(f"rank 0 failed: {answer[1:]}")
-    return answer[1:]
+    if answer[0]:
+        raise RuntimeError(f"rank 0 failed: {answer[0]}")
+    return answer[1]
 
 
 def check_facts(facts: dict[str, Any]) -> None:
@@ -100,23 +86,25 @@ def check_facts(facts: dict[str, Any]) -> None:
     """
     if world() == 1:
         return
-    _wait_for_all()
-    mine = dict(_flat(facts))
-    first = dict(json.loads(text_from_first(json.dumps(mine))))
-    names = [n for n in {**first, **mine} if first.get(n) != mine.get(n)]
-    wrong = torch.zeros(world(), dtype=torch.int64)
-    wrong[rank()] = bool(names)
-    others = all_sum(wrong).nonzero().flatten().tolist()
-    if others:
-        text = "".join(
-            f"{n} is {first.get(n, 'missing')} on rank 0 and {mine.get(n, 'missing')} on rank "
-            f"{rank()}"
-            for n in names[:1]
-        )
+    arrived = dist.all_reduce(_sendable(torch.zeros(1)), async_op=True)
+    try:
+        arrived.wait(TIMEOUT)
+    except RuntimeError as error:
         raise RuntimeError(
-            f"ranks differ: {text_from_first(text, others[0])}; give every rank the same net, data "
-            f"and settings"
-        )
+            f"rank {rank()} waited {TIMEOUT.total_seconds():.0f} s for the other ranks: they have "
+            f"not made the same call, or ended with an error of their own ({error})"
+        ) from error
+    everyone: list[Any] = [None] * world()
+    dist.all_gather_object(everyone, dict(_flat(facts)))
+    first = everyone[0]
+    for number, other in enumerate(everyone):
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                raise RuntimeError(
+                    f"ranks differ: {name} is {first.get(name, 'missing')} on rank 0 and "
+                    f"{other.get(name, 'missing')} on rank {number}; give every rank the same net, "
+                    f"data and settings"
+                )
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -126,17 +114,6 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
             yield from _flat(inner, f"{name}.{key}" if name else str(key))
     else:
         yield name, json.dumps(value, ensure_ascii=False)
-
-
-def _wait_for_all() -> None:
-    arrived = dist.all_reduce(_sendable(torch.zeros(1)), async_op=True)
-    try:
-        arrived.wait(TIMEOUT)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {rank()} waited {TIMEOUT.total_seconds():.0f} s for the other ranks: they have "
-            f"not made the same call, or ended with an error of their own ({error})"
-        ) from error
 
 
 def check_same(what: str, tensors: dict[str, Tensor]) -> None:
@@ -155,8 +132,7 @@ def digest(tensors: dict[str, Tensor]) -> bytes:
     for name, t in sorted(tensors.items()):
         h.update(f"{name} {t.dtype} {tuple(t.shape)};".encode())
         if t.numel():
-            flat = t.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            h.update(flat.numpy().data)
+            h.update(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return h.digest()
 
 

@@ -65,7 +65,7 @@ def collectives(folder: Path) -> Any:
         "bits": ranks.from_first(torch.tensor([r == 0, r == 1])).tolist(),
         "scalar": ranks.from_first(torch.tensor(float(r))).item(),
         "half": ranks.from_first(torch.tensor([2.5 + r], dtype=torch.bfloat16)).tolist(),
-        "text": [ranks.text_from_first(t) for t in (f"größer {r}", "")],
+        "text": [ranks.on_first(lambda t=t: t) for t in (f"größer {r}", "")],
         "on first": ranks.on_first(lambda: f"from {r}"),
         "failure": said(lambda: ranks.on_first(fails)),
         "same": said(lambda: ranks.check_same("the masks", {"m": torch.arange(3)})),
