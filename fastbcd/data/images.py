@@ -113,16 +113,15 @@ class ImageData:
         """
         keys = npz_keys(path)
         prefix = "" if "images" in keys and f"{split}_images" not in keys else f"{split}_"
-        images, labels = read_npz(path, f"{prefix}images"), read_npz(path, f"{prefix}labels")
-        if mean is None and "mean" in keys:
-            mean = np.atleast_1d(read_npz(path, "mean")).tolist()
-        if std is None and "std" in keys:
-            std = np.atleast_1d(read_npz(path, "std")).tolist()
+        images, labels = (read_npz(path, f"{prefix}{what}") for what in ("images", "labels"))
+        mean, std = (
+            np.atleast_1d(read_npz(path, key)).tolist() if given is None and key in keys else given
+            for key, given in (("mean", mean), ("std", std))
+        )
         try:
-            if classes is None:
-                others = [target_tensor(read_npz(path, k), k) for k in keys if k.endswith("labels")]
-                if all(map(are_indices, others)):
-                    classes = max((int(o.max()) + 1 for o in others if len(o)), default=0)
+            others = [target_tensor(read_npz(path, k), k) for k in keys if k.endswith("labels")]
+            if classes is None and all(map(are_indices, others)):
+                classes = max((int(o.max()) + 1 for o in others if len(o)), default=0)
             return cls.from_arrays(images, labels, mean, std, classes=classes)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{path}, split {split!r}: {error}") from error
@@ -238,10 +237,7 @@ class ImageData:
         return pixels.normalise(images, self.mean, self.std, out)
 
     def batches(self, batch_size: int, **options: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """(normalised images, labels) in order; the last batch may be short.
-
-        options: memory_format and dtype, as for `normalise`.
-        """
+        """(normalised images, labels) in order; options: memory_format, dtype of `normalise`."""
         check_whole("batch_size", batch_size, 1)
         parts = zip(self.images.split(batch_size), self.labels.split(batch_size), strict=True)
         return ((self.normalise(x, **options), y) for x, y in parts if len(y))
@@ -274,10 +270,7 @@ class ImageData:
     def view_ids(
         self, *, seed: int, step: int, epoch: int, padding: int = 4, flip: bool = True
     ) -> Tensor:
-        """The view each sample takes in this epoch, int64 [N] in 0 .. view_count(padding)-1.
-
-        Without flip all of them are even.
-        """
+        """The view each sample takes in this epoch, int64 [N]; without flip all are even."""
         self.check_views(padding, flip)
         count = np.uint64(self.view_count(padding))
         views = self._random(VIEWS, seed=seed, step=step, epoch=epoch) % count

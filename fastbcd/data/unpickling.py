@@ -56,7 +56,7 @@ def unpickle_arrays(raw: bytes, where: str) -> dict[str, Any]:
     try:
         for opcode, argument, _ in pickletools.genops(raw):
             # The unpickler keeps a table of this size.
-            if "PUT" in opcode.name and argument > len(raw):
+            if "PUT" in opcode.name and int(argument or 0) > len(raw):
                 raise pickle.UnpicklingError(f"a memo of {argument:,} entries")
         value = _Unpickler(io.BytesIO(raw), encoding="bytes").load()
         if not isinstance(value, dict):

@@ -6,10 +6,8 @@ fastbcd.private.export(small, images, "net.onnx")       # or .pt2
 fastbcd.private.activation_ranges(net, data)            # values that a fixed-point format must hold
 """
 
-from fastbcd.private.costs import Cost, SiteCost, cost
-from fastbcd.private.exporting import export
-from fastbcd.private.gathering import gather_form
-from fastbcd.private.protocols import PROTOCOLS, Constant, Protocol
+from fastbcd.private.costs import PROTOCOLS, Constant, Cost, Protocol, SiteCost, cost
+from fastbcd.private.gathering import export, gather_form
 from fastbcd.private.ranges import Ranges, SiteRange, activation_ranges
 
 __all__ = [
