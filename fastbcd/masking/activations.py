@@ -14,8 +14,7 @@ from fastbcd import ops
 from fastbcd.ops.saliency import saliency
 
 # The least-squares quadratic of ReLU under a standard Gaussian: c0, c1, c2.
-_DENSITY_AT_0 = 1 / math.sqrt(2 * math.pi)
-RELU_QUADRATIC = (_DENSITY_AT_0 / 2, 0.5, _DENSITY_AT_0 / 2)
+RELU_QUADRATIC = (1 / math.sqrt(8 * math.pi), 0.5, 1 / math.sqrt(8 * math.pi))
 
 
 class SaliencyPass(NamedTuple):
@@ -41,18 +40,16 @@ class MaskedActivation(nn.Module):
         super().__init__()
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         if not shape or min(shape) < 1:
-            raise ValueError(
-                f"a masked activation needs the shape of one sample, such as (64, 32, 32); got "
-                f"{shape}"
-            )
+            raise ValueError(f"shape={shape}; give the shape of one sample, such as (64, 32, 32)")
         self.register_buffer("mask", torch.ones(shape, dtype=torch.bool, device=device))
 
     def forward(self, x: Tensor, residual: Any = None) -> Tensor:
         """act(x), or act(x + residual) in one pass. x [B, *shape] -> [B, *shape]."""
-        if residual is not None and (
-            not isinstance(residual, Tensor)
-            or (x.shape, x.dtype) != (residual.shape, residual.dtype)
-        ):
+        like = isinstance(residual, Tensor) and (x.shape, x.dtype) == (
+            residual.shape,
+            residual.dtype,
+        )
+        if residual is not None and not like:
             x, residual = x + residual, None  # a sum that broadcasts or promotes
         if self.saliency_pass is None:
             return self.activate(x, residual)
@@ -112,10 +109,9 @@ def activation_type(replacement: str) -> type[MaskedActivation]:
 
 
 def _copy_masks_instead_of_averaging() -> None:
-    """Make AveragedModel(net, use_buffers=True) copy masks.
+    """Make AveragedModel(net, use_buffers=True) copy masks: 0.9·True + 0.1·False is True again.
 
-    torch averages all buffers, and a bit of 0.9·True + 0.1·False is True again. AveragedModel has
-    no hook, so its method is wrapped, and masks are no buffers while it runs.
+    It has no hook, so its method is wrapped, and masks are no buffers while it runs.
     """
     original = AveragedModel.update_parameters
 

@@ -8,49 +8,27 @@ Weights keep their names; modules that the graph does not use stay where they we
 from __future__ import annotations
 
 import copy
-import traceback
 import warnings
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from fastbcd.masking.activations import MaskedActivation, activation_type
 from fastbcd.masking.masks import plain_names
-from fastbcd.masking.missed_relus import ConversionReport, Op, run_watched, same_values
-from fastbcd.masking.tracing import call_path, replace_call
-from fastbcd.masking.train_mode import ModeError, trace_both_modes
+from fastbcd.masking.missed_relus import ConversionReport, Op, run_watched
+from fastbcd.masking.tracing import BY_HAND, ConversionError, call_path, replace_call, same_values
+from fastbcd.masking.tracing import trace_both_modes as trace
 
-_WRAPPERS = ("DataParallel", "DistributedDataParallel", "AveragedModel")
 Skip = str | type[nn.Module]
 
 
-class ConversionError(ValueError):
-    """The network cannot be converted; the message says where and what to do instead.
-
-    >>> fastbcd.convert(nn.Linear(4, 3), torch.zeros(1, 4))
-    Traceback (most recent call last):
-    fastbcd.masking.convert.ConversionError: Linear has no ReLU to mask
-    """
-
-
-BY_HAND = (
-    "place fastbcd.MaskedReLU(shape) by hand in place of the ReLU, "
-    "or name it in skip= to leave it as it is"
-)
-
-
 def convert(
-    model: nn.Module,
-    example_input: Tensor,
-    replacement: str = "identity",
-    *,
+    model: nn.Module, example_input: Tensor, replacement: str = "identity", *,
     skip: Skip | Iterable[Skip] = (),
-) -> fx.GraphModule:
+) -> fx.GraphModule:  # fmt: skip
     """A new network in which every ReLU has one bit per neuron, all of them set.
 
     Args:
@@ -59,13 +37,10 @@ def convert(
         replacement: what a cleared bit gives: "identity", or "poly" for a learned quadratic.
         skip: ReLUs to leave as they are, by name ("layer4.*") or by type (nn.ReLU6).
 
-    The result has the network's inference graph: train() and eval() switch batch norm, dropout and
-    DropPath as before. Outputs that the model has in training only (auxiliary heads) are not in it;
-    a model that computes anything else in training is refused.
-
+    train() and eval() switch batch norm, dropout and DropPath as before. Outputs that the model has
+    in training only (auxiliary heads) are left out; any other difference in training is refused.
     clamp(min=0), threshold(0, 0) and maximum(x, zeros) count as ReLUs. Other nonlinear operations
-    (max-pool, GELU, sigmoid) stay: they are listed in `net.conversion_report`, and a warning names
-    those that `skip` does not.
+    (max-pool, GELU) stay, listed in `net.conversion_report`; a warning names those not in `skip`.
 
     >>> net = convert(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.zeros(1, 4))
     >>> fastbcd.masks(net)
@@ -82,7 +57,7 @@ def convert(
             raise TypeError(f"skip has {entry!r}; give names such as 'layer4.*', or module types")
     twin = copy.deepcopy(_unwrap(model))
     modes = {name: module.training for name, module in twin.named_modules()}
-    graph, leaves = _trace(twin.eval())
+    graph, leaves = trace(twin.eval())
     net = _graph_module(twin, graph)
     try:
         before = run_watched(net, example_input)
@@ -94,10 +69,15 @@ def convert(
     relus: dict[fx.Node, Op] = {}
     left: dict[str, bool] = {}  # every nonlinear call, and whether skip names it
     for node, ops in before.ops.items():
-        place, kind = call_path(node), _module_type(twin, node)
+        place = call_path(node)
+        kind = type(twin.get_submodule(place) if node.op == "call_module" else None)
         relu = next((op for op in ops if op.relu), None)
+        kinds = {*kind.__mro__, *(relu.relu.__mro__ if relu and relu.relu else ())}
         if any(op.nonlinear for op in ops):
-            left[place] = _skips(entries, place, kind, relu)
+            left[place] = any(
+                fnmatchcase(place, entry) if isinstance(entry, str) else entry in kinds
+                for entry in entries
+            )
         if relu and len(ops) == 1 and place not in leaves:
             relus[node] = relu
         elif relu and not left[place]:
@@ -124,7 +104,7 @@ def convert(
         given = ", ".join(e if isinstance(e, str) else e.__name__ for e in entries)
         besides = f" besides those skipped ({given})" if given else ""
         raise ConversionError(f"{type(model).__name__} has no ReLU to mask{besides}")
-    for order, (node, op) in enumerate(wanted.items()):
+    for node, op in wanted.items():
         shape, batch = before.shapes[node], len(example_input)
         if len(shape) < 2 or shape[0] != batch:
             raise ConversionError(
@@ -132,12 +112,12 @@ def convert(
                 f"{batch}: its first dimension is not the batch, so it cannot have one bit per "
                 f"neuron; {BY_HAND}"
             )
-        masked = activation(shape[1:], device=example_input.device)
-        masked.order = order
+        masked: nn.Module = activation(shape[1:], device=example_input.device)
         source = next(n for n in node.all_input_nodes if n in before.shapes)
-        # The first call of an nn.ReLU takes over that module's name, any other call a free one.
-        own = _module_type(twin, node) is nn.ReLU
-        replace_call(twin, node, masked, source=source, inplace=op.inplace, takes_name=own)
+        replace_call(twin, node, masked, source=source, inplace=op.inplace)
+    for order, node in enumerate(graph.find_nodes(op="call_module")):
+        if isinstance(masked := twin.get_submodule(node.target), MaskedActivation):
+            masked.order = order
     graph.lint()
     net.recompile()
     if not same_values(run_watched(net, example_input).output, before.output):
@@ -164,47 +144,11 @@ def convert(
     return net
 
 
-def _module_type(net: nn.Module, node: fx.Node) -> type:
-    """The type of the module that the node calls; NoneType for other calls."""
-    return type(net.get_submodule(str(node.target)) if node.op == "call_module" else None)
-
-
-def _skips(entries: tuple[Skip, ...], name: str, kind: type, relu: Op | None) -> bool:
-    """Is the call of this name, by a module of this kind or to this ReLU, among those to skip?"""
-    kinds = kind, relu.relu if relu and relu.relu else kind
-    return any(
-        fnmatchcase(name, entry) if isinstance(entry, str)
-        else any(issubclass(k, entry) for k in kinds)
-        for entry in entries
-    )  # fmt: skip
-
-
 def _unwrap(model: nn.Module) -> nn.Module:
     """The network inside the wrappers of torch."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and type(model).__name__ in _WRAPPERS:
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
-def _trace(twin: nn.Module) -> tuple[fx.Graph, set[str]]:
-    try:
-        return trace_both_modes(twin)
-    except ModeError as error:
-        raise ConversionError(f"{type(twin).__name__} cannot be converted: {error}") from None
-    except Exception as error:  # the model's own forward may raise anything on fx proxies
-        ours = Path(__file__).parent.parent, Path(torch.__file__).parent
-        places = ["unknown place"] + [
-            f"{Path(frame.filename).name}:{frame.lineno}"
-            for frame in traceback.extract_tb(error.__traceback__)
-            if not any(Path(frame.filename).is_relative_to(folder) for folder in ours)
-        ]
-        raise ConversionError(
-            f"{type(twin).__name__} cannot be traced by torch.fx ({places[-1]}: {error}); {BY_HAND}"
-        ) from error
+    wraps = ("DataParallel", "DistributedDataParallel", "AveragedModel")
+    inner = getattr(model, "module" if type(model).__name__ in wraps else "_orig_mod", None)
+    return _unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
 def _graph_module(twin: nn.Module, graph: fx.Graph) -> fx.GraphModule:

@@ -1,13 +1,9 @@
-"""Masks: one bit per neuron, over one flat index space in execution order.
-
-masks = fastbcd.masks(net)                # a live view: it always shows the net's bits
-smaller = masks.without(ids)              # a copy with those ReLUs removed
-fastbcd.set_masks(net, smaller)           # write it into the net
-"""
+"""Masks: one bit per neuron, over one flat index space in execution order."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,8 +18,6 @@ from torch import Tensor, nn
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.runtime.atomic_files import write_atomically
 
-WRAPPER_PREFIXES = ("module.", "_orig_mod.")  # of DataParallel and torch.compile
-
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
     """For each name of a net's tensors, the name without the prefixes of wrappers.
@@ -32,11 +26,9 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
     >>> plain_names(["module.fc.weight", "module.fc.bias"])
     {'module.fc.weight': 'fc.weight', 'module.fc.bias': 'fc.bias'}
-    >>> plain_names(["module.fc.weight", "fc.weight"])
-    {'module.fc.weight': 'module.fc.weight', 'fc.weight': 'fc.weight'}
     """
     plain = {name: name for name in names}
-    for prefix in WRAPPER_PREFIXES * 2:
+    for prefix in ("module.", "_orig_mod.") * 2:  # of DataParallel and torch.compile
         if all(name.startswith(prefix) for name in plain.values()):
             plain = {name: short.removeprefix(prefix) for name, short in plain.items()}
     plain = {name: short.replace("._orig_mod.", ".") for name, short in plain.items()}
@@ -64,7 +56,7 @@ class Site(NamedTuple):
     @property
     def numel(self) -> int:
         """How many neurons: the product of the shape."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
 
 class MaskSet:
@@ -110,14 +102,7 @@ class MaskSet:
         return [p.view(s.shape) for p, s in zip(parts, self.sites, strict=True)]
 
     def copy(self) -> MaskSet:
-        """The bits as they are now: unlike a live view, a copy does not follow the net.
-
-        >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3))
-        >>> live, before = fastbcd.masks(net), fastbcd.masks(net).copy()
-        >>> fastbcd.set_masks(net, live.without([0]))
-        >>> live.count(), before.count()
-        (2, 3)
-        """
+        """The bits as they are now: unlike a live view, a copy does not follow the net."""
         return MaskSet(self.sites, self.bits.clone())
 
     def without(self, ids: Tensor | Sequence[int]) -> MaskSet:
@@ -149,8 +134,7 @@ class MaskSet:
     def sample(self, k: int, *, seed: int, step: int, trial: int) -> Tensor:
         """k distinct kept ids, uniform over all such sets: LongTensor[k].
 
-        A pure function of (bits, k, seed, step, trial): the same on every machine, in every
-        process and however hypotheses are batched.
+        A pure function of (bits, k, seed, step, trial): the same on every machine.
         """
         kept = self.bits.nonzero().flatten()
         if not 0 <= k <= len(kept):
@@ -211,36 +195,37 @@ class MaskSet:
         width = max([len(s.name) for s in self.sites] + [5])
         kept, share = self.count(), self.count() / max(self.total, 1)
         head = f"{kept:,} of {self.total:,} ReLUs kept ({share:.1%}), {len(self.sites)} sites"
-        rows = [f"MaskSet: {head}"]
-        for site, n in zip(self.sites, self.counts().values(), strict=True):
-            rows.append(
-                f"  {site.name:<{width}}  {'×'.join(map(str, site.shape)):>12}  {n:>9,} of "
-                f"{site.numel:>9,}  {n / max(site.numel, 1):>6.1%}"
-            )
-        return "\n".join(rows)
+        rows = [
+            f"{s.name:<{width}}  {'×'.join(map(str, s.shape)):>12}  {n:>9,} of {s.numel:>9,}"
+            f"  {n / max(s.numel, 1):>6.1%}"
+            for s, n in zip(self.sites, self.counts().values(), strict=True)
+        ]
+        return "\n  ".join([f"MaskSet: {head}", *rows])
 
 
 class NetMasks(MaskSet):
     """A live view of a net's masks: `bits` is read from the net each time."""
 
-    def __init__(self, modules: dict[str, MaskedActivation]) -> None:
-        self._modules = list(modules.values())
-        self.sites = make_sites({n: tuple(m.mask.shape) for n, m in modules.items()})
+    def __init__(self, net: nn.Module) -> None:
+        self.modules = mask_modules(net)
+        self.sites = make_sites({n: tuple(m.mask.shape) for n, m in self.modules.items()})
         self.total = sum(s.numel for s in self.sites)
 
     @property
     def bits(self) -> Tensor:
-        return torch.cat([m.mask.flatten().bool().cpu() for m in self._modules])
+        return torch.cat([m.mask.flatten().bool().cpu() for m in self.modules.values()])
 
 
 def masks(net: nn.Module) -> MaskSet:
-    """A live view of the net's masks, in execution order.
+    """A live view of the net's masks, in execution order: it always shows the net's bits.
 
-    >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU((3,)))
-    >>> fastbcd.masks(net).count()
-    3
+    >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3))
+    >>> live, before = fastbcd.masks(net), fastbcd.masks(net).copy()
+    >>> fastbcd.set_masks(net, live.without([0]))
+    >>> live.count(), before.count()
+    (2, 3)
     """
-    return NetMasks(mask_modules(net))
+    return NetMasks(net)
 
 
 def set_masks(net: nn.Module, masks: MaskSet) -> None:
@@ -251,18 +236,14 @@ def set_masks(net: nn.Module, masks: MaskSet) -> None:
     >>> net[1].mask
     tensor([False,  True, False])
     """
-    modules = mask_modules(net)
-    NetMasks(modules).check_same_sites(masks.sites, "this mask")
-    for module, bits in zip(modules.values(), masks.split(), strict=True):
+    own = NetMasks(net)
+    own.check_same_sites(masks.sites, "this mask")
+    for module, bits in zip(own.modules.values(), masks.split(), strict=True):
         module.mask.copy_(bits)
 
 
 def mask_modules(net: nn.Module) -> dict[str, MaskedActivation]:
-    """The net's masked activations by name, in execution order.
-
-    `convert` numbers the activations that it places; those placed by hand are in the order of
-    `named_modules`.
-    """
+    """The net's masked activations by name, as `convert` numbered them, or in module order."""
     buffers = net.named_buffers(remove_duplicate=False)
     plain = plain_names(name for name, _ in (*net.named_parameters(), *buffers))
     found = {

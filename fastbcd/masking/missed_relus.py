@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,37 +18,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.masking.tracing import call_path
 
-
-def _names(text: str) -> set[str]:
-    return set(text.split())
-
-
 # The operators of a ReLU with their further arguments; maximum(x, 0) is one, too.
-_RELUS: dict[str, tuple[int, ...]] = {
-    "relu": (), "clamp": (0,), "clamp_min": (0,), "threshold": (0, 0)
-}  # fmt: skip
+_RELUS = {"relu": (), "clamp": (0,), "clamp_min": (0,), "threshold": (0, 0)}
 _ZEROS = {torch.zeros, torch.zeros_like, "new_zeros"}  # calls that make a tensor of zeros
-# Operators that are linear in the tensors that depend on the input, as all views are.
-_LINEAR = _names(
-    "add sub rsub neg sum mean cumsum nansum trace native_dropout _unsafe_view cat stack "
-    "unsafe_split clone _to_copy copy lift pixel_shuffle pixel_unshuffle channel_shuffle roll flip "
-    "rot90 repeat index index_select gather take index_put scatter scatter_add slice_scatter "
-    "select_scatter constant_pad_nd zero fill im2col col2im tril triu where masked_fill "
-    "masked_select dequantize quantize_per_tensor quantize_per_channel "
-    "_native_batch_norm_legit_no_training"
-)
-_LINEAR_PARTS = ("avg_pool", "upsample_", "reflection_pad", "replication_pad")  # of their names
-# Operators that are linear if at most one of their tensors depends on the input.
-_BILINEAR = _names(
-    "mul div mm addmm bmm baddbmm addbmm mv addmv dot addcmul lerp convolution _convolution "
-    "mkldnn_convolution cudnn_convolution grid_sampler_2d grid_sampler_3d _trilinear"
-)
-_BATCH_NORM = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
-# Operators whose result does not depend on the values of their input.
-_CONSTANT = _names(
-    "zeros_like ones_like empty_like full_like rand_like randn_like randint_like new_zeros "
-    "new_ones new_empty new_full new_empty_strided"
-)
+# Operators by what they are in the tensors that depend on the input: "linear", "bilinear" (linear
+# if one tensor depends on it), "batch norm" (linear in eval mode), "constant". Views are linear,
+# all others nonlinear.
+_TABLE = json.loads(Path(__file__).with_name("operators.json").read_text())
+_RULES = {name: rule for rule, names in _TABLE.items() for name in names}
 
 
 @dataclass(frozen=True)
@@ -72,8 +51,8 @@ class ConversionReport:
 
     def __str__(self) -> str:
         stays = f"{len(self.nonlinear)} other nonlinear operations stay as they are"
-        lines = [f"{self.relus:,} ReLUs at {self.sites} sites have masks; {stays}"]
-        return "\n".join([*lines, *(f"  {op}" for op in self.nonlinear)])
+        head = f"{self.relus:,} ReLUs at {self.sites} sites have masks; {stays}"
+        return "\n  ".join([head, *map(str, self.nonlinear)])
 
 
 class Op(NamedTuple):
@@ -111,21 +90,27 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, name = func._schema.name.split("::")
         name = name if name.startswith("__") else name.rstrip("_")
+        rule = "linear" if func.is_view else _RULES.get(name) if space == "aten" else None
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         marks = [self.depends[t] for t in tensors if t in self.depends]
         result = func(*args, **(kwargs or {}))
-        if not marks or (space == "aten" and name in _CONSTANT):
+        if not marks or rule == "constant":
             return result
         results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         values = marks.count(False)
         if self.node is not None and results:
+            divisor = name == "div" and isinstance(args[1], Tensor) and args[1] in self.depends
+            if values == 0:  # logic on comparisons, or a choice by them
+                linear = rule in ("linear", "bilinear") or results[0].dtype is torch.bool
+            elif not results[0].is_floating_point():
+                linear = False  # compared or rounded
+            elif rule == "batch norm":
+                linear = args[5] is False
+            else:
+                linear = rule == "linear" or (rule == "bilinear" and values == 1 and not divisor)
+            elements = 0 if linear else -(-results[0].numel() // self.batch)
             kind = name.lstrip("_").removesuffix("_with_indices").removesuffix("_kernel")
             kind = kind if space == "aten" else f"{space}::{name}"
-            linear = func.is_view or self.is_linear(name, args, values=values, result=results[0])
-            # A float that becomes a bool or an integer was compared or rounded.
-            step = values > 0 and not results[0].is_floating_point()
-            nonlinear = step or not linear or space != "aten"
-            elements = -(-results[0].numel() // self.batch) if nonlinear else 0
             op = Op(kind, self.relu(name, args), func._schema.is_mutable, elements)
             self.ops.setdefault(self.node, []).append(op)
         for t in results:
@@ -134,39 +119,27 @@ class Watch(TorchDispatchMode):
                 self.depends[t._base] = False
         return result
 
-    def is_linear(self, name: str, args: Any, *, values: int, result: Tensor) -> bool:
-        linear = name in _LINEAR or any(part in name for part in _LINEAR_PARTS)
-        if values == 0:
-            return linear or name in _BILINEAR or result.dtype is torch.bool
-        if name in _BATCH_NORM:
-            return args[5] is False
-        divisor = name == "div" and isinstance(args[1], Tensor) and args[1] in self.depends
-        return linear or (name in _BILINEAR and values < 2 and not divisor)
-
     def relu(self, name: str, args: Any) -> type[nn.Module] | None:
         """nn.ReLU or nn.ReLU6 if the operator computes one."""
         if name == "maximum":
             x, zero = sorted(args, key=lambda t: t not in self.depends)
-            assert self.node is not None
             # A tensor of zeros that forward makes; a buffer of zeros may change.
-            made = self.node.op != "call_module" and all(
+            made = self.node is not None and self.node.op != "call_module" and all(
                 n in self.shapes or n.target in _ZEROS or "_tensor_constant" in str(n.target)
                 for n in self.node.all_input_nodes
-            )
-            same = torch.broadcast_shapes(x.shape, zero.shape) == x.shape
-            zeros = made and same and zero not in self.depends and not zero.any()
-            return nn.ReLU if zeros and torch.result_type(x, zero) is x.dtype else None
+            )  # fmt: skip
+            like = (torch.broadcast_shapes(x.shape, zero.shape), torch.result_type(x, zero))
+            zeros = made and zero not in self.depends and not zero.any()
+            return nn.ReLU if zeros and like == (x.shape, x.dtype) else None
         if not all(isinstance(a, int | float) for a in args[1:]):
             return None
-        if name == "hardtanh" and args[1:2] == (0,):
-            return nn.ReLU6
-        return nn.ReLU if _RELUS.get(name) == args[1:] else None
+        relu6 = name == "hardtanh" and args[1] == 0
+        return nn.ReLU6 if relu6 else nn.ReLU if _RELUS.get(name) == args[1:] else None
 
 
 def run_watched(net: fx.GraphModule, x: Tensor) -> Watch:
     """Run the net node by node on a copy of x, with the same random numbers every time."""
-    x = x.clone()
-    watch = Watch(x)
+    watch = Watch(x := x.clone())
 
     class Run(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
@@ -189,12 +162,3 @@ def run_watched(net: fx.GraphModule, x: Tensor) -> Watch:
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
     return watch
-
-
-def same_values(a: Any, b: Any) -> bool:
-    """Equal tensors bit for bit, NaN equal to NaN, inside any nesting."""
-    mine, theirs = tree_leaves(a), tree_leaves(b)
-    return len(mine) == len(theirs) and all(
-        torch.equal(p.nan_to_num(), q.nan_to_num()) if isinstance(p, Tensor) else p == q
-        for p, q in zip(mine, theirs, strict=True)
-    )

@@ -1,8 +1,4 @@
-"""The networks of the paper, built on masked activations.
-
-net = fastbcd.models.resnet18(num_classes=100, image_size=32)
-net = fastbcd.models.build("wide_resnet22_8", num_classes=200, image_size=64)
-"""
+"""The networks of the paper, built on masked activations."""
 
 from __future__ import annotations
 

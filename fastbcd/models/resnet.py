@@ -1,9 +1,5 @@
 """ResNets for small images, on masked activations, with SNL's names of weights and sites.
 
-    ResNet:      block(x) = alpha2(bn2(conv2(y)) + shortcut(x)),  y = alpha1(bn1(conv1(x)))
-    WideResNet:  block(x) = conv2(alpha2(bn2(conv1(a)))) + (x, or convShortcut(a) where the shape
-                 changes),  a = alpha1(bn1(x))
-
 Such names are layer2.0.conv1.weight, layer2.0.alpha1.mask, block1.layer.0.convShortcut.weight. A
 ReLU after the stem of a ResNet, or at the end of a WideResNet, is the site `alpha`.
 """
@@ -30,86 +26,70 @@ class PadShortcut(nn.Module):
         self.stride, self.padding = stride, (0, 0, 0, 0, before, c_out - c_in - before)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, c_in, s, s] -> [B, c_out, halved(s), halved(s)]."""
+        """x [B, c_in, s, s] -> [B, c_out, s/stride, s/stride]."""
         return F.pad(x[:, :, :: self.stride, :: self.stride], self.padding)
-
-
-def _projection(c_in: int, c_out: int, stride: int) -> nn.Sequential:
-    """A 1×1 convolution and a batch norm (option B)."""
-    return nn.Sequential(nn.Conv2d(c_in, c_out, 1, stride, bias=False), nn.BatchNorm2d(c_out))
-
-
-_SHORTCUTS: dict[str, Any] = {"projection": _projection, "pad": PadShortcut}
 
 
 def _conv3x3(c_in: int, c_out: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False)
 
 
-def _activation(channels: int, size: int, replacement: str) -> MaskedActivation:
-    return activation_type(replacement)((channels, size, size))
-
-
-def halved(size: int, stride: int = 2) -> int:
-    """The side of an image after a convolution of this stride.
-
-    >>> halved(32), halved(7), halved(7, 1)
-    (16, 4, 7)
-    """
-    return -(-size // stride)
-
-
 class BasicBlock(nn.Module):
-    """Two 3×3 convolutions beside a shortcut; `size` is the side of its input."""
+    """alpha2(bn2(conv2(alpha1(bn1(conv1(x))))) + shortcut(x)); `size` is the side of x."""
 
     def __init__(
-        self, c_in: int, c_out: int, *, stride: int, size: int, shortcut: str, replacement: str
-    ) -> None:
+        self, c_in: int, c_out: int, *, stride: int, size: int, act: type[MaskedActivation],
+        pad: bool,
+    ) -> None:  # fmt: skip
         super().__init__()
-        size = halved(size, stride)
+        size = -(-size // stride)
         self.conv1 = _conv3x3(c_in, c_out, stride)
         self.bn1 = nn.BatchNorm2d(c_out)
-        self.alpha1 = _activation(c_out, size, replacement)
+        self.alpha1 = act((c_out, size, size))
         self.conv2 = _conv3x3(c_out, c_out)
         self.bn2 = nn.BatchNorm2d(c_out)
-        same = stride == 1 and c_in == c_out
-        self.shortcut = nn.Sequential() if same else _SHORTCUTS[shortcut](c_in, c_out, stride)
-        self.alpha2 = _activation(c_out, size, replacement)
+        self.shortcut: nn.Module = nn.Sequential()
+        if pad and (stride > 1 or c_in != c_out):
+            self.shortcut = PadShortcut(c_in, c_out, stride)
+        elif stride > 1 or c_in != c_out:
+            convolution = nn.Conv2d(c_in, c_out, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(convolution, nn.BatchNorm2d(c_out))
+        self.alpha2 = act((c_out, size, size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, c_in, s, s] -> [B, c_out, halved(s), halved(s)]."""
+        """x [B, c_in, s, s] -> [B, c_out, s/stride, s/stride]."""
         y = self.alpha1(self.bn1(self.conv1(x)))
         return self.alpha2(self.bn2(self.conv2(y)) + self.shortcut(x))
 
 
 class WideBlock(nn.Module):
-    """Two activated 3×3 convolutions, added to the input or to a 1×1 convolution of it."""
+    """conv2(alpha2(bn2(conv1(a)))) + (x or convShortcut(a)), a = alpha1(bn1(x))."""
 
-    def __init__(self, c_in: int, c_out: int, *, stride: int, size: int, replacement: str) -> None:
+    def __init__(
+        self, c_in: int, c_out: int, *, stride: int, size: int, act: type[MaskedActivation]
+    ) -> None:
         super().__init__()
         self.bn1 = nn.BatchNorm2d(c_in)
-        self.alpha1 = _activation(c_in, size, replacement)
+        self.alpha1 = act((c_in, size, size))
         self.conv1 = _conv3x3(c_in, c_out, stride)
         self.bn2 = nn.BatchNorm2d(c_out)
-        self.alpha2 = _activation(c_out, halved(size, stride), replacement)
+        self.alpha2 = act((c_out, -(-size // stride), -(-size // stride)))
         self.conv2 = _conv3x3(c_out, c_out)
-        self.convShortcut = None
-        if stride > 1 or c_in != c_out:
-            self.convShortcut = nn.Conv2d(c_in, c_out, 1, stride, bias=False)
+        same = stride == 1 and c_in == c_out
+        self.convShortcut = None if same else nn.Conv2d(c_in, c_out, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, c_in, s, s] -> [B, c_out, halved(s), halved(s)]."""
+        """x [B, c_in, s, s] -> [B, c_out, s/stride, s/stride]."""
         a = self.alpha1(self.bn1(x))
         y = self.conv2(self.alpha2(self.bn2(self.conv1(a))))
         return y + (x if self.convShortcut is None else self.convShortcut(a))
 
 
 class _StagedNet(nn.Module):
-    """Stages of blocks: the first keeps the image's size, each further one halves it."""
-
     arch: dict[str, Any] | None = None  # how a function of fastbcd.models built it
 
-    def _check(self, **sizes: int) -> None:
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__()
         for name, value in sizes.items():
             check_whole(name, value, 1)
 
@@ -123,14 +103,13 @@ class _StagedNet(nn.Module):
             parts = []
             for stride in [2 if i else 1] + [1] * (blocks - 1):
                 parts.append(block(channels, width, stride=stride, size=size, **options))
-                channels, size = width, halved(size, stride)
+                channels, size = width, -(-size // stride)
             stages.append(nn.Sequential(*parts))
         return stages, channels, size
 
     def _initialise(self) -> None:
-        """Kaiming's normal distribution (fan out, ReLU) for the convolutions."""
         for module in self.modules():
-            if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
+            if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
@@ -151,20 +130,21 @@ class ResNet(_StagedNet):
         in_channels: int = 3, *, stem_relu: bool = False, shortcut: str = "projection",
         replacement: str = "identity",
     ) -> None:  # fmt: skip
-        super().__init__()
-        named = {f"widths[{i}]": width for i, width in enumerate(widths)}
-        self._check(blocks=blocks, num_classes=num_classes, image_size=image_size,
-                    in_channels=in_channels, **named)  # fmt: skip
-        if shortcut not in _SHORTCUTS:
-            raise ValueError(f"shortcut={shortcut!r}; choose from {sorted(_SHORTCUTS)}")
+        super().__init__(
+            blocks=blocks, num_classes=num_classes, image_size=image_size, in_channels=in_channels,
+            **{f"widths[{i}]": width for i, width in enumerate(widths)},
+        )  # fmt: skip
+        if shortcut not in ("pad", "projection"):
+            raise ValueError(f"shortcut={shortcut!r}; choose from ['pad', 'projection']")
+        act, size = activation_type(replacement), image_size
         self.conv1 = _conv3x3(in_channels, widths[0])
         self.bn1 = nn.BatchNorm2d(widths[0])
-        self.alpha = _activation(widths[0], image_size, replacement) if stem_relu else nn.Identity()
+        self.alpha = act((widths[0], size, size)) if stem_relu else nn.Identity()
         stages, channels, _ = self._stages(
-            BasicBlock, widths, blocks=blocks, channels=widths[0], size=image_size,
-            shortcut=shortcut, replacement=replacement,
+            BasicBlock, widths, blocks=blocks, channels=widths[0], size=size, act=act,
+            pad=shortcut == "pad",
         )  # fmt: skip
-        self.stages = [f"layer{i + 1}" for i in range(len(widths))]
+        self.stages = [f"layer{i}" for i in range(1, len(stages) + 1)]
         for name, stage in zip(self.stages, stages, strict=True):
             self.add_module(name, stage)
         self.linear = nn.Linear(channels, num_classes)
@@ -192,23 +172,23 @@ class WideResNet(_StagedNet):
         self, depth: int, factor: int, num_classes: int, image_size: int, in_channels: int = 3,
         *, final_relu: bool = False, replacement: str = "identity",
     ) -> None:  # fmt: skip
-        super().__init__()
-        self._check(depth=depth, factor=factor, num_classes=num_classes, image_size=image_size,
-                    in_channels=in_channels)  # fmt: skip
+        super().__init__(depth=depth, factor=factor, num_classes=num_classes,
+                         image_size=image_size, in_channels=in_channels)  # fmt: skip
         blocks, odd = divmod(depth - 4, 6)
         if odd or blocks < 1:
             raise ValueError(f"depth={depth}; a wide ResNet has 6·blocks + 4 layers: 10, 16, 22, …")
+        act = activation_type(replacement)
         self.conv1 = _conv3x3(in_channels, 16)
         stages, channels, size = self._stages(
             WideBlock, [16 * factor, 32 * factor, 64 * factor], blocks=blocks,
-            channels=16, size=image_size, replacement=replacement,
+            channels=16, size=image_size, act=act,
         )  # fmt: skip
         # SNL has the blocks of a group behind the name `layer`.
         self.block1, self.block2, self.block3 = (
             nn.Sequential(OrderedDict(layer=stage)) for stage in stages
         )
         self.bn1 = nn.BatchNorm2d(channels)
-        self.alpha = _activation(channels, size, replacement) if final_relu else nn.Identity()
+        self.alpha = act((channels, size, size)) if final_relu else nn.Identity()
         self.fc = nn.Linear(channels, num_classes)
         self._initialise()
 
