@@ -73,12 +73,13 @@ def given_net(options: argparse.Namespace, data: ImageData, weights: Path | None
 
 def trained_net(options: argparse.Namespace, data: ImageData) -> nn.Module:
     """The net with --weights; a warning if they are not given."""
+    net = given_net(options, data, options.weights)
     if options.weights is None:
         text = f"the net is untrained unless {options.model} returns a trained one"
         if options.model is None:
             text = f"the {options.arch} is untrained; train it with `fastbcd train`"
         say(f"fastbcd: warning: no --weights: {text}", file=sys.stderr)
-    return given_net(options, data, options.weights)
+    return net
 
 
 def given_teacher(options: argparse.Namespace, data: ImageData) -> nn.Module | None:
