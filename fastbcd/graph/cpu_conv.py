@@ -87,12 +87,6 @@ def weight_gradient(grad: Tensor, x: Tensor, kernel: Any, stride: Any, padding: 
     """dW[o, i, u, v] = Σ grad[b, o, p, q] · x[b, i, p·stride + u - padding, …], channels_last.
 
     As grad' [pixels, C'] times the patches of x [pixels, kernel·C], a few images at a time.
-
-    >>> x, grad = torch.randn(2, 3, 5, 5), torch.randn(2, 4, 5, 5)
-    >>> found = weight_gradient(grad, x, (3, 3), (1, 1), (1, 1))
-    >>> true = torch.nn.grad.conv2d_weight(x, (4, 3, 3, 3), grad, 1, 1)
-    >>> torch.allclose(found, true, atol=1e-4)
-    True
     """
     (height, width), (down, right), (top, left) = kernel, stride, padding
     (outputs, rows, columns), inputs = grad.shape[1:], x.shape[1]

@@ -79,11 +79,6 @@ def fused(net: nn.Module, train: bool = True) -> tuple[nn.Module, torch.memory_f
     The net is traced in train mode (see `train_mode`) or in eval mode. A net that cannot be traced
     is returned unchanged, with the contiguous format: it may contain a `view` that channels_last
     does not allow.
-
-    >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU((3,)))
-    >>> model, memory_format = fused(net)
-    >>> model.get_submodule("0").weight is net[0].weight, memory_format
-    (True, torch.channels_last)
     """
     try:
         with train_mode(net) if train else eval_mode(net):
@@ -125,7 +120,7 @@ def _fuse_into(model: fx.GraphModule, node: fx.Node, act: MaskedActivation) -> N
     for i, term in enumerate(terms):
         if not _read_once(term, 1) or term.op != "call_module":
             continue
-        norm: Any = model.get_submodule(term.target)
+        norm = model.get_submodule(term.target)
         calls = sum(other.target == term.target for other in model.graph.nodes)
         if calls == 1 and NormActivation.fits(norm, act):
             unused.append(term)

@@ -28,14 +28,12 @@ class Tracer(fx.Tracer):
         self.thread = threading.get_ident()
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        if threading.get_ident() != self.thread:
-            return forward(*args, **kwargs)
-        return super().call_module(m, forward, args, kwargs)
+        here = threading.get_ident() == self.thread
+        return super().call_module(m, forward, args, kwargs) if here else forward(*args, **kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if threading.get_ident() != self.thread:
-            return attr_val
-        return super().getattr(attr, attr_val, parameter_proxy_cache)
+        here = threading.get_ident() == self.thread
+        return super().getattr(attr, attr_val, parameter_proxy_cache) if here else attr_val
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return isinstance(m, MaskedActivation) or super().is_leaf_module(m, module_qualified_name)
@@ -52,12 +50,12 @@ class Tracer(fx.Tracer):
 
 def _separate_residual(node: fx.Node) -> None:
     """act(x, residual) -> act(x + residual): readers of a graph expect one argument."""
-    given: dict[str, Any] = {**dict(zip(("x", "residual"), node.args, strict=False)), **node.kwargs}
-    total = given["x"]
-    if given["residual"] is not None:
+    x: Any = node.args[0] if node.args else node.kwargs["x"]
+    residual = node.args[1] if len(node.args) > 1 else node.kwargs["residual"]
+    if residual is not None:
         with node.graph.inserting_before(node):
-            total = node.graph.call_function(operator.add, (total, given["residual"]))
-    node.args, node.kwargs = (total,), {}
+            x = node.graph.call_function(operator.add, (x, residual))
+    node.args, node.kwargs = (x,), {}
 
 
 def trace(net: nn.Module) -> fx.Graph:
@@ -65,47 +63,58 @@ def trace(net: nn.Module) -> fx.Graph:
     return net.graph if isinstance(net, fx.GraphModule) else Tracer().trace(net)
 
 
+_PURE: dict[Any, Any] = {
+    operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}  # fmt: skip
+
+
 def without_inplace(net: nn.Module, original: fx.Graph) -> fx.Graph:
     """A copy of the graph in which no operation overwrites its input.
 
-    Nodes that read a value after it was overwritten read the result of the operation instead.
-    Modules with an `inplace` attribute are left to the caller.
+    Nodes that read a value after it was overwritten read the result of the operation instead;
+    y = x[:, :4]; y += 1 is refused if x is read later, since it is changed too. Modules with an
+    `inplace` attribute are left to the caller.
     """
     graph = copy.deepcopy(original)
-    pure = {operator.iadd: operator.add, operator.isub: operator.sub, operator.imul: operator.mul,
-            operator.itruediv: operator.truediv}  # fmt: skip
     order = {n: i for i, n in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        if node.target in pure:
-            node.target = pure[node.target]
-        elif node.op == "call_method" and node.target == "view":
-            node.target = "reshape"  # values may lie in channels_last order
-            continue
-        elif node.op == "call_method" and str(node.target).endswith("_"):
-            node.target = str(node.target)[:-1]
+    for node, place in order.items():
+        method = str(node.target) if node.op == "call_method" else ""
+        if node.target in _PURE:
+            node.target = _PURE[node.target]
+        elif method.endswith("_"):
+            node.target = method[:-1]
         elif node.kwargs.get("inplace"):
             node.update_kwarg("inplace", False)
-        elif node.op != "call_module" or not _is_inplace(net.get_submodule(node.target)):
-            continue  # a module is replaced by the caller
+        elif node.op != "call_module" or pure_module(module := _module(net, node)) is module:
+            node.target = "reshape" if method == "view" else node.target  # channels_last allows it
+            continue
         changed = node.args[0] if node.args else next(iter(node.kwargs.values()))
-        if isinstance(changed, fx.Node):
-            _check_not_read_later(net, node, changed, order)
-            later = {user for user in changed.users if order[user] > order[node]}
-            changed.replace_all_uses_with(node, delete_user_cb=later.__contains__)
+        if not isinstance(changed, fx.Node):
+            continue
+        memory = _memory_of(net, changed)
+        for other in list(order)[:place]:
+            later = {user for user in other.users if order[user] > place}
+            if other is changed:
+                other.replace_all_uses_with(node, delete_user_cb=later.__contains__)
+            elif later and _memory_of(net, other) is memory:
+                raise ValueError(
+                    f"node {node.name!r} writes into memory that is read later as {other.name!r}"
+                )
     return graph
 
 
 def pure_module(module: nn.Module) -> nn.Module:
     """The module, with inplace=False if it has that switch."""
-    if not _is_inplace(module):
+    if not getattr(module, "inplace", False):
         return module
     twin = copy.copy(module)
     twin.inplace = False  # type: ignore[assignment]
     return twin
 
 
-def _is_inplace(module: nn.Module) -> bool:
-    return bool(getattr(module, "inplace", False))
+def _module(net: nn.Module, node: fx.Node) -> nn.Module:
+    return net.get_submodule(str(node.target))
 
 
 _VIEWS = {"getitem", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim",
@@ -116,28 +125,12 @@ _VIEWS = {"getitem", "view", "reshape", "flatten", "unflatten", "transpose", "pe
 
 def _memory_of(net: nn.Module, node: fx.Node) -> fx.Node:
     """The node whose memory a view shows; a node that is no view is its own."""
-    while node.args and isinstance(node.args[0], fx.Node):
-        kinds: Any = [node.target]
-        if node.op == "call_module":
-            kinds = type(net.get_submodule(str(node.target))).__mro__
-        if not any(getattr(kind, "__name__", kind) in _VIEWS for kind in kinds):
-            break
-        node = node.args[0]
+    is_module = node.op == "call_module"
+    kinds: Any = type(_module(net, node)).__mro__ if is_module else [node.target]
+    source = node.args[0] if node.args else None
+    if isinstance(source, fx.Node) and _VIEWS & {getattr(k, "__name__", k) for k in kinds}:
+        return _memory_of(net, source)
     return node
-
-
-def _check_not_read_later(
-    net: nn.Module, node: fx.Node, changed: fx.Node, order: dict[fx.Node, int]
-) -> None:
-    """Refuse y = x[:, :4]; y += 1 if x is read later: it is changed too."""
-    memory = _memory_of(net, changed)
-    for other in order:
-        if other is changed or order[other] >= order[node] or _memory_of(net, other) is not memory:
-            continue
-        if any(order[user] > order[node] for user in other.users):
-            raise ValueError(
-                f"node {node.name!r} writes into memory that is read later as {other.name!r}"
-            )
 
 
 def forget_source(model: fx.GraphModule) -> None:

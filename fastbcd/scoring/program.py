@@ -8,7 +8,6 @@ The weights are read when the program is made, so a program is valid for one cal
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastbcd import ops
-from fastbcd.graph.trace import trace, without_inplace
+from fastbcd.graph.trace import pure_module, trace, without_inplace
 from fastbcd.masking.activations import MaskedActivation, MaskedPoly
 from fastbcd.masking.masks import mask_modules
 
@@ -198,7 +197,7 @@ class _Fusion(fx.Interpreter):
         return value
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return _pure_module(self.fetch_attr(target))(*args, **kwargs)
+        return pure_module(self.fetch_attr(target))(*args, **kwargs)
 
     def steps(self, nodes: list[fx.Node]) -> list[Activation | Call]:
         """Last node first, so that an activation absorbs its inputs before they become steps."""
@@ -240,7 +239,7 @@ class _Fusion(fx.Interpreter):
                 self.multiply_adds[node] += self.multiply_adds.pop(source)
                 run = _folded(self.called(source), module)
                 return Call(node, run, source.args, {})
-            run = _folded(module, None) if self.is_conv(node) else _pure_module(module)
+            run = _folded(module, None) if self.is_conv(node) else pure_module(module)
         return Call(node, run, node.args, dict(node.kwargs))
 
     def is_addition(self, node: Any) -> bool:
@@ -264,15 +263,6 @@ class _Fusion(fx.Interpreter):
     def is_fresh(self, node: fx.Node) -> bool:
         """Does this step write new memory, rather than return a view of its input?"""
         return isinstance(self.called(node), (nn.Linear, nn.modules.conv._ConvNd, *_NORMS))
-
-
-def _pure_module(module: nn.Module) -> nn.Module:
-    """The module, with inplace=False if it has that switch."""
-    if not getattr(module, "inplace", False):
-        return module
-    twin = copy.copy(module)
-    twin.inplace = False  # type: ignore[assignment]
-    return twin
 
 
 def _first_argument(node: fx.Node) -> Any:

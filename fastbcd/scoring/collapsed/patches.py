@@ -63,12 +63,7 @@ def stored(value: Value) -> Tensor:
 
 
 def whole(value: Value) -> Tensor:
-    """The value as one tensor, with the zeros outside its box.
-
-    >>> whole(Patch(torch.ones(1, 1, 1, 1), 0, 1, (2, 2)))[0, 0]
-    tensor([[0., 1.],
-            [0., 0.]])
-    """
+    """The value as one tensor, with the zeros outside its box."""
     return value.within((0, 0, *value.size)) if isinstance(value, Patch) else value
 
 
