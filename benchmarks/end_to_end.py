@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import fastbcd
 from fastbcd.masking.masks import MaskSet
 from fastbcd.scoring.accuracy import accuracy
-from fastbcd.scoring.choose import beats
+from fastbcd.scoring.choose import fewer
 from fastbcd.training.finetune import Finetuner
 from fastbcd.training.settings import Finetune
 from table import machine
@@ -89,7 +89,8 @@ class Authors:
             found = self.evaluate(self.score_on)
             if 100.0 * (base - found[0]) / samples < o.adt:
                 return trial, ids, True
-            if best is None or beats(found, best[2]):
+            better = best is None or found[0] > best[2][0]
+            if better or (found[0] == best[2][0] and fewer(found[1], best[2][1])):
                 best = trial, ids, found
         assert best is not None
         return best[0], best[1], False

@@ -45,13 +45,13 @@ class Step:
     @classmethod
     def begin(cls, number: int, *, before: int, rt: int, choice: Choice, **more: Any) -> Step:
         """The record of a step whose ReLUs are removed and whose training has not begun."""
-        size, samples = len(choice.removal), choice.samples
+        size = len(choice.removal)
         return cls(
             number=number, before=before, after=before - size, drc=size, chosen=choice.number,
             tried=choice.number + 1 if choice.accepted else rt, accepted=choice.accepted,
             drops=dict(sorted(choice.drops.items())), engine=choice.engine,
-            base_accuracy=100.0 * choice.base_correct / samples, base_loss=choice.base_loss,
-            chosen_accuracy=100.0 * choice.correct / samples, chosen_loss=choice.loss, **more,
+            base_accuracy=choice.base_percent, base_loss=choice.base_loss,
+            chosen_accuracy=choice.percent, chosen_loss=choice.loss, **more,
         )  # fmt: skip
 
     @classmethod

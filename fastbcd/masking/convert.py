@@ -55,7 +55,7 @@ def convert(
         is_module = isinstance(entry, type) and issubclass(entry, nn.Module)
         if not isinstance(entry, str) and not is_module:
             raise TypeError(f"skip has {entry!r}; give names such as 'layer4.*', or module types")
-    twin = copy.deepcopy(_unwrap(model))
+    twin = copy.deepcopy(unwrap(model))
     modes = {name: module.training for name, module in twin.named_modules()}
     graph, leaves = trace(twin.eval())
     net = _graph_module(twin, graph)
@@ -144,11 +144,11 @@ def convert(
     return net
 
 
-def _unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """The network inside the wrappers of torch."""
     wraps = ("DataParallel", "DistributedDataParallel", "AveragedModel")
     inner = getattr(model, "module" if type(model).__name__ in wraps else "_orig_mod", None)
-    return _unwrap(inner) if isinstance(inner, nn.Module) else model
+    return unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
 def _graph_module(twin: nn.Module, graph: fx.Graph) -> fx.GraphModule:

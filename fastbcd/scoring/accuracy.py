@@ -6,55 +6,83 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data
 from fastbcd.graph.fuse import fused
+from fastbcd.masking.convert import unwrap
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
+from fastbcd.scoring.metric import Criterion, Metric, describe
 
 
-def accuracy(net: nn.Module, data: Any, batch_size: int = 500) -> float:
+def accuracy(
+    net: nn.Module, data: Any, batch_size: int = 500, *, metric: Metric | None = None
+) -> float:
     """The percentage of images whose largest logit is that of their label, in eval mode.
 
-    With several ranks each counts its part of the data, and all return the same accuracy.
+    metric: as in `fastbcd.score`. Returned is its mean, in percent of its range if it has bounds.
+    With several ranks each measures its part of the data, and all return the same number.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> 0.0 <= accuracy(net, (torch.randn(8, 1, 2, 2), torch.arange(8) % 3)) <= 100.0
     True
     """
-    images = as_data(data)
+    net, images = unwrap(net), data_for(net, data)
     if not len(images):
         raise ValueError("there are no images to measure the accuracy on")
+    criterion = Criterion(metric, loss=metric)  # a loss is not needed
     mine = images.shard(ranks.rank(), ranks.world())
-    correct = torch.zeros((), dtype=torch.int64, device=images.device)
+    total = torch.zeros((), dtype=torch.float64, device=images.device)
     with torch.autocast(images.device.type, enabled=False):
-        check_classes(net, images, "the net")
+        check_metric(net, images, criterion, "the net")
         model, layout = fused(net, train=False)
         with eval_mode(net), torch.inference_mode():
-            for x, labels in mine.batches(batch_size, dtype=dtype_of(net), memory_format=layout):
-                correct += (model.eval()(x).argmax(1) == labels).sum()
-    return 100.0 * int(ranks.all_sum(correct)) / len(images)
+            for x, targets in mine.batches(batch_size, dtype=dtype_of(net), memory_format=layout):
+                total += criterion.values(model.eval()(x), targets).sum()
+    return criterion.percent(float(ranks.all_sum(total)), len(images))
+
+
+def data_for(net: nn.Module, data: Any) -> ImageData:
+    """What `score` and `bcd` take, as ImageData on the device of the net."""
+    tensors = (*net.parameters(), *net.buffers())
+    if any(t.is_meta for t in tensors):
+        raise ValueError(
+            "the net is on the meta device, so it has no weights; load them, for example with "
+            "net.to_empty(device='cpu') and net.load_state_dict(...)"
+        )
+    images = as_data(data)
+    return images.to(tensors[0].device) if tensors else images
+
+
+def check_metric(net: nn.Module, data: ImageData, criterion: Criterion, who: str) -> None:
+    """Refuse a net whose outputs do not fit the metric and the loss."""
+    if criterion.metric is None:
+        check_classes(net, data, who)
+        return
+    targets = next(data.batches(2, dtype=dtype_of(net)))[1]
+    outputs = first_outputs(net, data, who, len(targets))
+    criterion.check_targets(outputs, data.labels, who)
+    with torch.inference_mode():
+        stacked = tree_map_only(Tensor, lambda t: t.unsqueeze(0), outputs)
+        row = criterion.rows(stacked, targets)
+    criterion.check_row(row[0].tolist(), who, "for the first images")
 
 
 def check_classes(net: nn.Module, data: ImageData, who: str) -> int:
     """The number of logits of `who` for one image; refuses labels that are out of range."""
-    check_device(net, data, who)
-    data.need_classes(f"the accuracy of {who}")
-    try:
-        with eval_mode(net), torch.inference_mode():
-            logits = net(next(data.batches(1, dtype=dtype_of(net)))[0])
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        grey = data.images.ndim == 3
-        hint = "; for grey images [N,H,W] give images.unsqueeze(1)" if grey else ""
-        raise ValueError(
-            f"{who} does not run on images of shape {list(data.images.shape[1:])}: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}{hint}"
-        ) from error
+    logits = first_outputs(net, data, who, 1)
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != 1:
-        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"{who} must return logits [B, classes]; for one image it returns {found}")
+        raise ValueError(
+            f"{who} must return logits [B, classes], or metric= say what its outputs are worth; "
+            f"for one image it returns {describe(logits)}"
+        )
     classes = logits.shape[1]
+    if data.classes is None:
+        raise ValueError(
+            f"the labels are {describe(data.labels)}, not class indices, int64 [N]; pass metric="
+        )
     outside = ((data.labels < 0) | (data.labels >= classes)).nonzero().flatten().tolist()
     for i in outside[:1]:
         raise ValueError(
@@ -63,14 +91,22 @@ def check_classes(net: nn.Module, data: ImageData, who: str) -> int:
     return classes
 
 
-def check_device(net: nn.Module, data: ImageData, who: str) -> None:
-    """Refuse data and a net that are on different devices."""
+def first_outputs(net: nn.Module, data: ImageData, who: str, n: int) -> Any:
+    """What `who` returns for the first n images, in eval mode."""
     for tensor in (*net.parameters(), *net.buffers())[:1]:
         if tensor.device != data.device:
             raise ValueError(
                 f"the data is on {data.device} and {who} on {tensor.device}; move one of them "
                 f"with .to(device)"
             )
+    try:
+        with eval_mode(net), torch.inference_mode():
+            return net(next(data.batches(n, dtype=dtype_of(net)))[0])
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"{who} does not run on images of shape {list(data.images.shape[1:])}: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from error
 
 
 def dtype_of(net: nn.Module) -> torch.dtype:

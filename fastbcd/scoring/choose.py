@@ -20,11 +20,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
+from fastbcd.masking.convert import unwrap
 from fastbcd.scoring.engine import Engine, as_engine
+from fastbcd.scoring.metric import Criterion, Loss, Metric
 from fastbcd.scoring.plan import Plan
 from fastbcd.scoring.score import Tally, check_removals, prepared, read, run_pass
 
-ROUNDING = 1e-5  # losses closer than this are equal
+ROUNDING = 1e-5  # by which engines and batch sizes may differ: closer losses are equal
+SUM_ROUNDING = 1e-9  # by which the order of its terms may change a sum, relative to its size
 
 
 @dataclass(frozen=True)
@@ -44,39 +47,47 @@ class Choice:
     tried: int  # hypotheses drawn from the source
     drops: dict[int, float]  # by number, of those that were scored on all images
     images: int  # hypothesis-images that were run, at most tried * samples
-    correct: int  # of the chosen hypothesis, on all images
+    correct: int | None  # of the chosen hypothesis, on all images; None with a metric of your own
     loss: float
-    base_correct: int
+    base_correct: int | None
     base_loss: float
     samples: int
     engine: str
+    value: float  # mean of the metric, of the chosen hypothesis
+    base_value: float
+    percent: float  # the value in percent of the metric's range; as it is without bounds
+    base_percent: float
 
 
 def choose(
     net: nn.Module, hypotheses: Iterable[Tensor], data: Any, *, adt: float,
-    engine: str | Engine = "auto", early: bool = True,
+    engine: str | Engine = "auto", metric: Metric | None = None, loss: Loss | None = None,
+    early: bool = True,
 ) -> Choice:  # fmt: skip
     """Take the first hypothesis with a drop below `adt` percentage points, else the best.
+
+    With a metric that has no bounds, `adt` is in its units, and all images are always scored.
 
     Args:
         hypotheses: removals, LongTensor[D] each. They are drawn in waves of 1, 2, 4, ...
             `Engine.wave`, and none after one is accepted: if that is the first, it is the only
             one scored.
         early: stop scoring a hypothesis when its outcome is certain. Never changes the choice.
-        engine: as in `score`. It never changes the choice.
+        engine, metric, loss: as in `score`. The engine never changes the choice.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
     >>> choose(net, [torch.tensor([0]), torch.tensor([1])], data, adt=100.0).number
     0
     """
-    engine = as_engine(engine)
+    engine, criterion, net = as_engine(engine), Criterion(metric, loss), unwrap(net)
     images, current = read(net, data)
     source = ((k, check_removals(current, [h], k)[0]) for k, h in enumerate(hypotheses))
     removals = dict(islice(source, 1))
     if not removals:
         raise ValueError("there is no hypothesis to choose from")
-    with prepared(net, current, [*removals.values()], images, engine, engine.wave) as plan:
+    some = [*removals.values()]
+    with prepared(net, current, some, images, engine, criterion, engine.wave) as plan:
         search = _Search(plan, images, adt, early)
         size = 1
         while removals:
@@ -88,31 +99,27 @@ def choose(
         return search.choice(search.best(), False)
 
 
-def beats(one: tuple[int, float], other: tuple[int, float]) -> bool:
-    """Is (correct, loss) better than that of a lower-numbered hypothesis?
-
-    >>> beats((9, 1.0), (8, 0.5)), beats((9, 1.0), (9, 1.1)), beats((9, 1.0), (9, 1.0 + 1e-9))
-    (True, True, False)
-    """
-    if one[0] != other[0]:
-        return one[0] > other[0]
-    return one[1] < other[1] - ROUNDING * max(1.0, other[1])
-
-
 class _Search:
-    """One step's search: the base's counts, and the counts of each hypothesis so far."""
+    """One step's search: the base's sums, and the sums of each hypothesis so far."""
 
     def __init__(self, plan: Plan, data: ImageData, adt: float, early: bool) -> None:
-        self.plan, self.data, self.adt, self.early = plan, data, adt, early
+        self.plan, self.data, self.adt, self.criterion = plan, data, adt, plan.criterion
         self.removals: dict[int, Tensor] = {}
         self.tallies: dict[int, Tally] = {}
-        self.base_correct, self.base_loss = run_pass(plan, data, {}).mean(-1)
+        self.base, self.base_loss = run_pass(plan, data, {}).sums[-1]
+        bounds = self.criterion.bounds
+        self.early = early and bounds is not None
+        self.low, self.high = bounds or (0.0, 0.0)
+        # Counts are exact; other sums are equal up to the order of their terms, and engines differ.
+        own = plan.criterion.metric is not None
+        size = max(abs(self.low), abs(self.high), abs(self.base) / len(data)) * len(data)
+        self.slack, self.tie = (SUM_ROUNDING * size, ROUNDING * size) if own else (0.0, 0.0)
 
-    def drop(self, correct: int) -> float:
-        return 100.0 * (self.base_correct - correct) / len(self.data)
+    def drop(self, value: float) -> float:
+        return self.criterion.points * (self.base - value) / len(self.data)
 
-    def passes(self, correct: int) -> bool:
-        return self.drop(correct) < self.adt
+    def passes(self, value: float) -> bool:
+        return self.drop(value - self.slack) < self.adt
 
     def wave(self, removals: dict[int, Tensor]) -> int | None:
         """Score some hypotheses; the number of the one to accept, or None."""
@@ -125,8 +132,11 @@ class _Search:
             ahead = len(self.data) - tally.seen
             if ahead and not self.early:
                 return alive
-            sure = [k for k in alive if self.passes(tally.sums[k][0])]
-            lost = {k for k in alive if not self.passes(tally.sums[k][0] + ahead)}
+            slack = self.slack if ahead else 0.0
+            least = {k: tally.sums[k][0] + self.low * ahead - slack for k in alive}
+            most = {k: tally.sums[k][0] + self.high * ahead + slack for k in alive}
+            sure = [k for k in alive if self.passes(least[k])]
+            lost = {k for k in alive if not self.passes(most[k])}
             if sure and lost >= {k for k in alive if k < min(sure)}:
                 # It is decided; only its own numbers are still needed.
                 accepted = min(sure)
@@ -139,16 +149,18 @@ class _Search:
         return accepted
 
     def best(self) -> int:
-        """The fallback: most correct answers, then smaller loss, then lower number.
+        """The fallback: the largest metric, then the smaller loss, then the lower number.
 
         Those that were set aside are scored to the end, except those that cannot be the best.
         """
-        samples = len(self.data)
+        samples, tallies = len(self.data), self.tallies
         while True:
-            # One hypothesis is certain to end with at least this many correct answers.
-            floor = max(t.sums[k][0] for k, t in self.tallies.items())
-            left = {k: t for k, t in self.tallies.items()
-                    if t.seen < samples and t.sums[k][0] + samples - t.seen >= floor}  # fmt: skip
+            ahead = {k: samples - t.seen for k, t in tallies.items()}
+            # One hypothesis is certain to end with at least this much.
+            floor = max(t.sums[k][0] + self.low * ahead[k] for k, t in tallies.items())
+            floor -= self.tie + self.slack
+            left = {k: t for k, t in tallies.items()
+                    if ahead[k] and t.sums[k][0] + self.high * ahead[k] >= floor}  # fmt: skip
             if not left:
                 break
             # Those that stopped after the same image are continued together.
@@ -157,17 +169,33 @@ class _Search:
             begun = replace(begun, sums={k: left[k].sums[k] for k in group})
             removals = {k: self.removals[k] for k in group}
             tally = run_pass(self.plan, self.data, removals, base=False, begun=begun)
-            self.tallies.update({k: tally.part([k]) for k in group})
-        best, *rest = sorted(k for k, t in self.tallies.items() if t.seen == samples)
+            tallies.update({k: tally.part([k]) for k in group})
+        done = {k: t.sums[k] for k, t in sorted(tallies.items()) if t.seen == samples}
+        most = max(value for value, _ in done.values())
+        best, *rest = (k for k, (value, _) in done.items() if value >= most - self.tie)
         for k in rest:
-            best = k if beats(self.tallies[k].mean(k), self.tallies[best].mean(best)) else best
+            if fewer(done[k][1] / samples, done[best][1] / samples):
+                best = k
         return best
 
     def choice(self, number: int, accepted: bool) -> Choice:
-        samples, tallies = len(self.data), self.tallies
+        samples, tallies, percent = len(self.data), self.tallies, self.criterion.percent
         drops = {k: self.drop(t.sums[k][0]) for k, t in tallies.items() if t.seen == samples}
+        value, loss = tallies[number].sums[number]
+        own = self.criterion.metric is not None
         return Choice(
             number, self.removals[number], accepted, len(self.removals), drops,
-            sum(t.seen for t in tallies.values()), *tallies[number].mean(number),
-            self.base_correct, self.base_loss, samples, self.plan.engine.name,
+            sum(t.seen for t in tallies.values()), None if own else int(value), loss / samples,
+            None if own else int(self.base), self.base_loss / samples, samples,
+            self.plan.engine.name, value / samples, self.base / samples, percent(value, samples),
+            percent(self.base, samples),
         )  # fmt: skip
+
+
+def fewer(one: float, other: float) -> bool:
+    """Is a loss smaller than another by more than rounding?
+
+    >>> fewer(1.0, 1.1), fewer(1.0, 1.0 + 1e-9)
+    (True, False)
+    """
+    return one < other - ROUNDING * max(1.0, other)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fastbcd.masking.masks import MaskSet, set_masks
 from fastbcd.runtime.validate import check_whole
@@ -80,12 +81,12 @@ class Request(NamedTuple):
 
     @property
     def tolerance(self) -> float:
-        """The difference of logits that rounding explains, relative to the largest logit."""
+        """The difference of outputs that rounding explains, relative to the largest."""
         return 1e-9 if self.example.dtype == torch.float64 else 1e-2 if self.tf32 else 1e-4
 
 
 class ScoringEngine(Protocol):
-    """Computes the logits of hypotheses."""
+    """Computes the outputs of hypotheses."""
 
     name: str
     memory_format: torch.memory_format  # of the images
@@ -95,19 +96,20 @@ class ScoringEngine(Protocol):
 
     def logits(
         self, x: Tensor, work: Any, base: bool, batch: int | None = None
-    ) -> Iterator[tuple[list[int], Tensor]]:
-        """(numbers, logits [n, B, classes]) of the hypotheses, and of the base as number -1.
+    ) -> Iterator[tuple[list[int], Any]]:
+        """(numbers, outputs [n, B, ...]) of the hypotheses, and of the base as number -1.
 
         batch: the number of x among the batches of the data; None if it is none of them.
-        A hypothesis that removes nothing may be left out: its logits are those of the base.
+        Outputs are tensors in the structure that the net returns. A hypothesis that removes
+        nothing may be left out: its outputs are those of the base.
         """
 
 
 def difference_from_net(engine: ScoringEngine, request: Request, lanes: int) -> float:
-    """The largest difference between an engine's logits and the net's, relative to the latter.
+    """The largest difference between an engine's outputs and the net's, relative to the latter.
 
     Compared are an image and a large random one, for the base, a hypothesis that removes half of
-    the kept ReLUs at random, and one that removes half of the later ones. Logits that are not
+    the kept ReLUs at random, and one that removes half of the later ones. Outputs that are not
     finite in the net are not compared.
     """
     net, masks, example = request.net, request.masks, request.example
@@ -120,21 +122,25 @@ def difference_from_net(engine: ScoringEngine, request: Request, lanes: int) -> 
     halves[1, : len(kept) // 2] = False
     removals = {k: kept[half] for k, half in enumerate(halves)}
 
-    def outputs(one: ScoringEngine) -> dict[int, Tensor]:
-        order = one.memory_format if images.ndim == 4 else torch.contiguous_format
-        given = images.contiguous(memory_format=order)
-        found = one.logits(given, one.prepare(removals, lanes), True)
-        return {k: y.clone() for numbers, ys in found for k, y in zip(numbers, ys, strict=True)}
+    def outputs(one: ScoringEngine) -> dict[int, list[Tensor]]:
+        """By number, the tensors among the outputs."""
+        given = images.contiguous(memory_format=one.memory_format)
+        found: dict[int, list[Tensor]] = {}
+        for numbers, outputs in one.logits(given, one.prepare(removals, lanes), True):
+            leaves = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
+            found.update({k: [t[i].clone() for t in leaves] for i, k in enumerate(numbers)})
+        return found
 
     truths, worst = outputs(Sequential(net, masks)), 0.0
     set_masks(net, masks)
-    for number, logits in outputs(engine).items():
-        truth = truths[number]
-        finite = truth.isfinite()
-        if logits.shape != truth.shape:
+    for number, tensors in outputs(engine).items():
+        if [t.shape for t in tensors] != [t.shape for t in truths[number]]:
             return torch.inf
-        if finite.any():
-            error, scale = (logits - truth)[finite].abs().max(), truth[finite].abs().max()
-            # NaN compares as larger than any difference.
-            worst = max(worst, float((error / scale.clamp(min=1e-6)).nan_to_num(nan=torch.inf)))
+        for found, truth in zip(tensors, truths[number], strict=True):
+            finite = truth.isfinite()
+            if finite.any():
+                error, scale = (found - truth)[finite].abs().max(), truth[finite].abs().max()
+                # NaN compares as larger than any difference.
+                relative = (error / scale.clamp(min=1e-6)).nan_to_num(nan=torch.inf)
+                worst = max(worst, float(relative))
     return worst

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from fastbcd.runtime.ranks import world
 from fastbcd.runtime.warn_once import warn_once
@@ -14,6 +15,7 @@ from fastbcd.scoring.collapsed.engine import Collapsed
 from fastbcd.scoring.collapsed.form import Signature, cached_form, drop_form, keep_form
 from fastbcd.scoring.collapsed.linear_rules import NotAffine
 from fastbcd.scoring.engine import Request, ScoringEngine
+from fastbcd.scoring.metric import DEFAULT, Criterion
 from fastbcd.scoring.program import NotTraceable, Program, make_program
 from fastbcd.scoring.sequential import Sequential
 from fastbcd.scoring.stacked import Stacked, peak_bytes, portions, stacked_multiply_adds
@@ -22,7 +24,8 @@ WORTH = 2e10  # multiply-adds below which no form is built: the call takes a mom
 ROWS = {"cpu": 1024, "cuda": 8192}  # hypotheses × images in a GEMM of collapsed
 
 
-class Plan(NamedTuple):
+@dataclass
+class Plan:
     """What `explain=True` prints."""
 
     engine: ScoringEngine
@@ -33,6 +36,7 @@ class Plan(NamedTuple):
     multiply_adds: int = 0  # of the whole call; 0 if unknown
     bytes: int = 0  # largest amount of memory that values take at a time
     details: str = ""
+    criterion: Criterion = DEFAULT
 
     def __str__(self) -> str:
         hypotheses, images = self.request.hypotheses, self.request.images
@@ -93,6 +97,8 @@ def stacked_plan(request: Request, program: Program, why: str) -> Plan:
 
 def collapsed_plan(request: Request, program: Program, required: bool) -> Plan | str:
     """A plan with the cached form or a new one; or, unless required, why stacked is better."""
+    if not isinstance(program.output, fx.Node) or len(program.shapes[program.output]) != 2:
+        raise NotAffine("it does not return one tensor [B, classes]")
     builder = FormBuilder(AffineNet(program), request.masks, request.example)
     signature = Signature(program)
     form = cached_form(request.net, signature, request.masks)

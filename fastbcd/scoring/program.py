@@ -9,6 +9,7 @@ The weights are read when the program is made, so a program is valid for one cal
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -104,9 +105,7 @@ class Call(NamedTuple):
 
     @property
     def inputs(self) -> list[fx.Node]:
-        found: dict[fx.Node, None] = {}
-        fx.node.map_arg((self.args, self.kwargs), lambda n: found.setdefault(n))
-        return list(found)
+        return _nodes((self.args, self.kwargs))
 
     def __call__(self, values: dict[fx.Node, Any]) -> Any:
         """Run the step on the values of its inputs."""
@@ -119,15 +118,19 @@ class Program(NamedTuple):
 
     steps: list[Activation | Call]
     placeholder: fx.Node
-    output: fx.Node
+    output: Any  # one node, or nodes in the structure that the net returns
     constants: dict[fx.Node, Any]  # parameters and buffers that the graph itself reads
-    uses: dict[fx.Node, int]  # how many steps read a value
+    uses: dict[fx.Node, int]  # how many steps read a value; plus 1 for an output
     fresh: set[fx.Node]  # values in memory of their own, which an activation may overwrite
     uniform: bool  # a size of one tensor is used for another: all values need equal batches
     shapes: dict[fx.Node, tuple[int, ...]]  # of values that are tensors, for a batch of one
     tuples: set[fx.Node]  # values that are tuples or lists of tensors
     bytes_per_image: dict[fx.Node, int]
     multiply_adds: dict[fx.Node, int]
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        return _nodes(self.output)
 
     @property
     def activations(self) -> list[Activation]:
@@ -151,18 +154,18 @@ def make_program(net: nn.Module, image: Tensor) -> Program:
     output = nodes[-1].args[0]
     if len(inputs) != 1:
         raise NotTraceable(f"it takes {len(inputs)} inputs instead of one batch of images")
-    if not isinstance(output, fx.Node):
-        raise NotTraceable("it does not return one tensor of logits")
     _check_writes(nodes)
     fusion = _Fusion(net, graph, modules.values())
     fusion.run(image)
     steps = fusion.steps(nodes)
     if sorted(s.site for s in steps if isinstance(s, Activation)) != list(range(len(modules))):
         raise NotTraceable("a masked activation is called more than once, or not at all")
-    uses: dict[fx.Node, int] = {output: 1}
+    for node in _nodes(output):
+        if fusion.shapes.get(node, ())[:1] != image.shape[:1]:
+            raise NotTraceable(f"its output {node.name!r} is not a tensor with one row per image")
+    uses = Counter(_nodes(output))
     for step in steps:
-        for node in step.inputs:
-            uses[node] = uses.get(node, 0) + 1
+        uses.update(step.inputs)
     constants = {n: fusion.env[n] for n in nodes if n.op == "get_attr"}
     fresh = {s.node for s in steps if uses.get(s.node) == 1 and fusion.is_fresh(s.node)}
     return Program(
@@ -263,6 +266,13 @@ class _Fusion(fx.Interpreter):
     def is_fresh(self, node: fx.Node) -> bool:
         """Does this step write new memory, rather than return a view of its input?"""
         return isinstance(self.called(node), (nn.Linear, nn.modules.conv._ConvNd, *_NORMS))
+
+
+def _nodes(arguments: Any) -> list[fx.Node]:
+    """The nodes in nested arguments, each once."""
+    found: dict[fx.Node, None] = {}
+    fx.node.map_arg(arguments, lambda n: found.setdefault(n))
+    return list(found)
 
 
 def _first_argument(node: fx.Node) -> Any:

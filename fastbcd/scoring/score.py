@@ -14,20 +14,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
-from fastbcd.data.sources import as_data
+from fastbcd.masking.convert import unwrap
 from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
 from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.ranks import all_sum, from_first, rank, world
-from fastbcd.runtime.tf32 import own_precision
-from fastbcd.scoring.accuracy import check_classes, check_device, dtype_of
+from fastbcd.runtime.tf32 import own_precision, repeatable_convolutions
+from fastbcd.scoring.accuracy import check_metric, data_for, dtype_of
 from fastbcd.scoring.engine import Engine, Request, as_engine
+from fastbcd.scoring.metric import DEFAULT, WIDTH, Criterion, Loss, Metric
 from fastbcd.scoring.plan import Plan, make_plan
+
+LOOK_EVERY = 64  # batches between two reads of the sums, if nothing is decided
 
 
 @dataclass(frozen=True)
@@ -38,22 +40,36 @@ class Scores:
     tensor([6., 1.], dtype=torch.float64)
     """
 
-    correct: Tensor  # LongTensor[K]
-    loss: Tensor  # DoubleTensor[K], mean cross-entropy
-    base_correct: int
+    correct: Tensor | None  # LongTensor[K]; None with a metric of your own
+    loss: Tensor  # DoubleTensor[K], mean cross-entropy, or mean of your own loss
+    base_correct: int | None
     base_loss: float
     samples: int
     engine: str
+    value: Tensor = None  # type: ignore[assignment]  # DoubleTensor[K], mean of the metric
+    base_value: float = None  # type: ignore[assignment]
+    points: float = 100.0  # percentage points per unit of the metric; 1 without bounds
+
+    def __post_init__(self) -> None:
+        if self.correct is not None and self.base_correct is not None:
+            object.__setattr__(self, "value", self.correct.double() / self.samples)
+            object.__setattr__(self, "base_value", self.base_correct / self.samples)
 
     @property
     def drop(self) -> Tensor:
-        """Accuracy drop of each hypothesis in percentage points, DoubleTensor[K]."""
+        """How much less the metric is than the base's, DoubleTensor[K].
+
+        In percentage points (of accuracy, or of the range of a metric with bounds), or in the
+        units of a metric without bounds.
+        """
+        if self.correct is None or self.base_correct is None:
+            return self.points * (self.base_value - self.value)
         return 100.0 * (self.base_correct - self.correct).double() / self.samples
 
 
 def score(
     net: nn.Module, removals: Tensor | Iterable[Tensor], data: Any, engine: str | Engine = "auto",
-    *, explain: bool = False,
+    *, metric: Metric | None = None, loss: Loss | None = None, explain: bool = False,
 ) -> Scores:  # fmt: skip
     """Score each removal on all of `data`, in eval mode and without augmentation.
 
@@ -63,7 +79,14 @@ def score(
         data: ImageData, a pair (images, labels), a Dataset or a DataLoader.
         engine: "auto", "sequential", "stacked", "collapsed", or `Engine(...)` with options. The
             numbers do not depend on it.
+        metric: a callable (outputs, targets) -> [B], one value per sample, larger is better; None:
+            1 where the largest logit is that of the label, else 0. If values have limits, state
+            them as metric.bounds = (low, high).
+        loss: a callable (outputs, targets) -> [B], or their mean; None: cross-entropy.
         explain: print the plan first.
+
+    The net may return a tensor of any shape, a tuple or a dict; metric and loss see the outputs of
+    one hypothesis for one batch at a time.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> images, labels = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
@@ -71,17 +94,23 @@ def score(
     >>> scores.correct.shape, scores.samples
     (torch.Size([2]), 50)
     """
+    criterion, net = Criterion(metric, loss), unwrap(net)
     images, current = read(net, data)
     hypotheses = check_removals(current, removals)
-    with prepared(net, current, hypotheses, images, as_engine(engine)) as plan:
+    with prepared(net, current, hypotheses, images, as_engine(engine), criterion) as plan:
         if explain:
             print(plan)
-        tally = run_pass(plan, images, dict(enumerate(hypotheses)))
-    found = [tally.mean(k) for k in range(len(hypotheses))]
+        tally, samples = run_pass(plan, images, dict(enumerate(hypotheses))), len(images)
+    sums = [tally.sums[k] for k in [*range(len(hypotheses)), -1]]
+    values, losses = torch.tensor(sums, dtype=torch.float64).unbind(1)
+    means, base_value = values[:-1] / samples, float(values[-1]) / samples
+    base_loss, losses = float(losses[-1]) / samples, losses[:-1] / samples
+    correct, base_correct = (
+        (values[:-1].long(), int(values[-1])) if metric is None else (None, None)
+    )
     return Scores(
-        torch.tensor([correct for correct, _ in found], dtype=torch.int64),
-        torch.tensor([loss for _, loss in found], dtype=torch.float64),
-        *tally.mean(-1), len(images), plan.engine.name,
+        correct, losses, base_correct, base_loss, samples, plan.engine.name, means, base_value,
+        criterion.points,
     )  # fmt: skip
 
 
@@ -89,7 +118,7 @@ def score(
 class Tally:
     """Sums over the images so far."""
 
-    sums: dict[int, tuple[int, float]]  # by number (-1: the base): correct answers, loss
+    sums: dict[int, tuple[float, float]]  # by number (-1: the base): metric, loss
     seen: int = 0  # images
     rounds: int = 0  # batches, a rank
 
@@ -97,9 +126,14 @@ class Tally:
         """The sums of some hypotheses."""
         return replace(self, sums={k: self.sums[k] for k in numbers})
 
-    def mean(self, number: int) -> tuple[int, float]:
-        """Correct answers and mean loss."""
-        return self.sums[number][0], self.sums[number][1] / self.seen
+    def add(self, rows: dict[int, list[float]], images: int, criterion: Criterion) -> None:
+        """Add the rows of one batch, by number."""
+        where = f"in the batch of images {self.seen} to {self.seen + images - 1}"
+        for k, row in rows.items():
+            criterion.check_row(row, "the base net" if k < 0 else f"hypothesis {k}", where)
+            value, loss = self.sums.get(k, (0.0, 0.0))
+            self.sums[k] = value + row[0], loss + row[1]
+        self.seen += images
 
 
 Decide = Callable[[Tally], set[int]]
@@ -109,40 +143,38 @@ def run_pass(
     plan: Plan, data: ImageData, removals: dict[int, Tensor], decide: Decide | None = None,
     base: bool = True, begun: Tally | None = None,
 ) -> Tally:  # fmt: skip
-    """Score the hypotheses batch by batch, and the base too unless its counts are known.
+    """Score the hypotheses batch by batch, and the base too unless its sums are known.
 
     begun: an earlier pass over these hypotheses, to continue. decide: names those that still
     matter after a batch; the pass ends when none does. Each rank runs its shard of the images;
-    the tally is that of all ranks, so they decide alike.
+    the tally is that of all ranks, so they decide alike. Sums stay on the device until they are
+    needed.
     """
     tally = Tally({}) if begun is None else begun
     alive = dict(removals)
     # A hypothesis that removes nothing is the base.
     base = base or not all(ids.numel() for ids in removals.values())
     work = plan.engine.prepare(alive, plan.lanes)
+    nothing = torch.zeros(WIDTH, dtype=torch.float64, device=data.device)
+    pending: list[Tensor] = []
+    sizes = round_sizes(data, plan.batch)
     with torch.inference_mode():
-        for x, labels in _rounds(data, plan, tally.rounds):
+        for i, (x, targets) in enumerate(_rounds(data, plan, tally.rounds), tally.rounds):
             numbers = [-1, *alive] if base else list(alive)
-            nothing = torch.zeros(2, dtype=torch.float64, device=x.device)
             found: dict[int, Tensor] = {}
-            if len(labels):
-                for some, logits in plan.engine.logits(x, work, base, tally.rounds):
-                    found.update(zip(some, _judge(logits, labels), strict=True))
+            if len(targets):
+                for some, outputs in plan.engine.logits(x, work, base, i):
+                    found.update(zip(some, plan.criterion.rows(outputs, targets), strict=True))
             rows = [found[k] if k in found else found.get(-1, nothing) for k in numbers]
-            mine = torch.cat([*rows, nothing.new_tensor([len(labels)])])
-            *total, images = all_sum(mine).tolist()
-            for number, correct, loss in zip(numbers, total[::2], total[1::2], strict=True):
-                if math.isnan(loss):
-                    who = "the base net" if number == -1 else f"hypothesis {number}"
-                    raise FloatingPointError(
-                        f"{who} gives NaN logits in the batch of images {tally.seen} to "
-                        f"{tally.seen + int(images) - 1}; look at the weights and at the range of "
-                        f"the activations"
-                    )
-                before = tally.sums.get(number, (0, 0.0))
-                tally.sums[number] = before[0] + int(correct), before[1] + loss
-            tally.seen += int(images)
-            tally.rounds += 1
+            pending.append(torch.stack(rows) if rows else nothing[None, :0])
+            if decide is None and len(pending) < LOOK_EVERY and i + 1 < len(sizes):
+                continue
+            for batch in all_sum(torch.stack(pending)).tolist():
+                tally.add(
+                    dict(zip(numbers, batch, strict=True)), sizes[tally.rounds], plan.criterion
+                )
+                tally.rounds += 1
+            pending = []
             if decide is None:
                 continue
             still = decide(tally)
@@ -154,44 +186,45 @@ def run_pass(
     return tally
 
 
+def round_sizes(data: ImageData, batch: int) -> list[int]:
+    """How many images all ranks together see in each round."""
+    shards = [len(data.shard(r, world())) for r in range(world())]
+    rounds = range(0, max(shards), batch)
+    return [sum(min(batch, max(0, n - first)) for n in shards) for first in rounds]
+
+
 def _rounds(data: ImageData, plan: Plan, first: int) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's batches from `first` on, and empty ones up to the number of other ranks."""
     shard = data.shard(rank(), world())
     yield from shard.rest(first * plan.batch).batches(
         plan.batch, dtype=plan.request.example.dtype, memory_format=plan.engine.memory_format
     )
-    most = math.ceil(math.ceil(len(data) / world()) / plan.batch)
-    for _ in range(most - max(first, math.ceil(len(shard) / plan.batch))):
+    for _ in range(
+        len(round_sizes(data, plan.batch)) - max(first, math.ceil(len(shard) / plan.batch))
+    ):
         yield shard.images[:0], shard.labels[:0]
 
 
-def _judge(logits: Tensor, labels: Tensor) -> Tensor:
-    """logits [n, B, classes] -> correct answers and summed cross-entropy, DoubleTensor[n, 2]."""
-    hits = logits.argmax(-1) == labels
-    answers = logits.double().flatten(0, 1), labels.repeat(len(logits))
-    losses = F.cross_entropy(*answers, reduction="none").view(hits.shape)
-    return torch.stack([hits.double().sum(1), losses.sum(1)], 1)
-
-
 def read(net: nn.Module, data: Any) -> tuple[ImageData, MaskSet]:
-    """The images and a copy of the net's masks, which are on the same device."""
-    images = as_data(data)
-    check_device(net, images, "the net")
-    return images, masks(net).copy()
+    """The images on the net's device, and a copy of the net's masks."""
+    return data_for(net, data), masks(net).copy()
 
 
 @contextmanager
 def prepared(
     net: nn.Module, current: MaskSet, removals: list[Tensor], images: ImageData, engine: Engine,
-    expected: int | None = None,
+    criterion: Criterion = DEFAULT, expected: int | None = None,
 ) -> Iterator[Plan]:  # fmt: skip
     """The plan, with the net in eval mode; afterwards the net is as it was.
 
     current: a copy of the net's masks. removals: all, or some that are typical of the
     `expected` number of them. Precision is stated here: a caller's autocast has no effect.
     """
-    with own_precision(images.device, engine.tf32), eval_mode(net), ExitStack() as stack:
-        check_scorable(net, images)
+    with (
+        own_precision(images.device, engine.tf32), repeatable_convolutions(), eval_mode(net),
+        ExitStack() as stack,
+    ):  # fmt: skip
+        check_scorable(net, images, criterion)
         stack.callback(set_masks, net, current)
         with torch.inference_mode():
             example = next(images.batches(2, dtype=dtype_of(net)))[0]
@@ -202,17 +235,18 @@ def prepared(
                 net, current, removals, expected or len(removals), len(images), example,
                 engine.batch_size, limit, engine.tf32,
             ), engine.name)  # fmt: skip
+            plan.criterion = criterion
         if plan.engine.name == "stacked":
             stack.enter_context(kept_memory())
         yield plan
 
 
-def check_scorable(net: nn.Module, images: ImageData) -> None:
+def check_scorable(net: nn.Module, images: ImageData, criterion: Criterion = DEFAULT) -> None:
     """An error if this net cannot be scored on these images."""
     if not len(images):
         raise ValueError("there are no images to score on")
     mask_modules(net)  # the first error of a net without masks
-    check_classes(net, images, "the net")
+    check_metric(net, images, criterion, "the net")
 
 
 def check_removals(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fastbcd.masking.masks import MaskSet, set_masks
 
@@ -24,9 +26,10 @@ class Sequential:
 
     def logits(
         self, x: Tensor, removals: dict[int, Tensor], base: bool, batch: int | None = None
-    ) -> Iterator[tuple[list[int], Tensor]]:
-        """([number], logits [1, B, classes]) of every hypothesis, and of the base as number -1."""
+    ) -> Iterator[tuple[list[int], Any]]:
+        """([number], outputs [1, B, ...]) of every hypothesis, and of the base as number -1."""
         nothing = {-1: torch.empty(0, dtype=torch.int64)} if base else {}
         for number, ids in {**nothing, **removals}.items():
             set_masks(self.net, self.masks.without(ids))
-            yield [number], self.net(x.clone()).unsqueeze(0)  # the net may write into its input
+            outputs = self.net(x.clone())  # the net may write into its input
+            yield [number], tree_map_only(Tensor, lambda t: t.unsqueeze(0), outputs)

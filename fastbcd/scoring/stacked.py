@@ -55,8 +55,7 @@ def lane_counts(program: Program, begins: list[int]) -> tuple[dict[fx.Node, int]
             n = max(first, sum(site <= step.site for site in begins))
         count[step.node] = n
         reads |= {i for i in step.inputs if count.get(i, 0) < n}
-    if count[program.output] < len(begins):
-        reads.add(program.output)
+    reads |= {node for node in program.outputs if count.get(node, 0) < len(begins)}
     return count, reads
 
 
@@ -94,28 +93,34 @@ class Stacked:
             numbers = order[i : i + lanes]
             count, reads = lane_counts(self.program, [begin[k] for k in numbers])
             masks = self.lane_masks([removals[k] for k in numbers])
-            groups.append(LaneGroup(numbers, count, reads, masks, {self.program.output}))
+            groups.append(LaneGroup(numbers, count, reads, masks, set()))
         return groups
 
     def logits(
         self, x: Tensor, groups: list[LaneGroup], base: bool, batch: int | None = None
-    ) -> Iterator[tuple[list[int], Tensor]]:
-        """(numbers, logits [n, B, classes]) of every hypothesis, and of the base as number -1."""
-        program, output = self.program, self.program.output
-        reads = set().union({output} if base else set(), *(group.reads for group in groups))
+    ) -> Iterator[tuple[list[int], Any]]:
+        """(numbers, outputs [n, B, ...]) of every hypothesis, and of the base as number -1."""
+        program, start = self.program, self.program.placeholder
+        reads = set(program.outputs if base else ()).union(*(group.reads for group in groups))
         last = max((i for i, s in enumerate(program.steps) if s.node in reads), default=-1)
         needed = {s.node: int(i <= last) for i, s in enumerate(program.steps)}
-        one = LaneGroup([-1], {program.placeholder: 1, **needed}, set(), self.base_masks, reads)
-        values = self.run(one, {program.placeholder: channels_last(x)}, {})
+        one = LaneGroup([-1], {start: 1, **needed}, set(), self.base_masks, reads)
+        values = self.run(one, {start: channels_last(x)}, {})
+
+        def output(node: fx.Node) -> Tensor:
+            return extend(own.get(node), values.get(node), count.get(node, 0), n).unflatten(
+                0, (n, len(x))
+            )
+
         if base:
-            yield [-1], values[output].unsqueeze(0)
+            n, count, own = 1, one.count, values
+            yield [-1], fx.node.map_arg(program.output, output)
         for group in groups:
-            n, own = len(group.numbers), {}
-            if group.count[program.placeholder]:
-                own[program.placeholder] = extend(None, values[program.placeholder], 0, n)
+            n, count, own = len(group.numbers), group.count, {}
+            if count[start]:
+                own[start] = extend(None, values[start], 0, n)
             own = self.run(group, own, values)
-            logits = extend(own.get(output), values.get(output), group.count[output], n)
-            yield group.numbers, logits.view(n, -1, logits.shape[-1])
+            yield group.numbers, fx.node.map_arg(program.output, output)
 
     def run(self, group: LaneGroup, values: Values, base: Values) -> Values:
         """Run the steps that have lanes; the lanes that an input lacks are those of the base.
@@ -165,7 +170,13 @@ class Stacked:
 
     def check(self, request: Request) -> None:
         """Refuse a net whose hypotheses affect each other when they share a batch."""
-        if not difference_from_net(self, request, lanes=2) <= request.tolerance:
+        try:
+            difference = difference_from_net(self, request, lanes=2)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise NotTraceable(f"as a program it fails: {str(error).splitlines()[0]}") from error
+        if not difference <= request.tolerance:
             raise NotTraceable(
                 "as a program it gives other logits than as a module; they may depend on the rest "
                 "of the batch"

@@ -348,9 +348,9 @@ def test_nan_logits_name_the_hypothesis_and_the_batch(engine) -> None:
     assert torch.equal(fastbcd.masks(net).bits, bits)
 
 
-def test_data_on_another_device_is_refused() -> None:
+def test_a_net_without_weights_is_refused() -> None:
     net = make("mlp").to("meta")
-    with pytest.raises(ValueError, match="data is on cpu and the net on meta"):
+    with pytest.raises(ValueError, match="the net is on the meta device, so it has no weights"):
         score(net, torch.empty(0, 1, dtype=torch.int64), images(3))
 
 
