@@ -12,6 +12,7 @@ import platform
 import sys
 import time
 from contextlib import suppress
+from itertools import groupby
 
 import torch
 
@@ -41,17 +42,23 @@ def check() -> int:
     """Compare every kernel with the reference on every device; return the number of failures."""
     failures = 0
     for device in devices():
-        start = time.perf_counter()
         module = kernels.module_for(torch.empty(0, device=device))
-        name = module.DESCRIPTION if module else "the reference itself"
-        cases = list(comparisons(device))
-        failed = [(label, bad) for label, bad in cases if bad]
-        failures += len(failed)
-        for label, bad in failed:
-            print(f"  FAILED {device} {label}: {'; '.join(bad)}")
-        seconds = time.perf_counter() - start
-        print(f"{device}: {len(cases)} cases of {name} against the reference in {seconds:.1f} s")
-    print("all kernels agree with the reference" if not failures else f"{failures} cases failed")
+        print(f"{device}: {module.describe() if module else 'the reference itself'}")
+        for kernel, found in groupby(comparisons(device), lambda pair: pair[0].kernel):
+            start, cases = time.perf_counter(), list(found)
+            failed = [f"FAILED {device} {case}: {'; '.join(bad)}" for case, bad in cases if bad]
+            result = f"{len(failed)} of {len(cases)} cases differ" if failed else "agrees"
+            seconds = time.perf_counter() - start
+            print(
+                f"  {kernel:<24} {result} ({len(cases)} cases, {seconds:.1f} s)",
+                *failed,
+                sep="\n    ",
+            )
+            failures += len(failed)
+    if failures:
+        print(f"{failures} cases failed. Please report all of this output.")
+    else:
+        print("all kernels agree with the reference")
     return failures
 
 
@@ -63,7 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name, version in versions().items():
         print(f"{name:<12} {version}")
     for device in devices()[1:]:
-        print(f"{device:<12} {torch.cuda.get_device_name(device)}")
+        p = torch.cuda.get_device_properties(device)
+        print(f"{device:<12} {p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB")
     print("", *fastbcd.backends(), "", sep="\n")
     return 1 if options.check and check() else 0
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +27,8 @@ class Backend(NamedTuple):
 
     name: str
     device: str
-    module: ModuleType | None
-    reason: str
+    module: Any
+    reason: str  # why there is no module; `backends` writes what is in use
 
     def __str__(self) -> str:
         state = "in use" if self.module else "not in use"
@@ -44,7 +43,7 @@ def _load(name: str, device: str) -> Backend:
     except AttributeError as error:  # an operator that the built library does not have
         reason = f"it was built from older sources ({error}); install fastbcd again"
         return Backend(name, device, None, reason)
-    return Backend(name, device, module, module.DESCRIPTION)
+    return Backend(name, device, module, "")
 
 
 def _load_triton() -> Backend:
@@ -66,10 +65,10 @@ def backends() -> list[Backend]:
     >>> print(backends()[0])  # doctest: +SKIP
     cpu        cpu    in use      C++, avx2, 2 threads
     """
-    return [CPU, TRITON]
+    return [b._replace(reason=b.module.describe()) if b.module else b for b in (CPU, TRITON)]
 
 
-def module_for(x: torch.Tensor) -> ModuleType | None:
+def module_for(x: torch.Tensor) -> Any:
     """The kernels for tensors like x. None means the reference, with one warning that says why."""
     device = x.device.type
     backend = TRITON if device == "cuda" or INTERPRETED else CPU

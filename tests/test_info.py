@@ -61,14 +61,48 @@ def broken(name: str, monkeypatch) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 def test_check_looks_at_every_kernel(name, monkeypatch) -> None:
     broken(name, monkeypatch)
-    op = name.removesuffix("_forward").removesuffix("_backward")
-    assert any(bad and label.startswith(op) for label, bad in comparisons("cpu"))
+    found = {check.kernel: 0 for check, bad in comparisons("cpu") if bad}
+    assert list(found) == [name]
 
 
 def test_check_reports_a_failure(capsys, monkeypatch) -> None:
     broken("masked_relu_forward", monkeypatch)
     assert info.main(["--check"]) == 1
     assert "FAILED cpu masked_relu" in capsys.readouterr().out
+
+
+def test_check_goes_on_after_a_kernel_that_fails(capsys, monkeypatch) -> None:
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("PTX was compiled with an unsupported toolchain")
+
+    monkeypatch.setattr(kernels.module_for(torch.empty(0)), "soft_relu_forward", fails)
+    assert info.main(["--check"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED cpu soft_relu_forward-float16" in out
+    assert "RuntimeError: PTX was compiled with an unsupported toolchain" in out
+    assert "saliency_backward        agrees" in out
+    assert "Please report all of this output." in out
+    assert f"torch        {torch.__version__}" in out
+
+
+IMPORT_WITH_A_GPU = """
+import torch
+
+def initialise(*arguments):
+    raise SystemExit("CUDA was initialised")
+
+torch.cuda.is_available = lambda: True
+torch.cuda._lazy_init = torch.cuda.get_device_properties = torch.cuda.current_device = initialise
+import fastbcd
+assert fastbcd.kernels.TRITON.module is not None, fastbcd.kernels.TRITON.reason
+"""
+
+
+def test_import_does_not_initialise_cuda() -> None:
+    """A process that forks after the import, such as a DataLoader's, may then use CUDA."""
+    pytest.importorskip("triton.language", reason="triton is not installed")
+    done = run_python(IMPORT_WITH_A_GPU, ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_unknown_command(capsys) -> None:

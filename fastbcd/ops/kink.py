@@ -7,7 +7,8 @@ from torch import Tensor
 
 from fastbcd.kernels.geometry import compute_dtype
 from fastbcd.ops import reference
-from fastbcd.ops.registry import KERNELS, Call, Kernel, compute
+from fastbcd.ops.calls import KERNELS, Call, Kernel
+from fastbcd.ops.registry import compute
 
 
 def kink(c: Tensor, a: Tensor, mask: Tensor, *, fresh: bool) -> None:

@@ -17,7 +17,8 @@ from fastbcd.kernels.geometry import (
     new_output,
 )
 from fastbcd.ops.arguments import check_arguments, check_out, check_small
-from fastbcd.ops.registry import Call, Operator, compute, contiguous, define
+from fastbcd.ops.calls import Call, contiguous
+from fastbcd.ops.registry import Operator, compute, define
 
 
 def masked_relu(

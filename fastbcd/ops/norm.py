@@ -19,7 +19,8 @@ from torch import Tensor
 from fastbcd import kernels
 from fastbcd.kernels.geometry import dense_together, item_order, orders_coincide
 from fastbcd.ops import reference
-from fastbcd.ops.registry import Call, contiguous, define, differentiated
+from fastbcd.ops.calls import Call, contiguous
+from fastbcd.ops.registry import define, differentiated
 
 
 def norm_relu(

@@ -13,38 +13,17 @@ calls.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastbcd import kernels
-from fastbcd.kernels.geometry import geometry
 from fastbcd.ops import reference
+from fastbcd.ops.calls import KERNELS, Call, Kernel, by_formula, by_kernel
+from fastbcd.ops.selfcheck import trusted
 
 LIBRARY = torch.library.Library("fastbcd", "DEF")
-
-
-class Call(NamedTuple):
-    """One call of a kernel on dense memory."""
-
-    outputs: list[Any]  # empty tensors; None for a gradient that is not wanted
-    inputs: tuple[Any, ...]  # of the kernel and of the formula
-    geometry: tuple[Any, ...]  # the arguments of `geometry`; empty: the kernel takes none
-    extra: tuple[Any, ...] = ()  # further arguments of the formula
-    fits: bool = True  # False: no kernel takes this call
-
-
-class Kernel(NamedTuple):
-    """A kernel(*outputs, *inputs, geometry) writes what formula(*inputs, *extra) returns."""
-
-    schema: str  # of its operator
-    lay_out: Callable[..., Call]
-    formula: Callable[..., Any]
-
-
-KERNELS: dict[str, Kernel] = {}
 
 
 class Operator:
@@ -102,34 +81,13 @@ def define(schema: str, lay_out: Callable[..., Call], formula: Any = None) -> Op
 
 def compute(kernel: str, call: Call) -> None:
     """Fill the outputs of a call, by the kernel or else by its formula."""
-    function = kernels.choose(kernel, call.inputs[0]) if call.fits else None
-    if function is None:
+    x = call.inputs[0]
+    module = kernels.module_for(x) if call.fits else None
+    function: Any = getattr(module, kernel, None)
+    if module is None or not (function and (module.TRUSTED or trusted(kernel, function, x))):
         by_formula(KERNELS[kernel].formula, call)
     else:
         by_kernel(function, call)
-
-
-def by_formula(formula: Callable[..., Any], call: Call) -> None:
-    """Fill the outputs of a call with the values of the formula."""
-    found = formula(*call.inputs, *call.extra)
-    found = found if isinstance(found, tuple) else (found,)
-    for out, value in zip(call.outputs, found, strict=True):
-        if out is not None:
-            out.copy_(value)
-
-
-def by_kernel(function: Callable[..., None], call: Call) -> None:
-    """Make the kernel fill the outputs of a call; sums over nothing are 0."""
-    if not call.geometry:
-        function(*call.outputs, *call.inputs)
-        return
-    g = geometry(*call.geometry)
-    if g.trials * g.batch * g.channels * g.inner:
-        function(*call.outputs, *call.inputs, g)
-    else:
-        for out in call.outputs:
-            if out is not None:
-                out.zero_()
 
 
 def transformed() -> bool:
@@ -142,8 +100,3 @@ def transformed() -> bool:
 def differentiated() -> bool:
     """In a backward pass: True if its results are differentiated or batched in turn."""
     return torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
-
-
-def contiguous(t: Tensor | None) -> Any:
-    """t as contiguous memory: what every per-channel argument of a kernel must be."""
-    return None if t is None else t.contiguous()

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from fastbcd.kernels.geometry import compute_dtype, dense_together
+from fastbcd.ops.calls import Call, contiguous
 from fastbcd.ops.masked import masked_poly, masked_relu
-from fastbcd.ops.registry import Call, contiguous, define
+from fastbcd.ops.registry import define
 
 
 def saliency(

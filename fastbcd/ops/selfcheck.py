@@ -1,5 +1,7 @@
 """Every kernel compared with its formula in the reference, on small random tensors.
 
+No kernel of a GPU is used before it agreed with its formula once in the process, for its dtype.
+
 The schema of a kernel's operator names its arguments; `_arguments` draws one for each name.
 Elementwise results must be equal to the last bit, sums over the batch nearly so.
 """
@@ -8,6 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -16,7 +20,9 @@ from torch import Tensor
 
 from fastbcd import kernels
 from fastbcd.kernels.geometry import compute_dtype
-from fastbcd.ops.registry import KERNELS, by_formula, by_kernel
+from fastbcd.ops.calls import KERNELS, by_formula, by_kernel
+from fastbcd.runtime.version import __version__
+from fastbcd.runtime.warn_once import warn_once
 
 TRIALS = ("none", "stacked", "shared x", "shared residual", "both shared")
 ITEMS = ("x", "residual", "grad", "y")  # arguments [B, *S] or [T, B, *S]
@@ -46,14 +52,49 @@ def checks(kernel: str, dtype: torch.dtype) -> Iterator[Check]:
                 yield Check(kernel, dtype, order, optional, trials)
 
 
-def comparisons(device: str) -> Iterator[tuple[str, list[str]]]:
+def comparisons(device: str) -> Iterator[tuple[Check, list[str]]]:
     """(what was compared, what differs) for every kernel that this device uses."""
     module: Any = kernels.module_for(torch.empty(0, device=device))
     for kernel, dtype in product(KERNELS, getattr(module, "DTYPES", ())):
         for check in checks(kernel, dtype) if hasattr(module, kernel) else ():
             bad = disagreement(check, getattr(module, kernel), device)
             if bad is not None:
-                yield str(check), bad
+                yield check, bad
+
+
+def trusted(kernel: str, function: Any, x: Tensor) -> bool:
+    """Does a kernel agree with its formula? Compared once per dtype and device of a process."""
+    key = (kernel, x.dtype, x.device)
+    if key not in _verdicts:
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return True  # a CUDA graph cannot contain the comparison
+        _verdicts[key] = True
+        for order, optional in (("contiguous", "bare"), ("channels_last", "full")):
+            check = Check(kernel, x.dtype, order, optional)
+            bad = disagreement(check, function, x.device)
+            if bad:
+                _verdicts[key] = False
+                warn_once(
+                    f"fastbcd uses its slow reference for {kernel} on {x.device} from now on: the "
+                    f"kernel fails its check at first use, {check}: {'; '.join(bad)} "
+                    f"({about(x.device)}). Please report this with the output of "
+                    f"`python -m fastbcd.info --check`."
+                )
+                break
+    return _verdicts[key]
+
+
+_verdicts: dict[tuple[str, torch.dtype, torch.device], bool] = {}
+
+
+def about(device: torch.device) -> str:
+    """The versions and the name of the device, for a bug report."""
+    versions = [f"fastbcd {__version__}", f"torch {torch.__version__}"]
+    with suppress(PackageNotFoundError):
+        versions.append(f"triton {version('triton')}")
+    if device.type == "cuda" and torch.cuda.is_available():
+        versions.append(torch.cuda.get_device_name(device))
+    return ", ".join(versions)
 
 
 def disagreement(check: Check, function: Callable[..., None], device: Any) -> list[str] | None:
@@ -62,8 +103,13 @@ def disagreement(check: Check, function: Callable[..., None], device: Any) -> li
     found, wanted = (lay_out(*_arguments(check, schema, device)) for _ in range(2))
     if not found.fits:
         return None
-    by_kernel(function, found)
     by_formula(formula, wanted)
+    try:
+        by_kernel(function, found)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # it does not compile, or does not start
+        return [f"{type(error).__name__}: {error}"]
     names = re.findall(r"Tensor (\w+)", schema.partition("->")[2]) or ["y"]
     got, want = (
         {n: t for n, t in zip(names, call.outputs, strict=True) if t is not None}
@@ -89,7 +135,7 @@ def _arguments(check: Check, schema: str, device: Any) -> list[Any]:
             return values.get(name, full)
         if kind == "Tensor?" and not full:
             return None
-        t = torch.randn(shapes.get(name, SITE[:1]), generator=g, dtype=torch.float64)
+        t = torch.randn(shapes.get(name, SITE[:1]), generator=g, dtype=torch.float64, device="cpu")
         if name in ("mask", "bits"):
             t = (t > 0).to(torch.bool if name == "mask" else torch.uint8)
         else:

@@ -18,7 +18,8 @@ from torch.nn.functional import softplus
 from fastbcd.kernels.geometry import compute_dtype, dense, dense_together, item_order
 from fastbcd.ops import reference
 from fastbcd.ops.arguments import check_arguments, check_items, check_small
-from fastbcd.ops.registry import Call, contiguous, define
+from fastbcd.ops.calls import Call, contiguous
+from fastbcd.ops.registry import define
 
 
 def soft_relu(x: Tensor, alpha: Tensor, *, residual: Tensor | None = None) -> Tensor:

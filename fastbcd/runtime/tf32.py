@@ -3,29 +3,42 @@
 A GPU may round the factors of a float32 product to 10 bits (TF32); convolutions do so by default.
 Engines would then differ in the third digit, and with them decisions, so scoring turns it off.
 
-These are settings of the whole process. They are set through one interface (`fp32_precision`),
-combined over all threads that ask for some, and restored when the last of them is done.
+These are settings of the whole process, combined over all threads that ask for some, and restored
+when the last of them is done. `fp32_precision` says what is used; the older flags (`allow_tf32`,
+`set_float32_matmul_precision`) are set to agree with it: otherwise torch refuses to read them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 
 _backends: Any = torch.backends
-_SETTINGS: dict[str, tuple[Any, str]] = {
-    "matmul": (_backends.cuda.matmul, "fp32_precision"),
-    "conv": (_backends.cudnn.conv, "fp32_precision"),
-    "cpu_matmul": (_backends.mkldnn.matmul, "fp32_precision"),
-    "cpu_conv": (_backends.mkldnn.conv, "fp32_precision"),
-    "enabled": (_backends.cudnn, "enabled"),
-    "benchmark": (_backends.cudnn, "benchmark"),
-    "deterministic": (_backends.cudnn, "deterministic"),
+
+
+def _attribute(place: Any, name: str = "fp32_precision") -> tuple[Any, Any]:
+    return partial(getattr, place, name), partial(setattr, place, name)
+
+
+# (read, write), in the order of writing: the first two change some of the others.
+_SETTINGS: dict[str, tuple[Any, Any]] = {
+    "old_matmul": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "old_conv": _attribute(_backends.cudnn, "allow_tf32"),
+    "matmul": _attribute(_backends.cuda.matmul),
+    "conv": _attribute(_backends.cudnn.conv),
+    "rnn": _attribute(_backends.cudnn.rnn),
+    "cpu_matmul": _attribute(_backends.mkldnn.matmul),
+    "cpu_conv": _attribute(_backends.mkldnn.conv),
+    "enabled": _attribute(_backends.cudnn, "enabled"),
+    "benchmark": _attribute(_backends.cudnn, "benchmark"),
+    "deterministic": _attribute(_backends.cudnn, "deterministic"),
 }
+_STRICT = ("ieee", "highest", False)
 _lock = threading.Lock()
 _requests: list[dict[str, Any]] = []
 _before: dict[str, Any] = {}
@@ -36,7 +49,10 @@ def _requested(request: dict[str, Any]) -> Iterator[None]:
     """Apply settings until the end of the block. The stricter of two precisions is used."""
     with _lock:
         if not _requests:
-            _before.update({name: getattr(*place) for name, place in _SETTINGS.items()})
+            _before.clear()
+            for name, (read, _) in _SETTINGS.items():
+                with suppress(RuntimeError):  # an old flag that the user has made unreadable
+                    _before[name] = read()
         _requests.append(request)
         _apply()
     try:
@@ -48,11 +64,15 @@ def _requested(request: dict[str, Any]) -> Iterator[None]:
 
 
 def _apply() -> None:
-    for name, place in _SETTINGS.items():
+    for name, before in _before.items():
         wanted = [r[name] for r in _requests if name in r]
-        value = "ieee" if "ieee" in wanted else wanted[-1] if wanted else _before[name]
-        if getattr(*place) != value:
-            setattr(*place, value)
+        strict = [value for value in wanted if value in _STRICT]
+        _SETTINGS[name][1]((strict or wanted or [before])[-1])
+
+
+def _convolutions(tf32: bool) -> dict[str, Any]:
+    new = "tf32" if tf32 else "ieee"
+    return {"old_conv": tf32, "conv": new, "rnn": new}
 
 
 @contextmanager
@@ -63,8 +83,9 @@ def products(tf32: bool) -> Iterator[None]:
     ...     torch.backends.cudnn.conv.fp32_precision
     'ieee'
     """
-    gpu = "tf32" if tf32 else "ieee"
-    with _requested({"matmul": gpu, "conv": gpu, "cpu_matmul": "ieee", "cpu_conv": "ieee"}):
+    old, new = ("high", "tf32") if tf32 else ("highest", "ieee")
+    cpu = {"cpu_matmul": "ieee", "cpu_conv": "ieee"}
+    with _requested({**_convolutions(tf32), "old_matmul": old, "matmul": new, **cpu}):
         yield
 
 
@@ -89,8 +110,6 @@ def repeatable_convolutions(tf32: bool | None = None) -> Iterator[None]:
     ...     torch.backends.cudnn.deterministic
     True
     """
-    request: dict[str, Any] = {"enabled": True, "benchmark": False, "deterministic": True}
-    if tf32 is not None:
-        request["conv"] = "tf32" if tf32 else "ieee"
-    with _requested(request):
+    request = {} if tf32 is None else _convolutions(tf32)
+    with _requested({**request, "enabled": True, "benchmark": False, "deterministic": True}):
         yield

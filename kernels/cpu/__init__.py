@@ -39,4 +39,9 @@ norm_relu_backward = _ops.norm_relu_backward.default
 kink = _ops.kink.default
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-DESCRIPTION = f"C++, {_ops.instruction_set()}, {torch.get_num_threads()} threads"
+TRUSTED = True  # tests compare them with the reference where they are built
+
+
+def describe() -> str:
+    """What runs, in one line."""
+    return f"C++, {_ops.instruction_set()}, {torch.get_num_threads()} threads"

@@ -33,14 +33,13 @@ __all__ = [
 ]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TRUSTED = INTERPRETED  # else compared with the reference at first use (fastbcd.ops.selfcheck)
 
 
-def _describe() -> str:
+def describe() -> str:
+    """What runs, in one line. Not called on import: the name of a device initialises CUDA."""
     if INTERPRETED:
         return f"Triton {triton.__version__}, interpreted on the CPU"
     if torch.cuda.is_available():
         return f"Triton {triton.__version__} on {torch.cuda.get_device_name()}"
     return f"Triton {triton.__version__}, no device"
-
-
-DESCRIPTION = _describe()

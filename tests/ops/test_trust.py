@@ -1,0 +1,104 @@
+"""A kernel that has not agreed with the reference is not used (a module stands in for a GPU's)."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import fastbcd
+from fastbcd import kernels, ops
+from fastbcd.ops import reference, selfcheck
+from fastbcd.ops.kink import kink
+from fastbcd.runtime import warn_once
+
+pytestmark = pytest.mark.skipif(kernels.INTERPRETED, reason="the C++ kernels are not in use")
+X, MASK = torch.randn(2, 3, 4, 4), torch.rand(3, 4, 4) > 0.5
+NAMES = [n for n in vars(kernels.CPU.module) if n.endswith(("_forward", "_backward", "kink"))]
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> SimpleNamespace:
+    """A module with the C++ kernels that counts its calls; none is trusted."""
+    calls: list[tuple[str, int]] = []
+
+    def counted(name: str) -> Any:
+        def kernel(*given: Any) -> None:
+            calls.append((name, given[0].numel()))
+            getattr(kernels.CPU.module, name)(*given)
+
+        return kernel
+
+    module = SimpleNamespace(**{name: counted(name) for name in NAMES})
+    module.TRUSTED, module.DTYPES, module.calls = False, kernels.CPU.module.DTYPES, calls
+    monkeypatch.setattr(kernels, "module_for", lambda x: module)
+    monkeypatch.setattr(selfcheck, "_verdicts", {})
+    monkeypatch.setattr(warn_once, "_issued", set())
+    return module
+
+
+def wrong(out: torch.Tensor, *given: Any) -> None:
+    out.fill_(7.0)
+
+
+def does_not_compile(*given: Any) -> None:
+    raise RuntimeError("ptxas fatal: Value 'sm_90a' is not defined")
+
+
+def test_a_kernel_is_compared_at_its_first_use_for_each_dtype(gpu) -> None:
+    for _ in range(3):
+        ops.masked_relu(X, MASK)
+    assert [n for _, n in gpu.calls].count(X.numel()) == 3
+    assert len(gpu.calls) == 3 + 2
+    ops.masked_relu(X.half(), MASK)
+    assert len(gpu.calls) == 3 + 2 + 1 + 2
+    x = X.clone().requires_grad_()
+    ops.masked_relu(x, MASK).sum().backward()
+    assert [name for name, _ in gpu.calls].count("masked_relu_backward") == 1 + 2
+
+
+@pytest.mark.parametrize("broken", [wrong, does_not_compile])
+@pytest.mark.parametrize("name", ["masked_relu_forward", "masked_relu_backward"])
+def test_a_kernel_that_fails_is_replaced_with_one_warning(gpu, name, broken) -> None:
+    setattr(gpu, name, broken)
+    x = X.clone().requires_grad_()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            y = ops.masked_relu(x, MASK)
+            (dx,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(y, reference.masked_relu(x, MASK))
+    assert torch.equal(dx, torch.where(MASK & (y <= 0), 0.0, 1.0))
+    (message,) = {str(w.message) for w in caught}
+    for words in (name, "float32", fastbcd.__version__, torch.__version__, "--check"):
+        assert words in message
+    assert ("sm_90a" if broken is does_not_compile else "differ, first at") in message
+
+
+def test_only_the_kernel_that_fails_is_replaced(gpu) -> None:
+    gpu.masked_poly_forward = wrong
+    with pytest.warns(RuntimeWarning, match="masked_poly_forward"):
+        ops.masked_poly(X, MASK, torch.ones(3))
+    before = len(gpu.calls)
+    ops.masked_relu(X, MASK)
+    assert len(gpu.calls) == before + 3
+
+
+def test_the_kink_is_compared_too(gpu) -> None:
+    gpu.kink = wrong
+    c = torch.tensor([[[1.0, -3.0]]])
+    with pytest.warns(RuntimeWarning, match="kink"):
+        kink(c, torch.ones(1, 2), torch.ones(1, 1, dtype=torch.uint8), fresh=False)
+    assert c.tolist() == [[[0.0, 2.0]]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kernel_has_a_comparison(gpu, name) -> None:
+    x = torch.empty(0)
+    assert selfcheck.trusted(name, getattr(gpu, name), x)
+    selfcheck._verdicts.clear()
+    with pytest.warns(RuntimeWarning, match=name):
+        assert not selfcheck.trusted(name, does_not_compile, x)
