@@ -158,7 +158,7 @@ def test_ci_runs_make_test() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_links_lead_somewhere(page) -> None:
-    for link in re.findall(r"\]\(([^)#]+)", PAGES[page]):
+    for link in re.findall(r"(?:\]\(|<img src=\")([^)#\"]+)", PAGES[page]):
         assert link.startswith("https://") or (ROOT / page).parent.joinpath(link).exists(), link
 
 
