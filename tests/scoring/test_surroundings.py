@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.fx import graph_module
 
 import fastbcd
@@ -129,6 +130,41 @@ def test_two_threads_score_two_nets() -> None:
         thread.join()
     assert not failures
     assert flags() == expected
+
+
+def test_a_trace_waits_for_that_of_another_thread() -> None:
+    """torch.fx patches nn.Module for the process: a trace that ends would undo another's patch."""
+    first_begun, second_begun, first_ended = (threading.Event() for _ in range(3))
+
+    class Meets(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.conv, self.number = nn.Conv2d(3, 2, 1), number
+
+        def forward(self, x):
+            begun, other = ((first_begun, second_begun), (second_begun, first_ended))[self.number]
+            begun.set()
+            other.wait(0.3)
+            return torch.relu(self.conv(x))
+
+    failures: list[BaseException] = []
+
+    def work(net: nn.Module, ended: threading.Event) -> None:
+        try:
+            converted = fastbcd.convert(net, torch.randn(1, 3, 4, 4))
+            assert fastbcd.masks(converted).total == 32
+        except BaseException as error:
+            failures.append(error)
+        ended.set()
+
+    ended = first_ended, threading.Event()
+    threads = [threading.Thread(target=work, args=(Meets(i), ended[i])) for i in range(2)]
+    threads[0].start()
+    first_begun.wait(600)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert not failures
 
 
 # ---------------------------------------------------------------------------------- memory
