@@ -23,8 +23,8 @@ from fastbcd.starts.checkpoints.formats import load_autorep, load_relupruner, lo
 from fastbcd.starts.mask_training import StartingPoint
 from fastbcd.starts.snl import snl
 from fastbcd.training.dense import Trained, train
-from fastbcd.training.finetune import Finetuner
 from fastbcd.training.settings import Finetune
+from fastbcd.training.trainer import Finetuner
 
 __all__ = [
     "Adaptive", "Choice", "ConversionError", "Engine", "Finetune", "Finetuner", "Fraction",

@@ -1,23 +1,18 @@
 """bcd: Block Coordinate Descent, Algorithm 1 of the paper.
 
-    run = fastbcd.bcd(net, data, budget=15_000, teacher=dense, test=test, run_dir="runs/15k")
-
-    for step in fastbcd.steps(net, data, budget=15_000):      # with training of your own
-        train_my_way(net)
-
 Each step draws up to RT hypotheses of DRC kept ReLUs, takes the first whose accuracy on the train
 set drops by less than ADT percentage points, or else the one that drops least, and fine-tunes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -32,18 +27,16 @@ from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import RunDirectory, check_resume, open_run
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import keep_mode
-from fastbcd.runtime.validate import check_choice, check_whole
+from fastbcd.runtime.validate import check_choice, check_number, check_whole
 from fastbcd.scoring.accuracy import accuracy, check_classes
 from fastbcd.scoring.choose import choose
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.score import check_scorable
-from fastbcd.training.finetune import Finetuner
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import check_same_classes, seeded
+from fastbcd.training.trainer import Finetuner, check_same_classes, seeded
 
 PAPER = Finetune()
 WHEN = ("every_step", "on_reject")
-MAX_SEED = 2**63 - 1
 
 
 class Run(NamedTuple):
@@ -97,10 +90,8 @@ def bcd(
     Args:
         data: the train set, for scoring and fine-tuning: ImageData, (images, labels), a Dataset
             or a DataLoader. test: the test set, measured after every step if given.
-        drc: ReLUs that a step removes: a number, a function of the number kept, or a `Schedule`
-            (`Fraction`, `Adaptive`).
-        rt, adt: hypotheses that a step tries at most, and the drop in percentage points that it
-            accepts.
+        drc: ReLUs that a step removes: a number, a function of the number kept, or a `Schedule`.
+        rt, adt: hypotheses that a step tries at most, and the drop in percentage points it accepts.
         finetune: settings, None, or your own f(net, step) that trains in place. It is called with
             torch's generator seeded by (seed, step) and may return {"loss": ...}.
         finetune_when: "every_step", or "on_reject": only after steps where no hypothesis met ADT.
@@ -108,9 +99,8 @@ def bcd(
             ReLUs of small first-order effect, or a `Proposal` of your own.
         samples: score on the first n train images; None: on all.
         run_dir: where every finished step is saved. The same call resumes from there, also on
-            another device or number of ranks.
-        resume: "auto"; "must" (True): refuse a directory without a run; "never" (False): refuse
-            one that is not empty.
+            another device or number of ranks. resume: "auto"; "must" (True) refuses a directory
+            without a run, "never" (False) one that is not empty.
         engine: how hypotheses are scored: a name or `Engine(...)`. It never changes the outcome.
         progress: show bars and one line per step.
 
@@ -218,27 +208,19 @@ class Descent:
             check_describe("drc", self.drc)
         elif not callable(self.drc):
             check_whole("drc", self.drc, 1)
-        if self.seed > MAX_SEED:
+        if self.seed >= 2**63:
             raise ValueError(f"seed={self.seed}; it must be at most 2^63 - 1")
-        if isinstance(self.adt, bool) or not isinstance(self.adt, int | float):
-            raise TypeError(f"adt={self.adt!r}; it is a number of percentage points")
-        if math.isnan(self.adt):
-            raise ValueError("adt is NaN; it is a number of percentage points, the paper's is 0.3")
-        if not (
-            self.finetune is None or isinstance(self.finetune, Finetune) or callable(self.finetune)
-        ):
-            raise TypeError(
-                f"finetune is a {type(self.finetune).__name__}; give fastbcd.Finetune(...), a "
-                f"function f(net, step), or None"
-            )
+        if self.adt not in (math.inf, -math.inf):
+            check_number("adt", self.adt)
+        if not (isinstance(self.finetune, Finetune | None) or callable(self.finetune)):
+            name = type(self.finetune).__name__
+            way_out = "give fastbcd.Finetune(...), a function f(net, step), or None"
+            raise TypeError(f"finetune is a {name}; {way_out}")
 
     def steps(self) -> Generator[Step, None, None]:
         """Algorithm 1; the loop that iterates over the steps does the fine-tuning."""
-        hidden = not self.progress or ranks.rank() > 0
-        with (
-            closing(self._open()) as run, keep_mode(self.net),
-            tqdm(unit="ReLU", desc="bcd", disable=hidden) as bar,
-        ):  # fmt: skip
+        bar_of = partial(tqdm, unit="ReLU", desc="bcd", disable=not self.progress or ranks.rank())
+        with closing(self._open()) as run, keep_mode(self.net), bar_of() as bar:
             saved = self._resume(run)
             bar.reset(max(masks(self.net).count() - self.budget, 0))
             try:
@@ -276,10 +258,10 @@ class Descent:
     def _search(self) -> Step:
         """Try hypotheses until one is accepted or RT are rejected; remove the chosen ReLUs."""
         seconds, number = {"propose": 0.0, "score": 0.0}, len(self.history) + 1
-        current, rt = masks(self.net).copy(), self.rt
-        size = self._size(current.count())
-        if getattr(self.proposal, "greedy", False):  # all hypotheses of a step are the same
-            rt = 1
+        current = masks(self.net).copy()
+        size = self._size(before := current.count())
+        # Greedy: all hypotheses of a step are the same.
+        rt = 1 if getattr(self.proposal, "greedy", False) else self.rt
         with timed(seconds, "score"):
             with timed(seconds, "propose"):
                 draw = self.proposal(self.net, self.scored, size, seed=self.seed, step=number)
@@ -289,10 +271,16 @@ class Descent:
                     return drawn(self.proposal, draw, trial, size=size)
 
             hypotheses = map(hypothesis, range(rt))
-            choice = choose(self.net, hypotheses, self.scored, adt=self.adt, engine=self.engine)
+            c = choose(self.net, hypotheses, self.scored, adt=self.adt, engine=self.engine)
         seconds["score"] -= seconds["propose"]
-        set_masks(self.net, current.without(choice.removal))
-        return Step.begin(number, before=current.count(), rt=rt, choice=choice, seconds=seconds)
+        set_masks(self.net, current.without(c.removal))
+        return Step(
+            number=number, before=before, after=before - size, drc=size, chosen=c.number,
+            tried=c.number + 1 if c.accepted else rt, accepted=c.accepted,
+            drops=dict(sorted(c.drops.items())), engine=c.engine, seconds=seconds,
+            base_accuracy=c.base_percent, base_loss=c.base_loss,
+            chosen_accuracy=c.percent, chosen_loss=c.loss,
+        )  # fmt: skip
 
     def _save(self, step: Step, run: RunDirectory) -> dict[str, Tensor]:
         """Measure the test accuracy and make the step the last finished one; its tensors."""
@@ -326,12 +314,11 @@ class Descent:
         """The settings of the training that can change the outcome."""
         if self.body:
             return {"finetune": "the loop's body"}
-        tuned = {"finetune": self.finetune and _name_of(self.finetune)}
+        tuned: dict[str, Any] = {"finetune_when": self.finetune_when}
         if isinstance(self.finetune, Finetune):
-            settings = dataclasses.asdict(self.finetune)
-            del settings["teacher_cache"]
-            tuned = {"finetune": settings, "teacher": snapshots.weights_mark(self.teacher)}
-        return {**tuned, "finetune_when": self.finetune_when}
+            tuned |= {"teacher": snapshots.weights_mark(self.teacher)}
+            return {**tuned, "finetune": self.finetune.describe()}
+        return {**tuned, "finetune": self.finetune and _name_of(self.finetune)}
 
     def _resume(self, run: RunDirectory) -> dict[str, Tensor]:
         """Restore the last finished step, or save the start; the tensors of that state."""

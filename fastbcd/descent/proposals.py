@@ -1,9 +1,5 @@
 """Proposals: which kept ReLUs a hypothesis removes.
 
-    fastbcd.bcd(net, data, budget, proposal="saliency")
-    fastbcd.bcd(net, data, budget, proposal=fastbcd.Saliency(temperature=0.5))
-    fastbcd.bcd(net, data, budget, proposal=MyProposal())       # see Proposal
-
 A proposal is called once per step and returns a pure function of the number of a hypothesis, so
 that hypotheses do not depend on how they are batched, on ranks or on an interruption.
 """
@@ -114,9 +110,8 @@ class Saliency(Proposal):
 def ranking(scores: Tensor, kept: Tensor) -> Tensor:
     """The kept ids from the smallest score to the largest, LongTensor.
 
-    Scores are rounded to 20 bits, one part in a million, and equal ones are ranked by id. So the
-    rounding error of another number of threads or ranks seldom changes the order; it may where a
-    score lies on the edge between two rounded values. On one machine two runs are equal.
+    Scores are rounded to 20 bits and equal ones are ranked by id, so that the rounding error of
+    another number of threads or ranks seldom changes the order.
     """
     ids = kept.nonzero().flatten()
     mantissa, exponent = np.frexp(scores[ids].numpy())
@@ -129,8 +124,7 @@ def favouring(
 ) -> Tensor:
     """`size` of the ids in `order`, drawn without replacement, probabilities ∝ exp(-rank/width).
 
-    A pure function of its arguments; the ids are returned in ascending order. Trial 0 takes the
-    first ones, and so does every trial with width 0.
+    The ids are in ascending order. Trial 0 takes the first ones, as every trial with width 0 does.
     """
     if not 0 <= size <= len(order):
         raise ValueError(f"cannot draw {size} ReLUs: {len(order)} are kept")
@@ -157,8 +151,7 @@ def find_proposal(proposal: Any) -> Proposal:
         return PROPOSALS[proposal]
     name = f"proposal {type(proposal).__qualname__}"
     if isinstance(proposal, str):
-        names = ", ".join(PROPOSALS)
-        raise ValueError(f"proposal={proposal!r}; choose from {names}, or give a fastbcd.Proposal")
+        check_choice("proposal", proposal, [*PROPOSALS, "or give a fastbcd.Proposal"])
     if isinstance(proposal, type) or not callable(proposal):
         raise TypeError(f"proposal={proposal!r}; give a name or an object as fastbcd.Proposal")
     if not callable(getattr(proposal, "describe", None)):

@@ -100,10 +100,7 @@ def _totals(net: nn.Module, data: ImageData, absolute: bool, batch_size: int) ->
 def _collecting(
     net: nn.Module, anchor: Tensor, absolute: bool, copy: bool
 ) -> Iterator[list[Tensor]]:
-    """The activations sum the effects of removals into the tensors returned.
-
-    No parameter requires a gradient meanwhile: the backward pass skips the weights.
-    """
+    """The activations sum the effects of removals; the backward pass skips the weights."""
     modules = list(mask_modules(net).values())
     totals = [torch.zeros_like(m.mask, dtype=torch.float64) for m in modules]
     trained = [p for p in net.parameters() if p.requires_grad]

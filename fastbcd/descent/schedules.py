@@ -1,9 +1,5 @@
 """Schedules of DRC: how many ReLUs a step removes.
 
-    fastbcd.bcd(net, data, budget, drc=100)                          # always 100, as the paper
-    fastbcd.bcd(net, data, budget, drc=fastbcd.Fraction(0.08))       # 8 % of those that are left
-    fastbcd.bcd(net, data, budget, drc=fastbcd.Adaptive(1000))       # by what the steps accepted
-
 A schedule is a pure function of the count and of the finished steps, so that a resumed run takes
 the same steps as one that was not interrupted.
 """

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastbcd.scoring.choose import Choice
-
 
 @dataclass(kw_only=True)
 class Step:
@@ -43,18 +41,6 @@ class Step:
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
     @classmethod
-    def begin(cls, number: int, *, before: int, rt: int, choice: Choice, **more: Any) -> Step:
-        """The record of a step whose ReLUs are removed and whose training has not begun."""
-        size = len(choice.removal)
-        return cls(
-            number=number, before=before, after=before - size, drc=size, chosen=choice.number,
-            tried=choice.number + 1 if choice.accepted else rt, accepted=choice.accepted,
-            drops=dict(sorted(choice.drops.items())), engine=choice.engine,
-            base_accuracy=choice.base_percent, base_loss=choice.base_loss,
-            chosen_accuracy=choice.percent, chosen_loss=choice.loss, **more,
-        )  # fmt: skip
-
-    @classmethod
     def from_json(cls, record: dict[str, Any]) -> Step:
         """The step whose `as_json` is `record`."""
         return cls(**{**record, "drops": {int(k): v for k, v in record["drops"].items()}})
@@ -68,19 +54,13 @@ class Step:
         return self.number
 
     def __str__(self) -> str:
-        verdict = "accepted" if self.accepted else "exhausted"
-        parts = [
-            f"step {self.number}: {self.before:,} → {self.after:,} ReLUs",
-            f"{verdict} after {self.tried}",
-            f"train {self.base_accuracy:.2f} → {self.chosen_accuracy:.2f} %",
-        ]
-        if self.train_loss is not None:
-            parts.append(f"loss {self.train_loss:.4f}")
-        if self.test_accuracy is not None:
-            parts.append(f"test {self.test_accuracy:.2f} %")
+        text = f"step {self.number}: {self.before:,} → {self.after:,} ReLUs, "
+        text += f"{'accepted' if self.accepted else 'exhausted'} after {self.tried}, "
+        text += f"train {self.base_accuracy:.2f} → {self.chosen_accuracy:.2f} %, "
+        text += "" if self.train_loss is None else f"loss {self.train_loss:.4f}, "
+        text += "" if self.test_accuracy is None else f"test {self.test_accuracy:.2f} %, "
         spent = ", ".join(f"{k} {v:.1f}" for k, v in self.seconds.items() if v >= 0.05)
-        total = f"{sum(self.seconds.values()):.1f} s"
-        return ", ".join([*parts, total + (f" ({spent})" if spent else "")])
+        return text + f"{sum(self.seconds.values()):.1f} s" + (f" ({spent})" if spent else "")
 
 
 @contextmanager

@@ -24,17 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastbcd.runs import files
 from fastbcd.runs.config import check_same_config, version
-from fastbcd.runs.files import (
-    OWN,
-    State,
-    as_json,
-    config_digest,
-    history_line,
-    line_digest,
-    read_progress,
-    state_bytes,
-)
+from fastbcd.runs.files import OWN, State, as_json
 from fastbcd.runs.fingerprint import run_config
 from fastbcd.runtime import ranks
 from fastbcd.runtime.atomic_files import write_atomically
@@ -48,10 +40,8 @@ _LEFTOVER = re.compile(rf"\.({'|'.join(map(re.escape, OWN))})\.\d+\.tmp")
 class RunDirectory:
     """A run on disk, open and locked by rank 0; every rank gets the same state.
 
-    path: None for a run whose history is kept in memory only.
-    config: made by `fingerprint.run_config`; a directory of another run is refused.
-    resume: "auto" resumes a run or begins one; "must" (True) refuses a directory without a run,
-    "never" (False) one that is not empty.
+    path: None for a run whose history is kept in memory only. config: made by
+    `fingerprint.run_config`; a directory of another run is refused. resume: as in `bcd`.
     """
 
     def __init__(
@@ -118,14 +108,14 @@ class RunDirectory:
         """Write config.json or check it, and bring the history in line with the state."""
         names = sorted(p.name for p in self.path.iterdir() if p.name != ".lock")
         leftovers = [name for name in names if _LEFTOVER.fullmatch(name)]
-        files = [name for name in names if name not in leftovers]
-        if resume == "never" and files:
+        present = [name for name in names if name not in leftovers]
+        if resume == "never" and present:
             raise FileExistsError(
-                f"run_dir {self.path} is not empty (it holds {files[0]}); name another directory, "
-                f"or resume the run there: resume='auto'"
+                f"run_dir {self.path} is not empty (it holds {present[0]}); name another "
+                f"directory, or resume the run there: resume='auto'"
             )
-        if "config.json" not in files:
-            if stray := [name for name in files if name in OWN]:
+        if "config.json" not in present:
+            if stray := [name for name in present if name in OWN]:
                 raise ValueError(
                     f"{self.path} holds {stray[0]} but no config.json, so it is not known which "
                     f"run that belongs to; name another directory"
@@ -134,16 +124,16 @@ class RunDirectory:
             text = json.dumps(written, indent=2, ensure_ascii=False) + "\n"
             write_atomically(self.path / "config.json", lambda file: file.write(text.encode()))
         old = check_same_config(self.path, config)
-        progress = read_progress(self.path, old)
+        progress = files.read_progress(self.path, old)
         for name in leftovers:
             (self.path / name).unlink(missing_ok=True)
         if chained := version(old) > 1:
-            self._digest = progress.digests[-1] if progress else config_digest(self.path)
+            self._digest = progress.digests[-1] if progress else files.config_digest(self.path)
         if progress is None:
             return None, []
         records, path = progress.records, self.path / "history.jsonl"
         digests = progress.digests[1:] if chained else [None] * len(records)
-        new = b"".join(map(history_line, records, digests))
+        new = b"".join(map(files.history_line, records, digests))
         if new != (path.read_bytes() if path.exists() else b""):
             write_atomically(path, lambda file: file.write(new))
         return progress.state, records
@@ -154,15 +144,15 @@ class RunDirectory:
         keep = self.path / "state.previous.safetensors" if step else None
         try:
             state = State(step, tensors, record, self._digest)
-            content = state_bytes(state)
+            content = files.state_bytes(state)
             write_atomically(path, lambda file: file.write(content), keep)
             if not step:
                 self._digest = self._digest and state.metadata()["sha256"]
                 return ""
             record.setdefault("seconds", {})["save"] = time.perf_counter() - begin
-            self._digest = self._digest and line_digest(self._digest, record)
+            self._digest = self._digest and files.line_digest(self._digest, record)
             with open(self.path / "history.jsonl", "ab") as file:
-                file.write(history_line(record, self._digest))
+                file.write(files.history_line(record, self._digest))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -185,10 +175,7 @@ def open_run(
     engine: object = None,
     **facts: Any,
 ) -> RunDirectory:
-    """Begin or resume a run, after a check that all ranks were given the same arguments.
-
-    facts: those of `run_config`. engine: the same on all ranks, but not recorded.
-    """
+    """Begin or resume a run; all ranks must give the same arguments. facts: of `run_config`."""
     config = run_config(kind, settings, net, **facts)
     if ranks.world() > 1:
         same = {"settings": settings, "run_dir": str(run_dir), "engine": repr(engine)}

@@ -78,24 +78,20 @@ def read_state(path: Path) -> State:
 def newest_state(folder: Path) -> State | None:
     """The newest state; if it is damaged, an error that names the newest one that is not."""
     damaged: dict[str, ValueError] = {}
+    state = None
     for path in (folder / name for name in STATES if (folder / name).exists()):
         try:
             state = read_state(path)
+            break
         except ValueError as error:
             damaged[path.name] = error
-            continue
-        if not damaged:
-            return state
-        way_out = (
-            f"The state of step {state.step}, {path.name}, is intact: move {', '.join(damaged)} "
-            f"away and start again to resume from it"
-        )
-        break
-    else:
-        way_out = "No intact state is left beside it: begin again in another directory"
     for first in damaged.values():
+        way_out = "No intact state is left beside it: begin again in another directory"
+        if state is not None:
+            way_out = f"The state of step {state.step}, {path.name}, is intact: move "
+            way_out += f"{', '.join(damaged)} away and start again to resume from it"
         raise ValueError(f"{first}. {way_out}") from first
-    return None
+    return state
 
 
 def history_line(record: dict[str, Any], digest: str | None) -> bytes:
@@ -111,8 +107,7 @@ def line_digest(previous: str, record: dict[str, Any]) -> str:
 def read_progress(folder: Path, config: dict[str, Any]) -> Progress | None:
     """The newest state and the records that lead to it, checked; None if nothing was saved yet.
 
-    A kill may leave the history one record behind the state, or with half a line at its end: the
-    record is taken from the state. Lines after the state's step are left out.
+    After a kill the history may lack the last record, which is taken from the state.
     """
     state = newest_state(folder)
     if state is None:
@@ -120,7 +115,7 @@ def read_progress(folder: Path, config: dict[str, Any]) -> Progress | None:
     first, path = folder / "start.safetensors", folder / "history.jsonl"
     if state.step and not first.exists():
         raise FileNotFoundError(f"{first} is missing: put it back; it is where the run began")
-    start = read_state(first) if state.step else state
+    start, step = read_state(first) if state.step else state, state.step
     chained, digests = version(config) > 1, [start.metadata()["sha256"]]
     if chained and start.previous != config_digest(folder):
         raise ValueError(f"{first}: previous is not the digest of config.json: {OTHER_RUN}")
@@ -139,28 +134,24 @@ def read_progress(folder: Path, config: dict[str, Any]) -> Progress | None:
         digests.append(line_digest(digests[-1], record))
         if chained and line + b"\n" != history_line(record, digests[-1]):
             raise ValueError(f"{where}: digest does not match the line: {OTHER_RUN}")
-    if len(records) == state.step - 1:
+    if len(records) == step - 1:
         records.append(state.record)
         digests.append(line_digest(digests[-1], state.record))
-    if len(records) < state.step:
+    if len(records) < step:
         raise ValueError(
-            f"{path} has {len(records)} of the {state.step} records that the state has behind it; "
-            f"put the file back, or begin again from these weights in another directory"
+            f"{path} has {len(records)} of the {step} records that the state has behind it; put "
+            f"the file back, or begin again from these weights in another directory"
         )
-    if state.step:
-        step, newest = state.step, next(p for name in STATES if (p := folder / name).exists())
+    if step:
+        newest, wrong = next(p for name in STATES if (p := folder / name).exists()), ""
         if chained and state.previous != digests[step - 1]:
-            raise ValueError(
-                f"{newest}: previous is not the digest of step {step - 1} in history.jsonl: "
-                f"{OTHER_RUN}"
-            )
+            wrong = f"previous is not the digest of step {step - 1} in history.jsonl"
         ours, theirs = (_without_save(r) for r in (state.record, records[step - 1]))
         for name, mine, other in differences(ours, theirs):
-            raise ValueError(
-                f"{newest}: record: {name} is {mine} and {other} in line {step} of history.jsonl: "
-                f"{OTHER_RUN}"
-            )
-    return Progress(start, state, records[: state.step], digests[: state.step + 1])
+            wrong = wrong or f"record: {name} is {mine} and {other} in line {step} of history.jsonl"
+        if wrong:
+            raise ValueError(f"{newest}: {wrong}: {OTHER_RUN}")
+    return Progress(start, state, records[:step], digests[: step + 1])
 
 
 def config_digest(folder: Path) -> str:

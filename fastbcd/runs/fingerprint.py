@@ -74,11 +74,7 @@ def run_config(
 
 
 def _data_facts(data: ImageData) -> dict[str, Any]:
-    """Name, size and normalisation, and a digest of the labels and of some of the images.
-
-    The device is not among them: a run continues on another one. Inputs that are not images have
-    `shape` and None for channels, height and width.
-    """
+    """Size, normalisation and a digest of labels and some images; not the device: it may change."""
     some = data.images[:: max(1, len(data) // SAMPLED)]
     stats = torch.tensor([*data.mean, *data.std], dtype=torch.float64)
     mark = digest({"images": some, "labels": data.labels, "ids": data.ids, "stats": stats})

@@ -1,9 +1,4 @@
-"""Reading runs: nothing is written, and a run may be read while it is working.
-
-run = fastbcd.load_run("runs/15k")       # the net, the masks and the history of a run
-stages = read("runs/15k")                # all stages of a recipe's folder, or one run
-stages.bcd.history[-1]["after"]          # ReLUs left after the last finished step
-"""
+"""Reading runs: nothing is written, and a run may be read while it is working."""
 
 from __future__ import annotations
 
@@ -120,19 +115,16 @@ class SavedRun:
     def steps_to_go(self) -> int | None:
         """An estimate of the number of steps that BCD has left; None before its first step.
 
-        With a fixed DRC it is ceil((count - budget) / DRC). Otherwise every step is assumed to
-        remove the share r of the ReLUs that the last one did: the smallest n with
-        count·(1 - r)^n <= budget.
+        Without a fixed DRC every step is assumed to remove the share r of the ReLUs that the last
+        one did: the smallest n with count·(1 - r)^n <= budget.
         """
         budget, drc = self.settings["budget"], self.settings["drc"]
-        if self.count <= budget or isinstance(drc, int):
-            return math.ceil(max(self.count - budget, 0) / drc) if isinstance(drc, int) else 0
-        if not self.history:
-            return None
-        share = self.history[-1]["drc"] / self.history[-1]["before"]
-        if share == 1:
-            return 1
-        return math.ceil(math.log(max(budget, 1) / self.count, 1 - share) - 1e-9)
+        if isinstance(drc, int):
+            return math.ceil(max(self.count - budget, 0) / drc)
+        if self.count <= budget or not self.history:
+            return 0 if self.count <= budget else None
+        left = 1 - self.history[-1]["drc"] / self.history[-1]["before"]
+        return math.ceil(math.log(max(budget, 1) / self.count, left) - 1e-9) if left else 1
 
 
 @dataclass(frozen=True)
@@ -250,10 +242,8 @@ def _stage(folder: Path) -> SavedRun | None:
 
 
 def _weights(state: State, names: list[str]) -> dict[str, Tensor] | None:
-    """The net's tensors among those of a state; None while masks are being trained.
-
-    During the fine-tuning of a starting point their names have the prefix "net.".
-    """
+    """The net's tensors among those of a state; None while masks are being trained."""
+    # During the fine-tuning of a starting point their names have a prefix.
     for prefix in ("", "net.") if "phase" in state.record else ("",):
         if all(f"{prefix}{name}" in state.tensors for name in names):
             return {name: state.tensors[f"{prefix}{name}"] for name in names}

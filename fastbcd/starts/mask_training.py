@@ -179,7 +179,7 @@ class MaskTraining:
             snapshots.restore(self.net, begin)
         if not self._phase(FINAL):
             teacher = self.net if self.teacher is None else self.teacher  # it is copied
-            logits = TeacherLogits.for_settings(teacher, self.data, self.tuning)
+            logits = TeacherLogits(teacher, self.data, self.tuning) if self.tuning.distill else None
             self.trainer = partial(
                 training.Trainer, teacher=logits, seed=self.seed, fused_optimizer=False
             )

@@ -1,7 +1,5 @@
 """train: train a dense net with SNL's recipe; every epoch is saved and can be resumed from.
 
-    trained = fastbcd.train(net, data, test=test, run_dir="runs/dense")
-
 SGD with momentum on cross-entropy. The learning rate is divided by 10 after a half and again
 after three quarters of the epochs.
 """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from fastbcd.runtime.validate import check_choice, check_number, check_whole
 
@@ -30,6 +32,10 @@ class Finetune:
     compile: bool = False  # torch.compile the forward and backward pass
     amp: bool | None = None  # bfloat16 autocast; None: on CUDA only
     teacher_cache: int | None = None  # bytes for the teacher's logits; None: half the free memory
+
+    def describe(self) -> dict[str, Any]:
+        """What config.json records: the settings that can change the outcome."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if k != "teacher_cache"}
 
     def __post_init__(self) -> None:
         check_choice("optimizer", self.optimizer, OPTIMIZERS)

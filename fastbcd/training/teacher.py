@@ -1,15 +1,9 @@
 """The frozen teacher's logits: each view of each sample is computed at most once in a run.
 
-    teacher = TeacherLogits(dense, data, padding=4, flip=True)
-    logits = teacher.epoch(data.view_ids(seed=0, step=0, epoch=0))      # [N, classes]
-
 A sample has (2·padding+1)²·2 views (162 for padding 4), so in a long run most logits of an epoch
 are cached already. Cached and computed logits are equal to the last bit: the teacher always sees
-batches of one shape, in which a row depends on its own image alone. The first call checks that;
-if it does not hold, images go through the teacher one at a time.
-
-With several ranks each computes and caches the logits of its part of the samples, and the parts
-are summed over the ranks.
+batches of one shape, in which a row depends on its own image alone; the first call checks that.
+With several ranks each computes and caches the logits of its part of the samples.
 """
 
 from __future__ import annotations
@@ -34,29 +28,23 @@ BATCH = 128  # images per batch of the teacher
 class TeacherLogits:
     """The teacher's logits by (sample, view), computed when they are first needed.
 
-    limit: bytes of host memory for the cache; None: half of what is free, shared by the ranks of
-    this machine. The teacher is copied, so later changes to it have no effect.
+    Without settings.teacher_cache, half of the free memory is shared by the ranks of this machine.
+    The teacher is copied, so later changes to it have no effect.
     """
 
-    def __init__(
-        self,
-        teacher: nn.Module,
-        data: ImageData,
-        *,
-        padding: int = 4,
-        flip: bool = True,
-        limit: int | None = None,
-    ) -> None:
+    def __init__(self, teacher: nn.Module, data: ImageData, settings: Finetune) -> None:
         self.classes = check_classes(teacher, data, "the teacher")
         frozen = copy.deepcopy(teacher).eval().requires_grad_(False)
         self.teacher, self.memory_format = fused(frozen, train=False)
-        self.data, self.padding, self.dtype = data, padding, dtype_of(teacher)
+        self.data, self.padding, self.dtype = data, settings.padding, dtype_of(teacher)
         self.batch: int | None = None  # chosen by the first call
         rank, world = ranks.rank(), ranks.world()
         self.first = rank * len(data) // world
         self.samples = (rank + 1) * len(data) // world - self.first
-        views = data.view_count(padding)
-        useful = self.samples * (views if flip else views // 2)
+        self.used = self.computed = 0  # rows of the cache; images that went through the teacher
+        views = data.view_count(self.padding)
+        useful = self.samples * (views if settings.flip else views // 2)
+        limit = settings.teacher_cache
         if limit is None:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             limit = default_memory(torch.device("cpu")) // local
@@ -68,18 +56,6 @@ class TeacherLogits:
         shape = (self.samples if self.capacity else 0, views)
         self.slots = torch.full(shape, -1, dtype=torch.int32)
         self.rows = torch.empty(self.capacity, self.classes)
-        self.used = 0
-        self.computed = 0  # images that went through the teacher
-
-    @classmethod
-    def for_settings(
-        cls, teacher: nn.Module | None, data: ImageData, settings: Finetune
-    ) -> TeacherLogits | None:
-        """The logits that these settings need; None without a teacher or without distillation."""
-        if teacher is None or not settings.distill:
-            return None
-        padding, flip, limit = settings.padding, settings.flip, settings.teacher_cache
-        return cls(teacher, data, padding=padding, flip=flip, limit=limit)
 
     def epoch(self, views: Tensor) -> Tensor:
         """The logits of every sample in its view, views int64 [N] -> [N, classes]."""
@@ -105,11 +81,9 @@ class TeacherLogits:
         return everyone
 
     def _cache(self, sample: Tensor, view: Tensor, logits: Tensor) -> None:
-        count = min(len(sample), self.capacity - self.used)
+        count, views = min(len(sample), self.capacity - self.used), self.slots.shape[1]
         if count < len(sample) and not self.warned:
-            self.warned = True
-            views = self.slots.shape[1]
-            needed = self.samples * views * 4 * (self.classes + 1)
+            self.warned, needed = True, self.samples * views * 4 * (self.classes + 1)
             warnings.warn(
                 f"the teacher's logits for {views} views of {self.samples} samples need "
                 f"{needed / 2**20:,.0f} MiB and teacher_cache allows {self.capacity:,} of "

@@ -1,11 +1,5 @@
 """The training loop of `Finetuner`, `train`, `snl` and `autorep`.
 
-    trainer = Trainer(net, data, settings, teacher=logits, seed=0)
-    with trainer.session():
-        for epoch in range(settings.epochs):
-            with repeatable(data.device, seed, epoch):
-                loss = trainer.epoch(epoch, cosine(settings.lr, epoch, settings.epochs))
-
     loss = CE(s, labels) + distill · T² · KL(softmax(t/T) ‖ softmax(s/T)) + penalty
 
 s are the net's logits and t the teacher's; CE and KL are means over the batch.
@@ -26,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 from fastbcd.data.images import ImageData, batch_sizes
 from fastbcd.data.sources import as_data
@@ -35,6 +30,7 @@ from fastbcd.runtime import ranks
 from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.module_mode import train_mode
 from fastbcd.runtime.tf32 import repeatable_convolutions
+from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import check_classes, dtype_of
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
@@ -44,14 +40,9 @@ NET, OPTIMIZER = "net.", "optimizer."  # prefixes of tensor names in `Trainer.st
 
 
 class Trainer:
-    """Trains a network in place, one epoch per call.
+    """Trains a network in place, one epoch per call; what `Finetuner` promises holds here.
 
-    The same weights, optimizer state, seed, step and epoch give the same weights to the last bit
-    on the same machine. `step` selects the random crops and flips, as in
-    `ImageData.train_batches`. With several ranks each batch is split among them.
-
-    A module in eval mode inside a net in train mode is frozen: it stays in eval mode, so a batch
-    norm keeps its running statistics. A net that is in eval mode itself is trained as a whole.
+    `step` selects the random crops and flips. With several ranks each batch is split among them.
     A net in float16 or bfloat16 is trained in float32 and rounded at the end of the session; one
     in float64 is trained in float64. With a batch norm in train mode a last batch of a single
     sample per rank joins the batch before it.
@@ -70,7 +61,9 @@ class Trainer:
         self.net, self.data, self.settings, self.seed = net, as_data(data), settings, seed
         if not isinstance(teacher, TeacherLogits):
             check_trainable(net, self.data, settings, teacher)
-            teacher = TeacherLogits.for_settings(teacher, self.data, settings)
+            given, teacher = teacher, None
+            if given is not None and settings.distill:
+                teacher = TeacherLogits(given, self.data, settings)
         if settings.batch_size < ranks.world():
             raise ValueError(f"batch_size={settings.batch_size}; there are {ranks.world()} ranks")
         self.teacher, self.fused_optimizer = teacher, fused_optimizer
@@ -83,11 +76,7 @@ class Trainer:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Prepare the net for training, with a new optimizer.
-
-        On exit every module has the mode it had, tensors have their dtype and memory format, and
-        there are no gradients.
-        """
+        """A new optimizer; on exit modes, dtypes and memory formats are as they were."""
         tensors = (*self.net.parameters(), *self.net.buffers())
         narrow = [(t, t.dtype) for t in tensors if t.dtype in (torch.float16, torch.bfloat16)]
         turned = [p for p in self.net.parameters() if p.ndim == 4 and p.is_contiguous()]
@@ -99,7 +88,7 @@ class Trainer:
                 for p in turned:
                     p.data = p.data.contiguous(memory_format=self.memory_format)
                 self.optimizer = self._make_optimizer()
-                self.parallel = self._parallel()
+                self.parallel = self.model if ranks.world() == 1 else self._averaging()
                 yield
             finally:
                 self.net.zero_grad(set_to_none=True)
@@ -108,10 +97,8 @@ class Trainer:
                 for t, dtype in narrow:
                     t.data = t.data.to(dtype)
 
-    def _parallel(self) -> nn.Module:
-        """The model; with several ranks, one that averages their gradients."""
-        if ranks.world() == 1:
-            return self.model
+    def _averaging(self) -> nn.Module:
+        """The model, with gradients averaged over the ranks."""
         with warnings.catch_warnings():  # its new name does something else
             warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
             return DistributedDataParallel(
@@ -140,11 +127,9 @@ class Trainer:
         before_batch: Callable[[int], None] | None = None,
         bar: Any = None,
     ) -> float:
-        """Train on every sample once and return the mean loss, penalty included.
+        """Train on every sample once; returns the mean loss, with the penalty that is added to it.
 
-        penalty: added to the loss of each batch. before_batch: called with the number of the
-        batch, counted from the first epoch. Raises FloatingPointError if a loss, a gradient or a
-        weight is not finite; the net then keeps its current weights.
+        before_batch: called with the number of the batch, counted from the first epoch.
         """
         s, world, device, sizes = self.settings, ranks.world(), self.data.device, self.sizes
         for group in self.optimizer.param_groups:
@@ -164,8 +149,14 @@ class Trainer:
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 logits = self.parallel(x)
             torch.clear_autocast_cache()  # of weights, which only the outermost autocast clears
-            target = None if targets is None else targets[indices]
-            loss = loss_of(logits, labels, target, s.temperature, s.distill)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            loss = F.cross_entropy(logits, labels)
+            if targets is not None:  # weight · T² · KL; targets are logarithms
+                student, teacher = F.log_softmax(logits / s.temperature, 1), targets[indices]
+                divergence = F.kl_div(
+                    student, teacher.to(logits.dtype), reduction="batchmean", log_target=True
+                )
+                loss = loss + s.distill * s.temperature**2 * divergence
             # This rank holds len(x) of the batch's samples; gradients are averaged over ranks.
             loss = loss if world == 1 else loss * (world * len(x) / sizes[number])
             loss = loss if penalty is None else loss + penalty()
@@ -192,20 +183,16 @@ class Trainer:
         table = torch.stack(pending)
         losses = ranks.all_sum(table[:, 0]).tolist()
         gradients = [f"gradient of {name}" for name in self.trained]
-        for number, (loss, row) in enumerate(
-            zip(losses, table[:, 1:].tolist(), strict=True), first
-        ):
-            _check_finite([loss, *row], [f"loss ({loss})", *gradients], where.format(number))
+        for i, (loss, row) in enumerate(zip(losses, table[:, 1:].tolist(), strict=True)):
+            _check_finite([loss, *row], [f"loss ({loss})", *gradients], where.format(first + i))
         return losses
 
     def _targets(self, step: int, epoch: int) -> Tensor | None:
         """The teacher's log-probabilities at temperature T for this epoch's views, [N, classes]."""
         if self.teacher is None:
             return None
-        s, begin = self.settings, time.perf_counter()
-        views = self.data.view_ids(
-            seed=self.seed, step=step, epoch=epoch, padding=s.padding, flip=s.flip
-        )
+        s, begin, which = self.settings, time.perf_counter(), {"step": step, "epoch": epoch}
+        views = self.data.view_ids(seed=self.seed, padding=s.padding, flip=s.flip, **which)
         targets = F.log_softmax(self.teacher.epoch(views) / s.temperature, 1)
         self.teacher_seconds += time.perf_counter() - begin
         return targets
@@ -220,12 +207,10 @@ class Trainer:
             return torch.optim.Adam(trained, **options)
         return torch.optim.SGD(trained, momentum=s.momentum, **options)
 
-    # ------------------------------------------------------------------ state as plain tensors
-
     def state(self) -> dict[str, Tensor]:
-        """Copies of the parameters, the buffers and the optimizer's tensors, on the CPU."""
-        net = with_prefix(snapshots.take(self.net), NET)
-        return net | with_prefix(self.optimizer_state(), OPTIMIZER)
+        """Copies of the net's and the optimizer's tensors, on the CPU."""
+        net, optimizer = snapshots.take(self.net), self.optimizer_state()
+        return with_prefix(net, NET) | with_prefix(optimizer, OPTIMIZER)
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Restore what `state` returned; tensors with another prefix are ignored."""
@@ -251,6 +236,47 @@ class Trainer:
             self.optimizer.state[p][kind] = value.clone() if kind == "step" else moment.copy_(value)
 
 
+class Finetuner(Trainer):
+    """Fine-tunes one net again and again; the teacher's logits are cached between the runs.
+
+    The same weights, masks, seed and step give the same weights to the last bit on the same
+    machine. Frozen parameters stay as they are. A module in eval mode inside a net in train mode
+    is frozen too (`net.train(); net.bn.eval()`): a batch norm keeps its running statistics. A
+    net that is in eval mode itself is trained as a whole, with batch norm in train mode.
+
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
+    >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
+    >>> tuner = Finetuner(net, data, fastbcd.Finetune(epochs=2, padding=1))
+    >>> sorted(tuner.run(step=0))
+    ['epochs', 'loss', 'seconds', 'teacher_seconds']
+    """
+
+    def run(
+        self, step: int, *, epochs: int | None = None, progress: bool = False
+    ) -> dict[str, float]:
+        """Train the net in place, with a new optimizer and the cosine from its start.
+
+        epochs: in place of settings.epochs; the cosine then spans that many. Returns the mean
+        loss of the last epoch (if there is one), the seconds, the part of them spent on the
+        teacher's logits, and the epochs. Afterwards every module is in the mode it was in, and
+        all ranks hold the same weights and buffers. Raises FloatingPointError if a loss, a
+        gradient or a weight is not finite; the net then keeps its current weights.
+        """
+        epochs = self.settings.epochs if epochs is None else epochs
+        check_whole("epochs", epochs, 0)
+        check_whole("step", step, 0)
+        self.teacher_seconds, start = 0.0, time.perf_counter()
+        result = {"epochs": float(epochs)}
+        hidden = not progress or ranks.rank() > 0
+        bar = tqdm(total=epochs * len(self.sizes), desc="fine-tune", leave=False, disable=hidden)
+        with bar, self.session(), repeatable(self.data.device, self.seed, step):
+            for epoch in range(epochs):
+                lr = cosine(self.settings.lr, epoch, epochs)
+                result["loss"] = self.epoch(epoch, lr, step=step, bar=bar)
+        seconds = time.perf_counter() - start
+        return {**result, "teacher_seconds": self.teacher_seconds, "seconds": seconds}
+
+
 def training_dtype(net: nn.Module) -> torch.dtype:
     """The dtype that a net is trained in: float64 if it has it, else float32."""
     return torch.promote_types(dtype_of(net), torch.float32)
@@ -269,22 +295,6 @@ def without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]
 def cosine(lr: float, epoch: int, epochs: int, end: float = 0.0) -> float:
     """The rate of CosineAnnealingLR from lr to `end`, stepped once per epoch."""
     return end + (lr - end) * (1 + math.cos(math.pi * epoch / epochs)) / 2
-
-
-def loss_of(
-    logits: Tensor, labels: Tensor, target: Tensor | None, temperature: float, weight: float
-) -> Tensor:
-    """CE + weight·T²·KL(target ‖ softmax(logits/T)), mean over the batch; target in logarithms.
-
-    It is computed in float32, or in float64 if the logits are.
-    """
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    loss = F.cross_entropy(logits, labels)
-    if target is None:
-        return loss
-    student = F.log_softmax(logits / temperature, 1)
-    divergence = F.kl_div(student, target.to(logits.dtype), reduction="batchmean", log_target=True)
-    return loss + weight * temperature**2 * divergence
 
 
 def epoch_line(title: str, record: dict[str, Any]) -> str:

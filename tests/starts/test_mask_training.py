@@ -10,9 +10,8 @@ import torch
 import fastbcd
 from fastbcd.starts.mask_training import MOST, Overlaps
 from fastbcd.starts.snl import snl
-from fastbcd.training.finetune import Finetuner
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Trainer
+from fastbcd.training.trainer import Finetuner, Trainer
 from helpers.nets import make, thinned
 from helpers.start_cases import QUICK, data, same, state, stopped_at
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fastbcd
-from fastbcd import Finetuner
+from fastbcd import Finetune, Finetuner
 from fastbcd.training.teacher import BATCH, TeacherLogits
 from helpers.nets import make
 from helpers.train_cases import SMALL, assert_same, pair, weights
@@ -15,7 +15,7 @@ from helpers.train_cases import SMALL, assert_same, pair, weights
 
 def test_teacher_logits_are_those_of_its_forward() -> None:
     data, teacher = pair(50), make("resnet")
-    cache = TeacherLogits(teacher, data, padding=1)
+    cache = TeacherLogits(teacher, data, Finetune(padding=1))
     for epoch in range(6):
         views = data.view_ids(seed=0, step=0, epoch=epoch, padding=1)
         with torch.no_grad():
@@ -31,8 +31,8 @@ def test_teacher_logits_are_those_of_its_forward() -> None:
 def test_a_lookup_does_not_depend_on_what_is_cached(name) -> None:
     data, teacher = pair(BATCH + 30), make(name)
     views = [data.view_ids(seed=0, step=0, epoch=e, padding=1) for e in range(4)]
-    cold = [TeacherLogits(teacher, data, padding=1).epoch(v) for v in views]
-    warm = TeacherLogits(teacher, data, padding=1)
+    cold = [TeacherLogits(teacher, data, Finetune(padding=1)).epoch(v) for v in views]
+    warm = TeacherLogits(teacher, data, Finetune(padding=1))
     for v, truth in zip(views, cold, strict=True):
         mixed = torch.where(torch.arange(len(v)) % 3 == 0, v, views[-1])
         warm.epoch(mixed)
@@ -48,7 +48,7 @@ class Neighbours(nn.Module):
 
 def test_a_teacher_with_dependent_rows_sees_images_one_at_a_time() -> None:
     data = pair(20)
-    cache = TeacherLogits(Neighbours(), data, padding=1)
+    cache = TeacherLogits(Neighbours(), data, Finetune(padding=1))
     views = data.view_ids(seed=0, step=0, epoch=0, padding=1)
     with pytest.warns(RuntimeWarning, match="one at a time"):
         logits = cache.epoch(views)
@@ -59,8 +59,8 @@ def test_a_teacher_with_dependent_rows_sees_images_one_at_a_time() -> None:
 @pytest.mark.parametrize("limit", [0, 50 * 18 * 4 + 77 * 20])
 def test_a_limited_cache_is_exact_and_warns_once(limit, recwarn) -> None:
     data, teacher = pair(50), make("mlp")
-    full = TeacherLogits(teacher, data, padding=1)
-    cache = TeacherLogits(teacher, data, padding=1, limit=limit)
+    full = TeacherLogits(teacher, data, Finetune(padding=1))
+    cache = TeacherLogits(teacher, data, Finetune(padding=1, teacher_cache=limit))
     for epoch in range(4):
         views = data.view_ids(seed=0, step=0, epoch=epoch, padding=1)
         assert torch.equal(cache.epoch(views), full.epoch(views))
@@ -85,7 +85,7 @@ def test_images_of_one_channel_are_batched(recwarn) -> None:
     data = fastbcd.load("fashion-mnist-mini").first(40)
     torch.manual_seed(0)
     teacher = fastbcd.models.resnet20(10, 28, 1, width=8, blocks=1)
-    logits = TeacherLogits(teacher, data, padding=1, flip=False)
+    logits = TeacherLogits(teacher, data, Finetune(padding=1, flip=False))
     logits.epoch(torch.zeros(40, dtype=torch.int64))
     assert logits.batch == BATCH
     assert not recwarn.list
