@@ -66,25 +66,14 @@ class Run(NamedTuple):
 
 
 def bcd(
-    net: nn.Module,
-    data: Any,
-    budget: int,
-    *,
-    drc: int | Callable[[int], int] | Schedule = 100,
-    rt: int = 50,
-    adt: float = 0.3,
+    net: nn.Module, data: Any, budget: int, *,
+    drc: int | Callable[[int], int] | Schedule = 100, rt: int = 50, adt: float = 0.3,
     finetune: Finetune | Callable[[nn.Module, Step], Any] | None = PAPER,
-    finetune_when: str = "every_step",
-    proposal: str | Proposal = "uniform",
-    teacher: nn.Module | None = None,
-    test: Any = None,
-    samples: int | None = None,
-    seed: int = 0,
-    run_dir: str | os.PathLike[str] | None = None,
-    resume: str | bool = "auto",
-    engine: str | Engine = "auto",
-    progress: bool = False,
-) -> Run:
+    finetune_when: str = "every_step", proposal: str | Proposal = "uniform",
+    teacher: nn.Module | None = None, test: Any = None, samples: int | None = None, seed: int = 0,
+    run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
+    engine: str | Engine = "auto", progress: bool = False,
+) -> Run:  # fmt: skip
     """Remove ReLUs from the net, in place, until exactly `budget` are kept.
 
     Args:
@@ -123,22 +112,12 @@ def bcd(
 
 
 def steps(
-    net: nn.Module,
-    data: Any,
-    budget: int,
-    *,
-    drc: int | Callable[[int], int] | Schedule = 100,
-    rt: int = 50,
-    adt: float = 0.3,
-    proposal: str | Proposal = "uniform",
-    test: Any = None,
-    samples: int | None = None,
-    seed: int = 0,
-    run_dir: str | os.PathLike[str] | None = None,
-    resume: str | bool = "auto",
-    engine: str | Engine = "auto",
-    progress: bool = False,
-) -> Iterator[Step]:
+    net: nn.Module, data: Any, budget: int, *,
+    drc: int | Callable[[int], int] | Schedule = 100, rt: int = 50, adt: float = 0.3,
+    proposal: str | Proposal = "uniform", test: Any = None, samples: int | None = None,
+    seed: int = 0, run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
+    engine: str | Engine = "auto", progress: bool = False,
+) -> Iterator[Step]:  # fmt: skip
     """The steps of `bcd`, with your own training in the loop's body.
 
     In the body the step's ReLUs are already removed. After it the test accuracy is measured and

@@ -166,15 +166,9 @@ class RunDirectory:
 
 
 def open_run(
-    kind: str,
-    settings: dict[str, Any],
-    net: nn.Module,
-    *,
-    run_dir: str | os.PathLike[str] | None,
-    resume: str | bool,
-    engine: object = None,
-    **facts: Any,
-) -> RunDirectory:
+    kind: str, settings: dict[str, Any], net: nn.Module, *, resume: str | bool,
+    run_dir: str | os.PathLike[str] | None, engine: object = None, **facts: Any,
+) -> RunDirectory:  # fmt: skip
     """Begin or resume a run; all ranks must give the same arguments. facts: of `run_config`."""
     config = run_config(kind, settings, net, **facts)
     if ranks.world() > 1:

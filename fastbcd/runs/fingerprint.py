@@ -41,14 +41,9 @@ def check_fits(net: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 
 def run_config(
-    kind: str,
-    settings: dict[str, Any],
-    net: nn.Module,
-    *,
-    data: ImageData,
-    test: ImageData | None,
-    **more: Any,
-) -> dict[str, Any]:
+    kind: str, settings: dict[str, Any], net: nn.Module, *, data: ImageData,
+    test: ImageData | None, **more: Any,
+) -> dict[str, Any]:  # fmt: skip
     """What config.json says about a run: its settings, its data and its net.
 
     kind: "run" (BCD), "dense", "snl" or "autorep". `arch` holds what fastbcd.models.build takes to

@@ -41,23 +41,12 @@ class Trained(NamedTuple):
 
 
 def train(
-    net: nn.Module,
-    data: Any,
-    *,
-    epochs: int = 160,
-    lr: float = 0.1,
-    momentum: float = 0.9,
-    weight_decay: float = 5e-4,
-    batch_size: int = 256,
-    padding: int = 4,
-    flip: bool = True,
-    amp: bool | None = None,
-    test: Any = None,
-    seed: int = 0,
-    run_dir: str | os.PathLike[str] | None = None,
-    resume: str | bool = "auto",
+    net: nn.Module, data: Any, *, epochs: int = 160, lr: float = 0.1, momentum: float = 0.9,
+    weight_decay: float = 5e-4, batch_size: int = 256, padding: int = 4, flip: bool = True,
+    amp: bool | None = None, test: Any = None, seed: int = 0,
+    run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
     progress: bool = False,
-) -> Trained:
+) -> Trained:  # fmt: skip
     """Train the net in place on random crops and flips, with SNL's values as defaults.
 
     The same weights, seed and data give the same weights again, also after an interruption.

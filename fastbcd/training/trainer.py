@@ -49,15 +49,10 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        net: nn.Module,
-        data: Any,
-        settings: Finetune,
-        teacher: nn.Module | TeacherLogits | None = None,
-        *,
-        seed: int = 0,
+        self, net: nn.Module, data: Any, settings: Finetune,
+        teacher: nn.Module | TeacherLogits | None = None, *, seed: int = 0,
         fused_optimizer: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.net, self.data, self.settings, self.seed = net, as_data(data), settings, seed
         if not isinstance(teacher, TeacherLogits):
             check_trainable(net, self.data, settings, teacher)
@@ -118,15 +113,10 @@ class Trainer:
         return batch_sizes(len(self.data), self.settings.batch_size, self.smallest)
 
     def epoch(
-        self,
-        epoch: int,
-        lr: float,
-        *,
-        step: int = 0,
+        self, epoch: int, lr: float, *, step: int = 0, bar: Any = None,
         penalty: Callable[[], Tensor] | None = None,
         before_batch: Callable[[int], None] | None = None,
-        bar: Any = None,
-    ) -> float:
+    ) -> float:  # fmt: skip
         """Train on every sample once; returns the mean loss, with the penalty that is added to it.
 
         before_batch: called with the number of the batch, counted from the first epoch.
