@@ -7,6 +7,10 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+
+from helpers import fake_cuda  # before torch
+
+# isort: split
 import torch
 
 from helpers.saved_runs import cut_short, finished, stages  # noqa: F401  # fixtures
@@ -58,6 +62,13 @@ DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+@pytest.fixture
+def gpu():
+    """Two CUDA devices that are simulated, see helpers/fake_cuda.py."""
+    with fake_cuda.device() as simulated:
+        yield simulated
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from fastbcd.ops.calls import KERNELS, Call, Kernel, by_formula, by_kernel
 from fastbcd.ops.selfcheck import trusted
 
 LIBRARY = torch.library.Library("fastbcd", "DEF")
+OPERATORS: dict[str, Operator] = {}
 
 
 class Operator:
@@ -34,7 +35,8 @@ class Operator:
     """
 
     def __init__(self, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-        self.name = schema.partition("(")[0]
+        self.name, self.run = schema.partition("(")[0], run
+        OPERATORS[self.name] = self
         LIBRARY.define(schema)
         LIBRARY.impl(self.name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fastbcd::{self.name}", fake, lib=LIBRARY)
