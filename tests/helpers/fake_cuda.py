@@ -412,6 +412,7 @@ def _kernels(gpu: Device) -> types.ModuleType:
     triton, cpu = importlib.import_module("fastbcd.kernels.triton"), kernels.CPU.module
     module = types.ModuleType("fake_triton")
     module.DTYPES, module.DESCRIPTION = triton.DTYPES, "C++ in place of Triton"
+    module.TRUSTED = True  # no kernel is compared with the reference on its first launch
 
     def stand_in(kernel: Any) -> Any:
         def launch(*args: Any) -> Any:
@@ -425,7 +426,7 @@ def _kernels(gpu: Device) -> types.ModuleType:
         return launch
 
     for name in triton.__all__:
-        if hasattr(cpu, name) and name != "DTYPES":
+        if callable(getattr(cpu, name, None)):
             setattr(module, name, stand_in(getattr(cpu, name)))
     return module
 
