@@ -124,7 +124,7 @@ def difference_from_net(engine: ScoringEngine, request: Request, lanes: int) -> 
 
     def outputs(one: ScoringEngine) -> dict[int, list[Tensor]]:
         """By number, the tensors among the outputs."""
-        given = images.contiguous(memory_format=one.memory_format)
+        given = images.contiguous(memory_format=one.memory_format) if images.ndim == 4 else images
         found: dict[int, list[Tensor]] = {}
         for numbers, outputs in one.logits(given, one.prepare(removals, lanes), True):
             leaves = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]

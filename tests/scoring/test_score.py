@@ -167,6 +167,22 @@ def test_kinds_of_data_give_the_same_scores() -> None:
         torch.testing.assert_close(found.loss, truth.loss, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("engine", ["sequential", "stacked", "collapsed"])
+@pytest.mark.parametrize("sizes", [(), (16,), (4, 4, 4)])
+def test_inputs_of_any_rank(sizes, engine) -> None:
+    """Feature vectors, signals and volumes, as well as images."""
+    torch.manual_seed(0)
+    kinds: dict = {1: (nn.Conv1d, nn.BatchNorm1d), 3: (nn.Conv3d, nn.BatchNorm3d)}
+    conv, norm = kinds.get(len(sizes), (lambda a, b, *_: nn.Linear(a, b), nn.BatchNorm1d))
+    model = nn.Sequential(conv(3, 4, 3, 1, 1), norm(4), nn.ReLU(), conv(4, 4, 3, 1, 1), nn.ReLU(),
+                          nn.Flatten(), nn.LazyLinear(5))  # fmt: skip
+    x, labels = torch.randn(9, 3, *sizes), torch.arange(9) % 5
+    model(x)
+    net = thinned(fastbcd.convert(model.eval(), x[:1]))
+    removals = hypotheses(net, 3, 2)
+    assert_same(score(net, removals, (x, labels), engine), naive(net, removals, x, labels))
+
+
 def test_untraceable_nets_score_sequentially_and_say_so_once(monkeypatch) -> None:
     monkeypatch.setattr(warn_once, "_issued", set())
     net, (x, labels) = make("untraceable"), images(7)
