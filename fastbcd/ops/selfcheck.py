@@ -151,9 +151,12 @@ def _arguments(check: Check, schema: str, device: Any) -> list[Any]:
 
 
 def differences(
-    found: dict[str, Tensor], wanted: dict[str, Tensor], elementwise: tuple[str, ...] = ELEMENTWISE
+    found: dict[str, Tensor],
+    wanted: dict[str, Tensor],
+    elementwise: tuple[str, ...] = ELEMENTWISE,
+    rounding: float = 128,
 ) -> list[str]:
-    """How results differ: elementwise ones in any bit, sums by more than rounding."""
+    """How results differ: elementwise ones in any bit, sums by more than `rounding` eps."""
     lines = []
     for name, want in wanted.items():
         got = found[name]
@@ -163,7 +166,7 @@ def differences(
         same = (got == want) | (got.isnan() & want.isnan())
         if name not in elementwise and want.numel():
             size = 1 + want.nan_to_num(0, 0, 0).abs().max()
-            same |= (got - want).abs() <= 128 * torch.finfo(want.dtype).eps * size
+            same |= (got - want).abs() <= rounding * torch.finfo(want.dtype).eps * size
         if not same.all():
             at = tuple((~same).nonzero()[0].tolist())
             lines.append(
