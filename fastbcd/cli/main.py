@@ -53,7 +53,7 @@ def run(command: str, arguments: list[str]) -> int:
     if "run_dir" in options and run_dir is None:
         run_dir = options.run_dir = _default_run_dir(command, options)
     try:
-        with ranks.joined():
+        with ranks.joined(getattr(options, "device", "cpu")):
             WORK[command](options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended

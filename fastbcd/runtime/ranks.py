@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastbcd.runtime.warn_once import warn_once
+
 TIMEOUT = timedelta(minutes=10)  # that a rank waits for the others
 
 
@@ -137,21 +139,32 @@ def digest(tensors: dict[str, Tensor]) -> bytes:
 
 
 @contextmanager
-def joined() -> Iterator[None]:
-    """Join the job that torchrun started, if any; leave it at the end."""
+def joined(device: str = "cpu") -> Iterator[None]:
+    """Join the job that torchrun started, if any, to work on `device`; leave it at the end.
+
+    "cuda" is one GPU per rank, joined by NCCL. Ranks that share a GPU, which NCCL refuses, and
+    CPU tensors go through gloo.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ or dist.is_initialized():
         yield
         return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl", timeout=TIMEOUT)
-    else:
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+    backend, gpus = "gloo", torch.cuda.device_count() if device.startswith("cuda") else 0
+    if gpus:
+        local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        chosen = torch.device(device).index
+        torch.cuda.set_device(local % gpus if chosen is None else chosen)
+        if ranks == 1 or (chosen is None and ranks <= gpus):
+            backend = "cpu:gloo,cuda:nccl"
+        else:
+            shared = f"{gpus} GPUs" if chosen is None else device
+            warn_once(f"{ranks} ranks share {shared}: they exchange their values through the host")
+    dist.init_process_group(backend, timeout=TIMEOUT)
     yield
     # Only on success: after an error the others may have ended, and leaving would wait for them.
     dist.destroy_process_group()
 
 
 def _sendable(t: Tensor) -> Tensor:
-    """On a device that the backend reads: nccl reads GPU memory only."""
-    return t.detach().cuda() if dist.get_backend() == "nccl" else t.detach()
+    """t on a device that the group's backends read: its own, unless the group is NCCL's alone."""
+    readable = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
+    return t.detach() if t.device.type in readable else t.detach().to(readable[0])

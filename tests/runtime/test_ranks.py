@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from fastbcd.runs.files import read_state
+from fastbcd.runtime import ranks
 
 CASES = Path(__file__).parents[1] / "helpers" / "rank_cases.py"
 
@@ -118,3 +121,48 @@ def test_torchrun_ends_the_others_and_the_run_resumes(tmp_path) -> None:
     assert done.returncode == 0, done.stderr
     assert "resuming the run in" in done.stdout
     assert read_state(tmp_path / "run" / "state.safetensors").step == 5
+
+
+# ------------------------------------------------------------------------------------ on GPUs
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "backend", "current"),
+    [
+        ("cuda", 2, "cpu:gloo,cuda:nccl", 1),
+        ("cpu", 2, "gloo", 0),
+        ("cuda", 4, "gloo", 1),  # more ranks than GPUs
+        ("cuda:0", 2, "gloo", 0),  # both on the same GPU
+        ("cuda:1", 1, "cpu:gloo,cuda:nccl", 1),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*ranks share.*through the host")
+def test_the_backend_follows_the_device(gpu, monkeypatch, device, size, backend, current) -> None:
+    """Two GPUs; this is the last rank."""
+    chosen = []
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **_: chosen.append(name))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    for name, value in (("RUN_ID", "x"), ("LOCAL_RANK", size - 1), ("LOCAL_WORLD_SIZE", size)):
+        prefix = "TORCHELASTIC_" if name == "RUN_ID" else ""
+        monkeypatch.setenv(prefix + name, str(value))
+    with ranks.joined(device):
+        assert chosen == [backend]
+        assert torch.cuda.current_device() == current
+
+
+@pytest.mark.parametrize("config", ["cpu:gloo,cuda:nccl", "cuda:nccl"])
+def test_collectives_use_the_device_of_the_data(gpu, monkeypatch, config) -> None:
+    used = []
+    monkeypatch.setattr(ranks, "world", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    monkeypatch.setattr(dist, "all_reduce", lambda t: used.append(t.device))
+    monkeypatch.setattr(dist, "broadcast", lambda t, src: used.append(t.device))
+    here, there = torch.ones(3), torch.ones(3, device="cuda:1")
+    gpu.reset()
+    for collective in (ranks.all_sum, ranks.from_first):
+        assert collective(there).device == there.device
+    assert used == [there.device] * 2
+    assert not gpu.counts["h2d"] + gpu.counts["d2h"]
+    assert ranks.all_sum(here).device == here.device
+    # NCCL alone reads GPU memory only: the tensor goes to the GPU of this rank, and back.
+    assert used[2] == (here.device if config.startswith("cpu") else torch.device("cuda:0"))
