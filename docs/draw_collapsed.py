@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
@@ -44,12 +45,12 @@ def main() -> None:
     left.legend(loc="lower right", frameon=False)
     form, names = small_form()
     h = torch.zeros(form.kinks, form.kinks)
-    for s, blocks in enumerate(form.blocks):
+    for s, blocks in enumerate(form.blocks[:-1]):  # the last are the logits
         for block in blocks:
             h[block.start : block.stop, form.bounds[s] : form.bounds[s + 1]] = block.matrix
     size = h.abs().clamp(min=1e-8).log10()
     shown = right.imshow(size.masked_fill(h == 0, float("nan")), cmap="viridis", vmin=-5)
-    middles = [(a + b) / 2 for a, b in zip(form.bounds, form.bounds[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in pairwise(form.bounds[:-1])]
     right.set_xticks(middles[::3], names[::3], rotation=60, ha="right", fontsize=7)
     right.set_yticks(middles[::3], names[::3], fontsize=7)
     right.set(title="H of a ResNet-20: what each kink adds to later sites", ylabel="kink at")

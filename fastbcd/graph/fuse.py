@@ -52,33 +52,24 @@ class NormActivation(nn.Module):
     @staticmethod
     def fits(norm: Any, act: Any) -> bool:
         """Can this pair be one op?"""
-        return (
-            type(norm) is nn.BatchNorm2d
-            and type(act) is MaskedReLU
-            and norm.affine
-            and norm.running_mean is not None
-            and norm.momentum is not None
-            and ops_norm.has_kernel(norm.weight)
-        )
+        if type(norm) is not nn.BatchNorm2d or type(act) is not MaskedReLU or not norm.affine:
+            return False
+        tracked = norm.running_mean is not None and norm.momentum is not None
+        return tracked and ops_norm.has_kernel(norm.weight)
 
 
 def _suits(x: Any) -> bool:
     """float32 [B, C, H, W] in channels_last memory, with more than one value per channel."""
-    return (
-        isinstance(x, Tensor)
-        and x.ndim == 4
-        and x.dtype == torch.float32
-        and x.is_contiguous(memory_format=torch.channels_last)
-        and x.numel() > x.shape[1]
-    )
+    if not isinstance(x, Tensor) or x.ndim != 4 or x.dtype != torch.float32:
+        return False
+    return x.is_contiguous(memory_format=torch.channels_last) and x.numel() > x.shape[1]
 
 
 def fused(net: nn.Module, train: bool = True) -> tuple[nn.Module, torch.memory_format]:
     """The net with its additions fused into activations, and the memory format of its inputs.
 
-    The net is traced in train mode (see `train_mode`) or in eval mode. A net that cannot be traced
-    is returned unchanged, with the contiguous format: it may contain a `view` that channels_last
-    does not allow.
+    A net that cannot be traced, in train or in eval mode, is returned unchanged, with the
+    contiguous format: it may contain a `view` that channels_last does not allow.
     """
     try:
         with train_mode(net) if train else eval_mode(net):

@@ -42,20 +42,17 @@ class Tracer(fx.Tracer):
         with _LOCK:
             graph = super().trace(root, concrete_args)
         for node in graph.nodes:
-            has_residual = node.op == "call_module" and len(node.args) + len(node.kwargs) > 1
-            if has_residual and isinstance(self.root.get_submodule(node.target), MaskedActivation):
-                _separate_residual(node)
+            if node.op != "call_module" or len(node.args) + len(node.kwargs) == 1:
+                continue
+            if isinstance(_module(self.root, node), MaskedActivation):
+                # act(x, residual) -> act(x + residual): readers of a graph expect one argument.
+                given: Any = dict(zip(("x", "residual"), node.args, strict=False)) | node.kwargs
+                total = given["x"]
+                if given["residual"] is not None:
+                    with graph.inserting_before(node):
+                        total = graph.call_function(operator.add, (total, given["residual"]))
+                node.args, node.kwargs = (total,), {}
         return graph
-
-
-def _separate_residual(node: fx.Node) -> None:
-    """act(x, residual) -> act(x + residual): readers of a graph expect one argument."""
-    x: Any = node.args[0] if node.args else node.kwargs["x"]
-    residual = node.args[1] if len(node.args) > 1 else node.kwargs["residual"]
-    if residual is not None:
-        with node.graph.inserting_before(node):
-            x = node.graph.call_function(operator.add, (x, residual))
-    node.args, node.kwargs = (x,), {}
 
 
 def trace(net: nn.Module) -> fx.Graph:
@@ -134,10 +131,7 @@ def _memory_of(net: nn.Module, node: fx.Node) -> fx.Node:
 
 
 def forget_source(model: fx.GraphModule) -> None:
-    """Drop the generated source of a GraphModule, which torch.fx keeps for the whole process.
-
-    It serves tracebacks only, and a run would collect one for each step.
-    """
+    """Drop the source of a GraphModule, which torch.fx keeps for tracebacks: one for each step."""
     key = type(model).forward.__code__.co_filename
     graph_module._loader.eval_cache.pop(key, None)
     linecache.cache.pop(key, None)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
 
 from fastbcd.scoring.collapsed.linear_rules import Context, NotAffine, Run, linear_part
 from fastbcd.scoring.collapsed.patches import Patch, Value, stored, whole
@@ -37,8 +38,7 @@ class AffineNet:
                 context.varies.add(step.node)
                 if isinstance(step, Call) and isinstance(step.run, Convolution):
                     self.cost[step.node] = step.run.weight[0].numel()
-        self.starts = {IMAGE: program.placeholder}
-        self.starts |= {s.site: s.node for s in program.activations}
+        self.starts = {IMAGE: program.placeholder, **{s.site: s.node for s in program.activations}}
         self.off = {  # no bit is set: the activation is the identity
             s.node: torch.zeros_like(s.module.mask, dtype=torch.uint8).unsqueeze(0)
             for s in program.activations
@@ -80,11 +80,8 @@ class AffineNet:
         self, source: int, impulses: Value, steps: list[Activation | Call]
     ) -> Iterator[tuple[fx.Node, Value]]:
         """Impulses [n, ...] added to what a source gives: (node, value) after each step."""
-        start = self.starts[source]
-        values: dict[fx.Node, Any] = {start: impulses}
+        values: dict[fx.Node, Any] = {self.starts[source]: impulses}
         last = {node: step.node for step in steps for node in step.inputs}
-        if start is self.program.output:
-            yield start, impulses
         for step in steps:
             values[step.node] = self.linear[step.node](values, len(stored(impulses)))
             yield step.node, values[step.node]
@@ -159,16 +156,9 @@ def _compare(net: AffineNet, image: Tensor, cases: list[tuple[int, tuple[int, ..
 
 def _in_double(program: Program) -> Program:
     def double(value: Any) -> Any:
-        if isinstance(value, Convolution):
-            return Convolution(*map(double, value))
         if isinstance(value, Tensor):
             return value.double() if value.is_floating_point() else value
         return copy.deepcopy(value).double() if isinstance(value, nn.Module) else value
 
-    steps: list[Activation | Call] = [
-        step._replace(scale=double(step.scale), shift=double(step.shift))
-        if isinstance(step, Activation) else step._replace(run=double(step.run))
-        for step in program.steps
-    ]  # fmt: skip
-    constants = {node: double(value) for node, value in program.constants.items()}
+    steps, constants = tree_map(double, (program.steps, program.constants))
     return program._replace(steps=steps, constants=constants)

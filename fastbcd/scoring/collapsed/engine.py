@@ -7,8 +7,8 @@ images, c [R, T·B] is filled site by site; a site is a range of its rows:
     z_s = (U x + u)_s + H_sᵀ c[before s]             one GEMM for all trials and images
     c_s = m_s · relu(-z_s)                           one fused pass over its output
 
-and logits = W x + w + Gᵀ c. For hypotheses that begin at a later site, everything before it is a
-shift of the affine part that is computed once, from the base.
+The logits are z of the last target. For hypotheses that begin at a later site, everything before
+it is a shift of the affine part that is computed once, from the base.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from fastbcd.scoring.collapsed.build import PIECE, FormBuilder
 from fastbcd.scoring.collapsed.form import Form, find
 from fastbcd.scoring.collapsed.linear_rules import NotAffine
 from fastbcd.scoring.engine import Request, difference_from_net
-
-Pair = tuple[Tensor, Tensor]
 
 
 class TrialGroup(NamedTuple):
@@ -49,8 +47,9 @@ class Collapsed:
         # A restricted form keeps its order of kinks; the builder's tiles may differ by now.
         self.order: Tensor | None = None
         if not torch.equal(form.ids, builder.ids):
-            self.order = find(builder.ids, form.ids).to(form.out.device)
-        self.memory = form.out.new_empty(0)
+            logits = torch.arange(builder.bounds[-2], builder.bounds[-1])
+            self.order = torch.cat([find(builder.ids, form.ids), logits]).to(form.constant.device)
+        self.memory = form.constant.new_empty(0)
 
     def prepare(self, removals: dict[int, Tensor], lanes: int) -> list[TrialGroup]:
         """Hypotheses by number, in groups of at most `lanes` that begin near each other."""
@@ -65,7 +64,7 @@ class Collapsed:
             masks = torch.ones(form.kinks - start, len(numbers), dtype=torch.uint8)
             for t, k in enumerate(numbers):
                 masks[gone[k] - start, t] = 0
-            groups.append(TrialGroup(numbers, start, masks.to(form.out.device)))
+            groups.append(TrialGroup(numbers, start, masks.to(form.constant.device)))
         return groups
 
     def logits(
@@ -76,7 +75,7 @@ class Collapsed:
         c = None
         if base or any(group.start for group in groups):
             everything = torch.ones(self.form.kinks, 1, dtype=torch.uint8, device=x.device)
-            c, logits = self.run(*affine, everything, 0)
+            c, logits = self.run(affine, everything, 0)
             c = c.clone()  # the memory is used again
             if base:
                 yield [-1], logits
@@ -84,55 +83,52 @@ class Collapsed:
         for numbers, start, masks in groups:
             if start not in shifted:
                 assert c is not None
-                shifted[start] = self.shift(*affine, c[:start])
-            yield numbers, self.run(*shifted[start], masks, start)[1]
+                shifted[start] = self.shift(affine, c[:start])
+            yield numbers, self.run(shifted[start], masks, start)[1]
 
-    def affine_part(self, x: Tensor, batch: int | None) -> Pair:
-        """U x + u at the kinks [R, B], W x + w [B, classes]; cached if x has a number."""
+    def affine_part(self, x: Tensor, batch: int | None) -> Tensor:
+        """U x + u at the kinks and the logits, [R + classes, B]; cached if x has a number."""
         form = self.form
-        found = None if batch is None else form.affine.find(batch, x)
-        if found is not None:
-            return found
-        if form.image is not None and form.image_out is not None:
-            flat = x.movedim(1, -1).flatten(1)
-            at_sites = torch.addmm(form.constant[:, None], form.image.T, flat.T)
-            at_end = torch.addmm(form.constant_out, flat, form.image_out)
+        z = None if batch is None else form.affine.find(batch, x)
+        if z is not None:
+            return z
+        if form.image is not None:
+            z = torch.addmm(form.constant[:, None], form.image.T, x.movedim(1, -1).flatten(1).T)
         else:
-            sites, ends = zip(*map(self.builder.affine_part, x.split(PIECE)), strict=True)
-            at_sites, at_end = torch.cat([z.T for z in sites], 1), torch.cat(ends)
-            if self.order is not None:
-                at_sites = at_sites.index_select(0, self.order)
+            z = torch.cat([self.builder.affine_part(piece).T for piece in x.split(PIECE)], 1)
+            z = z if self.order is None else z.index_select(0, self.order)
         if batch is not None:
-            form.affine.add(batch, x, at_sites, at_end)
-        return at_sites, at_end
+            form.affine.add(batch, x, z)
+        return z
 
-    def run(self, at_sites: Tensor, at_end: Tensor, masks: Tensor, start: int) -> Pair:
+    def run(self, affine: Tensor, masks: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """c [R - start, T·B] and logits [T, B, classes] of T masks over the kinks from `start`.
 
-        at_sites [R - start, B], at_end [B, classes]: what the image and earlier kinks give.
+        affine [R - start + classes, B]: what the image and earlier kinks give.
         """
-        form, trials, batch = self.form, masks.shape[1], len(at_end)
-        numbers = (form.kinks - start) * trials * batch
+        form, trials, batch = self.form, masks.shape[1], affine.shape[1]
+        numbers = len(masks) * trials * batch
         if len(self.memory) < numbers:
-            self.memory = form.out.new_empty(numbers)
-        c = self.memory[:numbers].view(-1, trials * batch)
-        for s, (low, high) in enumerate(pairwise(form.bounds)):
+            self.memory = affine.new_empty(numbers)
+        c = self.memory[:numbers].view(len(masks), trials * batch)
+        for s, (low, high) in enumerate(pairwise(form.bounds[:-1])):
             if start <= low < high:
                 some = slice(low - start, high - start)
                 fresh = not self.add_kinks(c[some], s, c, start, beta=0)
                 z = c[some].unflatten(1, (trials, batch))
-                kink(z, at_sites[some], masks[some], fresh=fresh)
-        logits = (form.out[start:].T @ c).T.unflatten(0, (trials, batch)) + at_end
-        return c, logits
+                kink(z, affine[some], masks[some], fresh=fresh)
+        logits = affine[len(masks) :].repeat(1, trials)
+        self.add_kinks(logits, len(form.blocks) - 1, c, start, beta=1)
+        return c, logits.T.unflatten(0, (trials, batch))
 
-    def shift(self, at_sites: Tensor, at_end: Tensor, c: Tensor) -> Pair:
-        """The affine part at the kinks after those of c, with what these add."""
+    def shift(self, affine: Tensor, c: Tensor) -> Tensor:
+        """The affine part after the kinks of c, with what these add."""
         start = len(c)
-        moved = at_sites[start:].clone()
+        moved = affine[start:].clone()
         for s, (low, high) in enumerate(pairwise(self.form.bounds)):
             if low >= start:
                 self.add_kinks(moved[low - start : high - start], s, c, 0, beta=1)
-        return moved, torch.addmm(at_end, c.T, self.form.out[:start])
+        return moved
 
     def add_kinks(self, z: Tensor, s: int, c: Tensor, first: int, beta: int) -> int:
         """z = beta·z + H_sᵀ c, with kinks from `first` on as rows of c; beta if none acts on s."""
@@ -148,7 +144,7 @@ class Collapsed:
     def check(self, request: Request) -> None:
         """Compare logits with those of the net, from what is cached too."""
         error = difference_from_net(self, request, lanes=1)
-        for number, (x, _, _) in list(self.form.affine.entries.items())[:1]:
+        for number, (x, _) in list(self.form.affine.entries.items())[:1]:
             ((_, logits),) = self.logits(x, [], True, number)
             truth = request.net(x[:2].clone())
             worst = (logits[0, :2] - truth).abs().max() / truth.abs().max().clamp(min=1e-6)

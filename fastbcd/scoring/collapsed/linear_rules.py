@@ -12,6 +12,7 @@ linear as it is, on whole values.
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections.abc import Callable
 from functools import partial, reduce
@@ -50,12 +51,11 @@ class Context(NamedTuple):
         """Does the step give tensors that depend on the image? Sizes do not."""
         if not self.varies & set(step.inputs):
             return False
-        if step.node in self.program.shapes or step.node in self.program.tuples:
-            return True
+        tensors = step.node in self.program.shapes or step.node in self.program.tuples
         target = step.node.args[1] if step.node.target is getattr else step.node.target
-        if isinstance(step, Call) and target not in _SIZES:
+        if not tensors and isinstance(step, Call) and target not in _SIZES:
             raise refusal(step)  # a number that is read from a tensor
-        return False
+        return tensors
 
     def source(self, step: Call) -> fx.Node:
         """The one tensor that is no constant, read once; products may read it second."""
@@ -127,9 +127,6 @@ def refusal(step: Call, why: str = "is not an affine function of the image") -> 
     return NotAffine(f"node {name!r} ({what}) {why}")
 
 
-# ---------------------------------------------------------------------- steps of several values
-
-
 def _total(node: fx.Node, terms: list[tuple[Any, Any]], shapes: dict[fx.Node, Any]) -> Run:
     """The sum of some values, each times a factor unless that is None."""
 
@@ -178,18 +175,9 @@ def _cat(shapes: dict[fx.Node, Any], tensors: Any, dim: int = 0) -> Run:
     return run
 
 
-# ------------------------------------------------------------------------- steps of one value
-
-Rule = Callable[..., Callable[[Value], Any] | None]
-
-
 def _dropout(run: Any, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     if training:
         raise NotAffine("drops values at random, also in eval mode")
-    return _same(run, x)
-
-
-def _same(run: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return lambda v: v
 
 
@@ -245,14 +233,20 @@ def _index(run: Any, x: Any, index: Any) -> Any:
 def _mean(run: Any, x: Any, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
     if options or isinstance(dim, int | None) or sorted(d % 4 for d in dim) != [2, 3]:
         return None
-    return lambda v: patches.mean(v, keepdim) if isinstance(v, Patch) else v.mean(dim, keepdim)
+
+    def mean(v: Value) -> Tensor:
+        if isinstance(v, Patch):  # over all H·W positions
+            return v.value.sum((2, 3), keepdim) / math.prod(v.size)
+        return v.mean(dim, keepdim)
+
+    return mean
 
 
 def _adaptive_pool(run: Any, x: Any, output_size: Any) -> Any:
     return _mean(run, x, (2, 3), True) if output_size in (1, (1, 1), [1, 1]) else None
 
 
-_TABLE: list[tuple[list[Any], Rule]] = [
+_TABLE: list[tuple[list[Any], Callable[..., Any]]] = [
     ([
         "flatten", "view", "reshape", "permute", "transpose", "unsqueeze", "squeeze", "sum",
         "movedim", torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.unsqueeze,
@@ -262,7 +256,7 @@ _TABLE: list[tuple[list[Any], Rule]] = [
     ], lambda run, x, *args, **kwargs: None),
     ([*_PRODUCTS, operator.truediv, torch.div, "div", "truediv"], lambda run, x, y: None),
     ([nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, "contiguous", "clone"],
-     _same),
+     lambda run, x, *args, **kwargs: lambda v: v),
     ([F.dropout, F.dropout2d], _dropout),
     ([operator.neg, torch.neg, "neg"], lambda run, x: partial(mapped, function=run)),
     ([F.conv2d, torch.conv2d], _conv2d),

@@ -101,23 +101,18 @@ def _windows(x: Patch, run: Any, stride: Sequence[int], *edges: list[int]) -> Pa
 
     edges: reach; before and both, the padding before and in all.
     """
-    corner, size, start, stop = [], [], [], []
+    spans = []
     for d, (reach, before, both) in enumerate(zip(*edges, strict=True)):
         length = (x.size[d] + both - reach - 1) // stride[d] + 1
         first = max(0, math.ceil((x.box[d] + before - reach) / stride[d]))
         # Strides can step over the box: then one position is left, of zeros.
         last = min(length - 1, max(first, (x.box[2 + d] - 1 + before) // stride[d]))
-        corner.append(min(first, last))
-        size.append(length)
-        start.append(corner[d] * stride[d] - before)
-        stop.append(last * stride[d] - before + reach + 1)
-    seen = x.within((start[0], start[1], stop[0], stop[1]))
-    return Patch(run(seen), corner[0], corner[1], (size[0], size[1]))
-
-
-def mean(x: Patch, keepdim: bool) -> Tensor:
-    """The mean over all H·W positions, [n, C] or [n, C, 1, 1]."""
-    return x.value.sum((2, 3), keepdim=keepdim) / (x.size[0] * x.size[1])
+        first = min(first, last)
+        start = first * stride[d] - before
+        spans.append((first, length, start, start + (last - first) * stride[d] + reach + 1))
+    (top, height, *rows), (left, width, *columns) = spans
+    seen = x.within((rows[0], columns[0], rows[1], columns[1]))
+    return Patch(run(seen), top, left, (height, width))
 
 
 class ImpulseBatch(NamedTuple):
@@ -129,22 +124,26 @@ class ImpulseBatch(NamedTuple):
 
 
 class Positions:
-    """Some positions of a flattened site or image; `order` sorts them by tile."""
+    """The positions whose bits are set, of a site or an image, ordered by tile."""
 
-    def __init__(
-        self, shape: tuple[int, ...], positions: Tensor, device: torch.device, large: int = LARGE
-    ) -> None:
-        self.shape, self.count = shape, len(positions)
+    def __init__(self, bits: Tensor, device: torch.device, large: int = LARGE) -> None:
+        shape = self.shape = tuple(bits.shape)
+        flat = bits.flatten().nonzero().flatten()
+        self.count = len(flat)
         # A site of another rank is one position with many channels.
-        cube = shape if len(shape) == 3 else (math.prod(shape), 1, 1)
-        self.channels, height, width = cube
+        self.channels, height, width = shape if len(shape) == 3 else (math.prod(shape), 1, 1)
         self.size = (height, width)
-        c, y, x = positions // (height * width), positions // width % height, positions % width
-        self.tile = tile_side(self.count, height, width, large)
+        c, y, x = flat // (height * width), flat // width % height, flat % width
+        # The smallest power of two for which tiles hold 3/8 of a batch on average.
+        side, few = 1, self.count * 8 // (large * 3)
+        while side < max(height, width) and few < -(-height // side) * -(-width // side):
+            side *= 2
+        self.tile = side
         tile = y // self.tile * width + x // self.tile
         place = (y * width + x) * self.channels + c  # in channels_last memory
-        self.order = torch.argsort(tile * math.prod(shape) + place)
-        self.c, self.y, self.x, self.place = (t[self.order].to(device) for t in (c, y, x, place))
+        order = torch.argsort(tile * math.prod(shape) + place)
+        self.flat = flat[order]
+        self.c, self.y, self.x, self.place = (t[order].to(device) for t in (c, y, x, place))
         rows = torch.bincount(y // self.tile, minlength=-(-height // self.tile))
         self.row_starts = [0, *rows.cumsum(0).tolist()]  # positions before each row of tiles
         self.batches: list[ImpulseBatch] = []  # all positions in order; a batch shares a tile
@@ -188,15 +187,3 @@ class Positions:
         y, x = self.y[some] - top, self.x[some] - left
         outside = (y < 0) | (y >= bottom - top) | (x < 0) | (x >= right - left)
         return (y * (right - left) + x) * self.channels + self.c[some], outside
-
-
-def tile_side(count: int, height: int, width: int, large: int = LARGE) -> int:
-    """The smallest power of two for which tiles hold 3/8 of a batch on average.
-
-    >>> tile_side(3072, 32, 32), tile_side(3072, 4, 4), tile_side(10, 32, 32)
-    (4, 1, 32)
-    """
-    side, small = 1, large * 3 // 8
-    while side < max(height, width) and count < small * -(-height // side) * -(-width // side):
-        side *= 2
-    return side

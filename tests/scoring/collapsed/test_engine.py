@@ -78,7 +78,8 @@ def test_a_removal_shrinks_the_form(builds) -> None:
     # The order of kinks follows the tiles of what was there at first; their values do not.
     place = find(small.ids, fresh.ids)
     assert torch.equal(small.ids[place], fresh.ids)
-    assert torch.allclose(small.out[place], fresh.out, atol=1e-6)
+    ((of_small,), (of_fresh,)) = small.blocks[-1], fresh.blocks[-1]  # of the logits
+    assert torch.allclose(of_small.matrix[place], of_fresh.matrix, atol=1e-6)
     sizes = [[b.matrix.numel() for site in f.blocks for b in site] for f in (small, fresh)]
     assert sum(sizes[0]) == sum(sizes[1])
 
@@ -156,8 +157,8 @@ def test_what_is_cached_is_checked(monkeypatch) -> None:
     score(net, ids, data, engine="collapsed")
     monkeypatch.setattr(forms.Signature, "equals", lambda *_: True)
     form = forms._forms[net][1]
-    x, at_sites, at_end = form.affine.entries[0]
-    form.affine.entries[0] = (x, at_sites + 1, at_end)
+    x, affine = form.affine.entries[0]
+    form.affine.entries[0] = (x, affine + 1)
     with pytest.raises(ValueError, match="from those of its collapsed form"):
         score(net, ids, data, engine="collapsed")
     assert score(net, ids, data, engine="collapsed").engine == "collapsed"  # it was built again
