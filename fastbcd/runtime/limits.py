@@ -14,7 +14,9 @@ def default_memory(device: torch.device) -> int:
     True
     """
     if device.type == "cuda":
-        return int(0.7 * torch.cuda.mem_get_info(device)[0])
+        # Memory that torch reserved and does not use is free for its next tensors.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(0.7 * (torch.cuda.mem_get_info(device)[0] + unused))
     try:
         words = Path("/proc/meminfo").read_text().split()
         return int(words[words.index("MemAvailable:") + 1]) * 1024 // 2

@@ -75,8 +75,8 @@ def check_classes(net: nn.Module, data: ImageData, who: str) -> int:
     logits = first_outputs(net, data, who, 1)
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != 1:
         raise ValueError(
-            f"{who} must return logits [B, classes], or metric= say what its outputs are worth; "
-            f"for one image it returns {describe(logits)}"
+            f"{who} must return logits [B, classes], unless metric= is given; for one image it "
+            f"returns {describe(logits)}"
         )
     classes = logits.shape[1]
     if data.classes is None:

@@ -38,6 +38,20 @@ class Plan:
     details: str = ""
     criterion: Criterion = DEFAULT
 
+    def use_fewer_lanes(self, alive: int, error: torch.OutOfMemoryError) -> None:
+        """After an out-of-memory error: half as many hypotheses at a time."""
+        before, self.lanes = self.lanes, min(self.lanes, alive) // 2
+        if not self.lanes:
+            raise torch.OutOfMemoryError(
+                f"{self.batch} images of one hypothesis do not fit into memory ({error}); use "
+                f"fewer: Engine(batch_size={max(1, self.batch // 2)})"
+            ) from error
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        warn_once(
+            f"fastbcd scores {self.lanes} hypotheses at a time instead of {before}: out of memory"
+        )
+
     def __str__(self) -> str:
         hypotheses, images = self.request.hypotheses, self.request.images
         cost = f"{self.multiply_adds / 1e9:,.1f} G multiply-adds" if self.multiply_adds else "?"
@@ -130,7 +144,9 @@ def collapsed_plan(request: Request, program: Program, required: bool) -> Plan |
     left = request.memory - cost.form_bytes
     form.affine.begin(request.example, left // 2)
     rows = ROWS.get(request.example.device.type, 1024)
-    batch = request.batch_size or max(1, min(-(-request.images // world()), 128))
+    # A GEMM on a GPU needs all of its rows; a wave has few hypotheses.
+    wanted = 128 if rows == ROWS["cpu"] else max(128, rows // max(request.hypotheses, 1))
+    batch = request.batch_size or max(1, min(-(-request.images // world()), wanted))
     # A row holds c, and the output of its GEMM is a part of it.
     affordable = max(1, left // 4 // (max(cost.kinks, 1) * cost.itemsize))
     lanes = max(1, min(request.hypotheses, rows // batch, affordable // batch))

@@ -101,16 +101,13 @@ def score(
         if explain:
             print(plan)
         tally, samples = run_pass(plan, images, dict(enumerate(hypotheses))), len(images)
-    sums = [tally.sums[k] for k in [*range(len(hypotheses)), -1]]
-    values, losses = torch.tensor(sums, dtype=torch.float64).unbind(1)
-    means, base_value = values[:-1] / samples, float(values[-1]) / samples
-    base_loss, losses = float(losses[-1]) / samples, losses[:-1] / samples
-    correct, base_correct = (
-        (values[:-1].long(), int(values[-1])) if metric is None else (None, None)
-    )
+    numbers = [*range(len(hypotheses)), -1]
+    sums = torch.tensor([tally.sums[k] for k in numbers], dtype=torch.float64)
+    means, own = sums / samples, metric is not None
     return Scores(
-        correct, losses, base_correct, base_loss, samples, plan.engine.name, means, base_value,
-        criterion.points,
+        None if own else sums[:-1, 0].long(), means[:-1, 1],
+        None if own else int(sums[-1, 0]), float(means[-1, 1]), samples, plan.engine.name,
+        means[:-1, 0], float(means[-1, 0]), criterion.points,
     )  # fmt: skip
 
 
@@ -162,9 +159,14 @@ def run_pass(
         for i, (x, targets) in enumerate(_rounds(data, plan, tally.rounds), tally.rounds):
             numbers = [-1, *alive] if base else list(alive)
             found: dict[int, Tensor] = {}
-            if len(targets):
-                for some, outputs in plan.engine.logits(x, work, base, i):
-                    found.update(zip(some, plan.criterion.rows(outputs, targets), strict=True))
+            while len(targets):
+                try:
+                    for some, outputs in plan.engine.logits(x, work, base, i):
+                        found.update(zip(some, plan.criterion.rows(outputs, targets), strict=True))
+                    break
+                except torch.OutOfMemoryError as error:
+                    plan.use_fewer_lanes(len(alive), error)
+                    work = plan.engine.prepare(alive, plan.lanes)
             rows = [found[k] if k in found else found.get(-1, nothing) for k in numbers]
             pending.append(torch.stack(rows) if rows else nothing[None, :0])
             if decide is None and len(pending) < LOOK_EVERY and i + 1 < len(sizes):

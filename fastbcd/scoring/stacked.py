@@ -30,17 +30,19 @@ from fastbcd.scoring.engine import Request, difference_from_net
 from fastbcd.scoring.program import Activation, Call, NotTraceable, Program
 
 BATCH = 32  # images at a time, unless memory or the user says otherwise
+GPU_ITEMS = 4096  # images times hypotheses that run together on a GPU, if memory allows
 Values = dict[fx.Node, Any]
 
 
-@dataclass(frozen=True)
+@dataclass
 class LaneGroup:
     """Hypotheses that run together, in the order of the first site that each changes."""
 
     numbers: list[int]
     count: dict[fx.Node, int]  # how many lanes a value has
     reads: set[fx.Node]  # values of the base that lanes read
-    masks: list[Tensor]  # uint8 [lanes, *shape] by site
+    removals: list[Tensor]  # ids by lane
+    masks: list[Tensor]  # uint8 [lanes, *shape] by site; made when they are needed
     keep: set[fx.Node]  # values that are read after the last step
 
 
@@ -73,16 +75,20 @@ class Stacked:
 
     def __init__(self, program: Program, masks: MaskSet) -> None:
         self.program, self.masks = program, masks
+        self.site_masks = [step.module.mask for step in program.activations]
+        self.bits = masks.bits.to(self.site_masks[0].device, torch.uint8)
         self.base_masks = self.lane_masks([torch.empty(0, dtype=torch.int64)])
 
     def lane_masks(self, removals: list[Tensor]) -> list[Tensor]:
         """[lanes, *shape] uint8 by site: the base's bits less what each lane removes."""
-        lanes = self.masks.bits.to(torch.uint8).repeat(len(removals), 1)
+        lanes = self.bits.repeat(len(removals), 1)
         for lane, ids in zip(lanes, removals, strict=True):
-            lane[ids] = 0
-        like = [step.module.mask for step in self.program.activations]
-        parts = zip(lanes.split([mask.numel() for mask in like], dim=1), like, strict=True)
-        return [channels_last(t.reshape(-1, *mask.shape).to(mask.device)) for t, mask in parts]
+            lane.index_fill_(0, ids.to(lane.device), 0)
+        parts = lanes.split([mask.numel() for mask in self.site_masks], dim=1)
+        return [
+            channels_last(part.reshape(-1, *mask.shape).to(mask.device))
+            for part, mask in zip(parts, self.site_masks, strict=True)
+        ]
 
     def prepare(self, removals: dict[int, Tensor], lanes: int) -> list[LaneGroup]:
         """Hypotheses by number, cut into groups of at most `lanes` that begin near each other."""
@@ -92,8 +98,8 @@ class Stacked:
         for i in range(0, len(order), lanes):
             numbers = order[i : i + lanes]
             count, reads = lane_counts(self.program, [begin[k] for k in numbers])
-            masks = self.lane_masks([removals[k] for k in numbers])
-            groups.append(LaneGroup(numbers, count, reads, masks, set()))
+            ids = [removals[k].to(self.bits.device) for k in numbers]
+            groups.append(LaneGroup(numbers, count, reads, ids, [], set()))
         return groups
 
     def logits(
@@ -104,7 +110,7 @@ class Stacked:
         reads = set(program.outputs if base else ()).union(*(group.reads for group in groups))
         last = max((i for i, s in enumerate(program.steps) if s.node in reads), default=-1)
         needed = {s.node: int(i <= last) for i, s in enumerate(program.steps)}
-        one = LaneGroup([-1], {start: 1, **needed}, set(), self.base_masks, reads)
+        one = LaneGroup([-1], {start: 1, **needed}, set(), [], self.base_masks, reads)
         values = self.run(one, {start: channels_last(x)}, {})
 
         def output(node: fx.Node) -> Tensor:
@@ -119,7 +125,10 @@ class Stacked:
             n, count, own = len(group.numbers), group.count, {}
             if count[start]:
                 own[start] = extend(None, values[start], 0, n)
+            group.masks = group.masks or self.lane_masks(group.removals)
             own = self.run(group, own, values)
+            if len(groups) > 1:
+                group.masks = []  # the memory holds the masks of one group at a time
             yield group.numbers, fx.node.map_arg(program.output, output)
 
     def run(self, group: LaneGroup, values: Values, base: Values) -> Values:
@@ -233,13 +242,17 @@ def portions(request: Request, per_image: int, largest: int) -> tuple[int, int]:
 
     per_image: bytes of all values alive at once, largest: bytes of the largest single value.
     """
-    together = request.memory // max(per_image, 1)
+    together = max(1, request.memory // max(per_image, 1))
+    hypotheses = max(request.hypotheses, 1)
     if request.example.device.type == "cpu":
         # A value written by one step should still be in the cache when the next one reads it,
         # and fresh memory beyond it costs more in page faults than the convolution; but a
         # convolution of fewer images than a batch is not efficient.
         together = min(together, max(BATCH, cache_bytes() // (8 * largest)))
-    together = max(together, 1)
-    batch = request.batch_size or min(BATCH, together)
-    lanes = max(1, min(max(request.hypotheses, 1), together // batch))
-    return min(batch, max(request.images, 1)), lanes
+        batch = min(BATCH, together)
+    else:
+        # A GPU is busy with many images at a time; a wave has few hypotheses.
+        lanes = max(1, min(hypotheses, together // BATCH))
+        batch = min(together // lanes, max(BATCH, GPU_ITEMS // lanes))
+    batch = request.batch_size or batch
+    return min(batch, max(request.images, 1)), max(1, min(hypotheses, together // batch))

@@ -275,7 +275,7 @@ def empty(outputs, targets):
         ({"loss": 3}, TypeError, "loss=3; it must be a callable"),
         ({"loss": lambda o, t: o}, ValueError, r"the loss returns float32 \[2, 3, 8, 8\]"),
         ({"loss": lambda o, t: o.sum() * torch.nan}, FloatingPointError, "has a loss of NaN"),
-        ({"metric": None}, ValueError, r"must return logits \[B, classes\], or metric="),
+        ({"metric": None}, ValueError, r"must return logits \[B, classes\], unless metric="),
     ],
 )  # fmt: skip
 def test_bad_metrics(options, error, words) -> None:
