@@ -1,0 +1,104 @@
+"""score and choose on a CUDA device: where data goes, what waits, what fits into memory."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import fastbcd
+from fastbcd import Engine, choose, score
+from fastbcd.runtime.limits import default_memory
+from fastbcd.scoring.engine import Request
+from fastbcd.scoring.stacked import portions
+from helpers import fake_cuda
+from helpers.nets import images, make, thinned
+
+
+def hypotheses(net, count: int = 3, size: int = 9) -> list[torch.Tensor]:
+    return [fastbcd.masks(net).sample(size, seed=1, step=0, trial=t) for t in range(count)]
+
+
+@pytest.mark.filterwarnings("ignore:.*triton kernels do not take torch.float64")
+@pytest.mark.parametrize("engine", ["sequential", "stacked", "collapsed"])
+def test_data_goes_to_the_device_of_the_net(gpu, engine) -> None:
+    net, data = thinned(make("resnet"), 0.1), images(7)
+    removals = hypotheses(net)
+    truth = score(net, removals, data, Engine(engine, batch_size=4))
+    there = copy.deepcopy(net).to("cuda")
+    found = score(there, removals, data, Engine(engine, batch_size=4))
+    assert found.engine == engine
+    assert torch.equal(found.correct, truth.correct)
+    torch.testing.assert_close(found.loss, truth.loss)
+    assert fastbcd.accuracy(there, data) == fastbcd.accuracy(net, data)
+    chosen = [choose(n, removals, data, adt=-100.0, engine=engine).number for n in (net, there)]
+    assert chosen[0] == chosen[1]
+
+
+@pytest.mark.filterwarnings("ignore:fastbcd scores")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_nets_in_half_precision(gpu, dtype) -> None:
+    net, data = thinned(make("mlp")).to(dtype), images(9)
+    truth = score(net, hypotheses(net), data)
+    assert torch.equal(score(net.to("cuda"), hypotheses(net), data).correct, truth.correct)
+
+
+def test_sums_are_read_once(gpu) -> None:
+    """More batches wait no more often for the device, and nothing else is copied to it."""
+    net = thinned(make("mlp")).to("cuda")
+    removals, counts = hypotheses(net), []
+    for batches in (3, 9):
+        data = fastbcd.ImageData.from_arrays(*images(4 * batches)).to("cuda")
+        gpu.reset()
+        score(net, removals, data, Engine("stacked", batch_size=4))
+        counts.append({kind: gpu.counts[kind] for kind in ("sync", "h2d", "d2h")})
+    assert counts[0] == counts[1], gpu.places
+
+
+def test_lanes_are_halved_when_memory_runs_out() -> None:
+    net, data = thinned(make("mlp")), images(64)
+    removals = hypotheses(net, 8)
+    truth = score(net, removals, data)
+    sizes = {}
+    with fake_cuda.device() as gpu:
+        for lanes in (1, 8):
+            there = copy.deepcopy(net).to("cuda")
+            engine = Engine("stacked", batch_size=64, memory=2**40 if lanes == 8 else 1)
+            score(there, removals, data, engine)
+            torch.cuda.empty_cache()
+            sizes[lanes] = gpu.peak[0]
+            gpu.peak[0] = 0
+    limit = (sizes[1] + sizes[8]) // 2
+    with fake_cuda.device(memory=limit):
+        there = copy.deepcopy(net).to("cuda")
+        with pytest.warns(RuntimeWarning, match="hypotheses at a time instead of 8: out of memory"):
+            found = score(there, removals, data, Engine("stacked", batch_size=64, memory=2**40))
+    assert torch.equal(found.correct, truth.correct)
+
+
+def test_batches_fill_a_gpu(gpu) -> None:
+    net, x = make("mlp"), images(2)[0].to("cuda")
+
+    def cut(hypotheses: int, per_image: int, memory: int, batch_size=None) -> tuple[int, int]:
+        request = Request(net, fastbcd.masks(net), [], hypotheses, 50_000, x, batch_size, memory)
+        return portions(request, per_image, per_image)
+
+    for hypotheses in (1, 3, 8, 50):
+        batch, lanes = cut(hypotheses, 2**20, 2**34)
+        assert 1024 <= batch * lanes <= 2**14
+        assert lanes == hypotheses
+    batch, lanes = cut(8, 2**20, 2**24)
+    assert 1 <= batch * lanes <= 16
+    assert cut(8, 2**20, 2**34, batch_size=16) == (16, 8)
+
+
+def test_memory_that_torch_reserved_is_free(gpu) -> None:
+    device = torch.device("cuda:0")
+    before = default_memory(device)
+    block = torch.zeros(2**26, device=device)
+    held = default_memory(device)
+    del block
+    assert held < before
+    assert torch.cuda.memory_reserved() > torch.cuda.memory_allocated()
+    assert default_memory(device) == before
