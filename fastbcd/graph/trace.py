@@ -8,12 +8,15 @@ import operator
 import threading
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch.fx import graph_module
 
 from fastbcd.masking.activations import MaskedActivation
 
 _LOCK = threading.RLock()
+_MAKERS = (torch.arange, torch.as_tensor, torch.empty, torch.eye, torch.full, torch.linspace,
+           torch.ones, torch.rand, torch.randn, torch.tensor, torch.zeros)  # fmt: skip
 
 
 class Tracer(fx.Tracer):
@@ -24,7 +27,8 @@ class Tracer(fx.Tracer):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(autowrap_functions=_MAKERS)  # torch.zeros(x.shape[0], device=x.device)
+        self._autowrap_search.append(torch)
         self.thread = threading.get_ident()
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -42,6 +46,8 @@ class Tracer(fx.Tracer):
         with _LOCK:
             graph = super().trace(root, concrete_args)
         for node in graph.nodes:
+            if node.target in _MAKERS:
+                node.meta.pop("is_wrapped", None)  # torch.fx would wrap the function for good
             if node.op != "call_module" or len(node.args) + len(node.kwargs) == 1:
                 continue
             if isinstance(_module(self.root, node), MaskedActivation):

@@ -11,14 +11,12 @@ import copy
 import warnings
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 
 from fastbcd.masking.activations import MaskedActivation, activation_type
-from fastbcd.masking.masks import plain_names
-from fastbcd.masking.missed_relus import ConversionReport, Op, run_watched
+from fastbcd.masking.converted_net import ConvertedNet
+from fastbcd.masking.missed_relus import ConversionReport, Op, repeatable, run_watched
 from fastbcd.masking.tracing import BY_HAND, ConversionError, call_path, replace_call, same_values
 from fastbcd.masking.tracing import trace_both_modes as trace
 
@@ -28,12 +26,13 @@ Skip = str | type[nn.Module]
 def convert(
     model: nn.Module, example_input: Tensor, replacement: str = "identity", *,
     skip: Skip | Iterable[Skip] = (),
-) -> fx.GraphModule:  # fmt: skip
+) -> ConvertedNet:  # fmt: skip
     """A new network in which every ReLU has one bit per neuron, all of them set.
 
     Args:
         model: not changed. Wrappers (DataParallel, torch.compile, AveragedModel) are removed.
-        example_input: a batch like those that the network will see, [B, ...].
+        example_input: a batch like those that the network will see, [B, ...]. It is the only
+            argument of the result: others of the model's forward have their default values.
         replacement: what a cleared bit gives: "identity", or "poly" for a learned quadratic.
         skip: ReLUs to leave as they are, by name ("layer4.*") or by type (nn.ReLU6).
 
@@ -55,17 +54,29 @@ def convert(
         is_module = isinstance(entry, type) and issubclass(entry, nn.Module)
         if not isinstance(entry, str) and not is_module:
             raise TypeError(f"skip has {entry!r}; give names such as 'layer4.*', or module types")
-    twin = copy.deepcopy(unwrap(model))
+    twin, title = copy.deepcopy(unwrap(model)), type(model).__name__
+    if any(t.is_meta for t in (example_input, *twin.parameters(), *twin.buffers())):
+        raise ConversionError(
+            f"{title} or its example input is on the meta device, where tensors have no values: "
+            f"build both on a real device, or use to_empty(device='cpu') and load the weights"
+        )
     modes = {name: module.training for name, module in twin.named_modules()}
-    graph, leaves = trace(twin.eval())
-    net = _graph_module(twin, graph)
     try:
-        before = run_watched(net, example_input)
+        with repeatable(example_input):
+            expected = copy.deepcopy(twin).eval()(example_input.clone())
     except Exception as error:
         raise ConversionError(
-            f"{type(twin).__name__} does not run on an input of shape "
-            f"{tuple(example_input.shape)}: {str(error).splitlines()[0]}"
+            f"{title} does not run on an input of shape {tuple(example_input.shape)}: "
+            f"{str(error).splitlines()[0]}"
         ) from error
+    graph, leaves = trace(twin.eval(), example_input)
+    net = ConvertedNet.of(twin, graph)
+    before = run_watched(net, example_input)
+    if not same_values(before.output, expected):
+        raise ConversionError(
+            f"{title} as traced by torch.fx gives other outputs than its forward: that may test "
+            f"types (isinstance) or use data outside of tensors; {BY_HAND}"
+        )
     relus: dict[fx.Node, Op] = {}
     left: dict[str, bool] = {}  # every nonlinear call, and whether skip names it
     for node, ops in before.ops.items():
@@ -103,7 +114,14 @@ def convert(
     if not wanted:
         given = ", ".join(e if isinstance(e, str) else e.__name__ for e in entries)
         besides = f" besides those skipped ({given})" if given else ""
-        raise ConversionError(f"{type(model).__name__} has no ReLU to mask{besides}")
+        others = before.nonlinear(without=relus)
+        clamps = bool(others) and all(op.kind.startswith("clamp") for op in others)
+        found = (
+            f"; its {'ReLUs are clamps' if clamps else 'nonlinear operations are'} "
+            f"{'; '.join(map(str, others[:3]))}; captured are relu, clamp(min=0) without max, "
+            f"threshold(0, 0) and maximum(x, zeros)"
+        )
+        raise ConversionError(f"{title} has no ReLU to mask{besides}{found * bool(others)}")
     for node, op in wanted.items():
         shape, batch = before.shapes[node], len(example_input)
         if len(shape) < 2 or shape[0] != batch:
@@ -122,16 +140,15 @@ def convert(
     net.recompile()
     if not same_values(run_watched(net, example_input).output, before.output):
         raise ConversionError(
-            f"{type(twin).__name__} gives other outputs after conversion: an in-place ReLU changes "
-            f"a tensor that is used again through a view; use inplace=False, or {BY_HAND}"
+            f"{title} gives other outputs after conversion: an in-place ReLU changes a tensor that "
+            f"is used again through a view; use inplace=False, or {BY_HAND}"
         )
     for name, module in net.named_modules():  # a new module has the mode of its owner
         module.training = modes.setdefault(name, modes[name.rpartition(".")[0]])
     masks = [m.mask for m in net.modules() if isinstance(m, MaskedActivation)]
     nonlinear = before.nonlinear(without=wanted)
     report = ConversionReport(len(masks), sum(m.numel() for m in masks), nonlinear)
-    net.conversion_report = report  # type: ignore[assignment]
-    net.meta[_USER_PRESERVED_ATTRIBUTES_KEY] = {"conversion_report": report}  # for copy.deepcopy
+    net.keep(conversion_report=report)
     stays = [op for op in nonlinear if not left[op.name]]
     if stays:
         more = f" and {len(stays) - 3} more" * (len(stays) > 3)
@@ -149,24 +166,3 @@ def unwrap(model: nn.Module) -> nn.Module:
     wraps = ("DataParallel", "DistributedDataParallel", "AveragedModel")
     inner = getattr(model, "module" if type(model).__name__ in wraps else "_orig_mod", None)
     return unwrap(inner) if isinstance(inner, nn.Module) else model
-
-
-def _graph_module(twin: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A GraphModule on twin's own module tree: every name, order and unused weight is kept."""
-    for node in graph.nodes:  # a tensor that forward makes is no state of the network
-        if node.op == "get_attr" and isinstance(value := vars(twin).get(node.target), Tensor):
-            delattr(twin, node.target)
-            twin.register_buffer(node.target, value, persistent=False)
-    net = fx.GraphModule(twin, graph, type(twin).__name__)
-    net._modules, net._parameters, net._buffers = twin._modules, twin._parameters, twin._buffers
-    net._non_persistent_buffers_set = twin._non_persistent_buffers_set
-    net.register_load_state_dict_pre_hook(_strip_prefixes)
-    return net
-
-
-def _strip_prefixes(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Load a checkpoint of a wrapped model: prefixes that all its names have are removed."""
-    if prefix == "" and not state_dict.keys() & module.state_dict().keys():
-        own = {plain: key for key, plain in plain_names(module.state_dict()).items()}
-        for key, plain in plain_names(state_dict).items():
-            state_dict[own.get(plain, plain)] = state_dict.pop(key)

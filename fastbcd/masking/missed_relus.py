@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,7 +139,7 @@ class Watch(TorchDispatchMode):
 
 
 def run_watched(net: fx.GraphModule, x: Tensor) -> Watch:
-    """Run the net node by node on a copy of x, with the same random numbers every time."""
+    """Run the net node by node on a copy of x."""
     watch = Watch(x := x.clone())
 
     class Run(fx.Interpreter):
@@ -151,14 +152,19 @@ def run_watched(net: fx.GraphModule, x: Tensor) -> Watch:
                 watch.shapes[n] = tuple(result.shape)
             return result
 
-    # The fused path of transformer layers computes their ReLU inside one kernel.
+    with repeatable(x), watch:
+        watch.output = Run(net).run(x)
+    return watch
+
+
+@contextmanager
+def repeatable(x: Tensor) -> Iterator[None]:
+    """Forward passes with the same random numbers, and with the ReLU of transformers visible."""
     fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
+    torch.backends.mha.set_fastpath_enabled(False)  # one kernel, with the ReLU inside
     try:
-        devices = [x.device] if x.is_cuda else []
-        with torch.no_grad(), torch.random.fork_rng(devices), watch:
+        with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
             torch.manual_seed(0)
-            watch.output = Run(net).run(x)
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
-    return watch

@@ -9,11 +9,13 @@ only add outputs are left out.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import operator
+import threading
 import traceback
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from fastbcd.graph.trace import Tracer
@@ -63,21 +66,22 @@ class ConversionError(ValueError):
 BY_HAND = "place fastbcd.MaskedReLU(shape) by hand, or name the ReLU in skip= to leave it as it is"
 
 
-def trace_both_modes(net: nn.Module) -> tuple[fx.Graph, set[str]]:
+def trace_both_modes(net: nn.Module, example: Tensor) -> tuple[fx.Graph, set[str]]:
     """The graph of the net, which is in eval mode, and the modules that it calls as a whole."""
     leaves: set[str] = set()
     while True:
         trained, kind = copy.deepcopy(net).train(), type(net).__name__
         try:
-            graph, train_graph = (_LeafTracer(leaves).trace(m) for m in (net, trained))
+            graph, train_graph = (_ExampleTracer(example, leaves).trace(m) for m in (net, trained))
         except Exception as error:  # the model's own forward may raise anything on fx proxies
-            where = f"{_innermost_frame(error)}: {error}"
+            where = f"{_innermost_frame(error)}: {str(error) or type(error).__name__}"
             raise ConversionError(
                 f"{kind} cannot be traced by torch.fx ({where}); {BY_HAND}"
             ) from error
         switched, others = _compare(net, trained, list(graph.nodes), list(train_graph.nodes))
         if not others:
             _follow_mode(net, trained, switched)
+            graph._tracer_cls = Tracer  # which unpickling makes without arguments
             return graph, leaves
         new = {owner_of(node) for node in others} - {"", *leaves}
         if not new:
@@ -176,16 +180,103 @@ def _follow_mode(net: nn.Module, trained: nn.Module, nodes: list[fx.Node]) -> No
         )  # fmt: skip
 
 
-class _LeafTracer(Tracer):
-    """Calls the modules of the given paths as a whole."""
+class _Proxy(fx.Proxy):
+    """A traced value; where Python needs its size, number or truth, the example input gives it."""
 
-    def __init__(self, leaves: Collection[str] = ()) -> None:
+    tracer: _ExampleTracer
+
+    def __getattr__(self, k: str) -> _Attribute:
+        return _Attribute(self, k)
+
+    def __len__(self) -> int:
+        return self.tracer.known(self.node, len)
+
+    def __index__(self) -> int:
+        return self.tracer.known(self.node, operator.index)
+
+    def __int__(self) -> int:
+        return self.tracer.known(self.node, int)
+
+    def __float__(self) -> float:
+        return self.tracer.known(self.node, float)
+
+
+class _Attribute(_Proxy, fx.proxy.Attribute):
+    pass
+
+
+class _ExampleTracer(Tracer):
+    """Traces forward(x), other arguments at their defaults, for inputs like the example.
+
+    Control flow may depend on the shape and the type of x, except for the batch size. Modules of
+    the paths `leaves` are called as a whole.
+    """
+
+    def __init__(self, example: Tensor, leaves: Collection[str]) -> None:
         super().__init__()
-        self.leaves = leaves
+        self.example, self.leaves = example, leaves
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)  # shapes and types without data
+        self.values: dict[int, dict[fx.Node, Any]] = {n: {} for n in (len(example), 2, 3, 1009)}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         leaf = isinstance(m, FunctionalBatchNorm) or module_qualified_name in self.leaves
         return leaf or super().is_leaf_module(m, module_qualified_name)
+
+    def create_args_for_root(self, root_fn: Any, *_: Any) -> tuple[Any, list[Any]]:
+        parameters = list(inspect.signature(root_fn).parameters.values())[1:]
+        name = next((p.name for p in parameters if p.kind is not p.VAR_POSITIONAL), "x")
+        return root_fn, [self.root, self.create_proxy("placeholder", name, (), {})]
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Also marks the tensors that methods of the root, such as forward_features, take."""
+        known = {"forward", *dir(nn.Module), *vars(root)}
+        methods = {name: getattr(root, name) for name, _ in
+                   inspect.getmembers(type(root), inspect.isfunction)
+                   if name[0] != "_" and name not in known}  # fmt: skip
+        vars(root).update({k: functools.partial(self._mark, k, m) for k, m in methods.items()})
+        try:
+            return super().trace(root, concrete_args)
+        finally:
+            for name in methods:
+                del vars(root)[name]
+
+    def _mark(self, name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if args and isinstance(args[0], fx.Proxy) and isinstance(result, fx.Proxy):
+            for key, proxy in (("given to", args[0]), ("returned by", result)):
+                proxy.node.meta.setdefault(key, set()).add(name)
+        return result
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        return self.known(obj.node, bool)
+
+    def iter(self, obj: Any) -> Any:
+        return iter([obj[i] for i in range(self.known(obj.node, len))])
+
+    def known(self, node: fx.Node, kind: Callable[[Any], Any]) -> Any:
+        """kind(value of the node), which neither the data nor the batch size may decide."""
+        run = fx.Interpreter(self.root, garbage_collect_values=False, graph=self.graph)
+        found, failure, self.thread = set(), None, 0  # calls of another thread are not traced
+        for batch, values in self.values.items():
+            try:
+                with self.fake, torch.no_grad():
+                    for n in self.graph.nodes:
+                        given = fx.node.map_arg((n.args, n.kwargs), values.get)
+                        if n.op == "placeholder" and n not in values:
+                            values[n] = self.example.new_empty(batch, *self.example.shape[1:])
+                        elif n not in values:
+                            values[n] = getattr(run, n.op)(n.target, *given)
+                    found.add(kind(values[node]))
+            except Exception as error:  # such as a size that the net does not run on
+                failure = error
+        self.thread = threading.get_ident()
+        if len(found) != 1:
+            reason = "batch size" if found else "data"
+            raise fx.proxy.TraceError(f"control flow depends on the {reason}") from failure
+        return found.pop()
 
 
 def owner_of(node: fx.Node) -> str:

@@ -1,0 +1,237 @@
+"""Networks that torch.fx alone does not trace: shapes, constants and default arguments."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastbcd
+from fastbcd import ConversionError, convert
+
+
+class Net(nn.Module):
+    """function(x, relu(conv(x))), for odd code in forward."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.function = function
+        self.scale = torch.tensor([2.0])  # neither a parameter nor a buffer
+
+    def forward(self, x):
+        return self.function(self, x, torch.relu(self.conv(x)))
+
+
+def branches(net, x, y):
+    if x.shape[1] == 3 and x.dtype == torch.float32 and x.shape[2:] == (8, 8):
+        return y + 1
+    raise ValueError("not reached")
+
+
+def asserts(net, x, y):
+    assert x.dim() == 4
+    assert x.shape[1] == 3, f"3 channels, not {x.shape[1]}"
+    batch, _, *sides = x.shape
+    assert sides[0] == sides[1] <= max(x.shape[1], 8)
+    return y.reshape(batch, -1)
+
+
+def loops(net, x, y):
+    for i in range(x.shape[1]):
+        y = y + i
+    for channel in y.unbind(1):
+        y = y + channel.unsqueeze(1)
+    return y[:, : int(y.shape[1] / 2)] / len(x.shape) * float(y.size(1)) * math.sqrt(x.shape[2])
+
+
+def constants(net, x, y):
+    y = y * torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, -1, 1, 1) * net.scale
+    y = y + torch.zeros(x.shape[0], 4, 1, 1, device=x.device, dtype=x.dtype)
+    y = y * torch.arange(y.shape[1], dtype=x.dtype).view(1, -1, 1, 1) + torch.ones(y.shape)
+    return y * torch.tensor(y.shape[1] ** -0.5) + torch.full((x.size(0), 1, 1, 1), 0.5)
+
+
+@pytest.mark.parametrize("function", [branches, asserts, loops, constants])
+def test_shapes_and_constants_are_traced_with_the_example(function, capfd) -> None:
+    model = Net(function)
+    net = convert(model, torch.randn(2, 3, 8, 8))
+    for batch in (1, 2, 5):
+        x = torch.randn(batch, 3, 8, 8)
+        assert torch.equal(net(x), model(x))
+    assert list(net.state_dict()) == ["conv.weight", "conv.bias", "relu.mask"]
+    assert fastbcd.masks(net).count() == 256
+    assert convert(Net(constants), torch.randn(2, 3, 8, 8)), "torch is as it was"
+    loaded = pickle.loads(pickle.dumps(net))
+    assert torch.equal(loaded(x), model(x))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_engines_run_them(engine) -> None:
+    model = Net(lambda net, x, y: constants(net, x, branches(net, x, y)).mean((2, 3)))
+    data = torch.randn(30, 3, 8, 8), torch.randint(0, 4, (30,))
+    net = convert(model.eval(), data[0][:2])
+    found = fastbcd.score(net, [[0, 1], [5, 200]], data, engine=engine)
+    assert found.base_correct == int((model(data[0]).argmax(1) == data[1]).sum())
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda net, x, y: y if x.sum() > 0 else 2 * y, "data"),
+        (lambda net, x, y: y * int(x.argmax()), "data"),
+        (lambda net, x, y: y if x.shape[0] == 2 else 2 * y, "batch size"),
+        (lambda net, x, y: y if len(x) < 500 else 2 * y, "batch size"),
+        (lambda net, x, y: y / float(x.shape[0]), "batch size"),
+    ],
+)
+def test_data_and_batch_size_may_not_decide(function, reason, capfd) -> None:
+    message = rf"test_tracing.py:\d+: control flow depends on the {reason}\); place fastbcd"
+    with pytest.raises(ConversionError, match=message):
+        convert(Net(function), torch.randn(2, 3, 8, 8))
+    assert capfd.readouterr().err == ""
+
+
+class Optional(nn.Module):
+    """Further arguments with default values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x, features=False, mask=None, *, scale=2.0, **more):
+        x = torch.relu(self.linear(x))
+        if mask is not None:
+            x = x * mask
+        return x if features or more or scale != 2 else x.sum(1)
+
+
+def test_other_arguments_have_their_defaults() -> None:
+    model, x = Optional(), torch.randn(4, 3)
+    net = convert(model, x)
+    assert torch.equal(net(x), model(x))
+    with pytest.raises(TypeError, match="argument"):
+        net(x, True)
+
+
+def test_a_graph_that_gives_other_outputs_is_refused() -> None:
+    class Types(nn.Module):
+        def forward(self, x):
+            return torch.relu(x) if isinstance(x, torch.Tensor) else torch.relu(x) + 1
+
+    with pytest.raises(ConversionError, match=r"Types .* gives other outputs .*isinstance"):
+        convert(Types(), torch.randn(2, 3))
+
+
+@pytest.mark.parametrize("which", ["model", "input", "both"])
+def test_the_meta_device_is_refused(which) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
+    model, x = (
+        model if which == "input" else model.to("meta"),
+        x if which == "model" else x.to("meta"),
+    )
+    with pytest.raises(ConversionError, match=r"Sequential .* meta device, .* to_empty"):
+        convert(model, x)
+
+
+@pytest.mark.parametrize(
+    ("act", "words"),
+    [
+        (lambda x: x.clamp(0, 1), r"its ReLUs are clamps clamp: 3 elements.* clamp\(min=0\)"),
+        (lambda x: x.clamp(min=-1), r"its ReLUs are clamps clamp: 3"),
+        (F.gelu, r"its nonlinear operations are gelu: 3 elements"),
+    ],
+)
+def test_a_net_without_relus_is_told_what_it_has(act, words) -> None:
+    class Act(nn.Module):
+        def forward(self, x):
+            return act(x)
+
+    with pytest.raises(ConversionError, match="no ReLU to mask; " + words):
+        convert(Act(), torch.randn(2, 3))
+
+
+# ------------------------------------------------------------------------ the original's parts
+
+
+class Timm(nn.Module):
+    """The usual parts of timm's networks."""
+
+    in_chans = 3
+    feature_info = ({"num_chs": 4},)
+
+    def __init__(self, num_classes: int = 5) -> None:
+        super().__init__()
+        self.num_classes, self.widths, self.callback = num_classes, (4, 4), lambda: None
+        self.conv, self.act = nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True)
+        self.fc = nn.Linear(4, num_classes)
+
+    @property
+    def out_features(self) -> int:
+        return self.fc.out_features
+
+    @staticmethod
+    def default_cfg() -> str:
+        return "cfg"
+
+    def forward_features(self, x):
+        return self.act(self.act(self.conv(x)) - 0.1)
+
+    def forward_head(self, x, pre_logits: bool = False):
+        x = torch.relu(x.mean((2, 3)))
+        return x if pre_logits else self.fc(x)
+
+    def forward(self, x):
+        return self.forward_head(self.forward_features(x))
+
+    def pooled(self, x):
+        return self.forward_features(x).mean((2, 3))
+
+
+def test_parts_of_the_original_are_reachable() -> None:
+    model, x = Timm(num_classes=7), torch.randn(2, 3, 8, 8)
+    original = convert(model, x)
+    for net in (original, original.__deepcopy__({}), convert(convert(model, x, skip="relu"), x)):
+        assert net.original_class is Timm
+        assert (net.num_classes, net.widths, net.in_chans) == (7, (4, 4), 3)
+        assert net.feature_info == Timm.feature_info
+        assert (net.out_features, net.default_cfg()) == (7, "cfg")
+
+
+def test_methods_that_forward_calls_are_parts_of_the_graph() -> None:
+    model, x = Timm(), torch.randn(2, 3, 8, 8)
+    net = convert(model, x)
+    features = net.forward_features(x)
+    assert torch.equal(features, model.forward_features(x))
+    assert torch.equal(net.forward_head(features), model(x))
+    masks = fastbcd.masks(net)
+    fastbcd.set_masks(net, masks.without(range(masks.total)))  # the parts have the same masks
+    torch.testing.assert_close(net.forward_features(x), net.conv(x) - 0.1)
+    assert torch.equal(net.forward_head(net.forward_features(x)), net(x))
+    twin = pickle.loads(pickle.dumps(net))
+    assert twin.num_classes == 5
+
+
+def test_other_methods_say_why_not() -> None:
+    net = convert(Timm(), torch.randn(2, 3, 8, 8))
+    with pytest.raises(AttributeError, match=r"no 'pooled': Timm.forward does not call it exactly"):
+        net.pooled(torch.randn(2, 3, 8, 8))
+    for name in ("callback", "nothing", "arch"):
+        assert not hasattr(net, name)
+    sequential = convert(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3))
+    assert sequential.original_class is nn.Sequential
+    assert len(list(sequential.children())) == 2
+
+
+def test_errors_in_the_net_print_nothing(capfd) -> None:
+    net = convert(Net(lambda net, x, y: y + x[:, :1]), torch.randn(2, 3, 8, 8))
+    with pytest.raises(TypeError):
+        net("no tensor")
+    with pytest.raises(RuntimeError):
+        net(torch.randn(2, 4, 8, 8))
+    assert capfd.readouterr().err == ""
