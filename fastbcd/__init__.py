@@ -3,6 +3,7 @@
 from fastbcd import models, ops, private, recipes, report
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import load
+from fastbcd.data.stream import StreamData
 from fastbcd.descent.bcd import Run, bcd, steps
 from fastbcd.descent.proposals import Proposal, Saliency
 from fastbcd.descent.saliency import saliency
@@ -29,10 +30,10 @@ from fastbcd.training.trainer import Finetuner
 __all__ = [
     "Adaptive", "Choice", "ConversionError", "Engine", "Finetune", "Finetuner", "Fraction",
     "ImageData", "MaskSet", "MaskedPoly", "MaskedReLU", "Proposal", "Run", "Saliency", "Schedule",
-    "Scores", "Site", "StartingPoint", "Step", "Trained", "accuracy", "autorep", "backends", "bcd",
-    "choose", "convert", "load", "load_autorep", "load_relupruner", "load_run", "load_snl",
-    "masks", "models", "ops", "private", "recipes", "report", "saliency", "score", "set_masks",
-    "snl", "steps", "to_poly", "train",
+    "Scores", "Site", "StartingPoint", "Step", "StreamData", "Trained", "accuracy", "autorep",
+    "backends", "bcd", "choose", "convert", "load", "load_autorep", "load_relupruner", "load_run",
+    "load_snl", "masks", "models", "ops", "private", "recipes", "report", "saliency", "score",
+    "set_masks", "snl", "steps", "to_poly", "train",
 ]  # fmt: skip
 
 

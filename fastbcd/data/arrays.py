@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 Stats = Sequence[float] | None
+Item = tuple[np.ndarray, np.ndarray]
 DTYPES = (torch.uint8, torch.float32, torch.float64)
 LAYOUTS = {"NCHW": 4, "NHWC": 4, "NHW": 3, "NC...": None}  # and their number of dimensions
 # Samplers that draw all of their dataset, in any order.
@@ -91,34 +92,31 @@ def _channels_last(first: int, _: int, last: int) -> bool:
 # --------------------------------------------------------------------- datasets and loaders
 
 
-def read_dataset(dataset: Any, mean: Stats, std: Stats) -> tuple[np.ndarray, np.ndarray]:
+def read_dataset(dataset: Any, mean: Stats, std: Stats) -> Item:
     """All inputs and targets of a Dataset: uint8 or float [N,C,...], and numbers [N,...]."""
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise TypeError(f"{type(dataset).__name__} has no length or items; give a Dataset that has")
-    if len(dataset) == 0:
-        raise ValueError("the dataset has no items, so its images have no shape")
-    whole: list[np.ndarray] = []
+    check_dataset(dataset)
+    first = read_item(dataset, 0)
+    images, targets = (np.empty((len(dataset), *a.shape), a.dtype) for a in first)
     for i in range(len(dataset)):
-        item = read_item(dataset[i], i)
-        whole = whole or [np.empty((len(dataset), *a.shape), a.dtype) for a in item]
-        for what, array, held in zip(("image", "target"), item, whole, strict=True):
-            if array.shape != held.shape[1:] or array.dtype != held.dtype:
-                raise ValueError(
-                    f"the {what} of item {i} of the dataset is {array.dtype} {array.shape}, that "
-                    f"of item 0 {held.dtype} {held.shape[1:]}; bring all to one size and dtype"
-                )
-            held[i] = array
+        images[i], targets[i] = read_item(dataset, i, first)
         if i < 8:
-            check_repeatable(dataset, i, item[0])
-    images, targets = whole
+            check_repeatable(dataset, i, images[i])
     if images.dtype != np.uint8 and mean is not None and std is not None:
         images = _to_bytes(images, mean, std)
     return images, targets
 
 
+def check_dataset(dataset: Any) -> None:
+    """Refuse a Dataset without a length or items."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(f"{type(dataset).__name__} has no length or items; give a Dataset that has")
+    if len(dataset) == 0:
+        raise ValueError("the dataset has no items, so its images have no shape")
+
+
 def check_repeatable(dataset: Any, i: int, image: np.ndarray) -> None:
     """Refuse a Dataset whose item i is not this image when it is read again."""
-    again = read_item(dataset[i], i)[0]
+    again = read_item(dataset, i)[0]
     if not np.array_equal(again, image, equal_nan=again.dtype.kind == "f"):
         raise ValueError(
             f"item {i} of the dataset is another image each time it is read; give the "
@@ -139,8 +137,12 @@ def sampled(loader: torch_data.DataLoader) -> list[int] | None:
     return None
 
 
-def read_item(item: Any, i: int) -> tuple[np.ndarray, np.ndarray]:
-    """Item i of a Dataset: its input, uint8 or float [C,...], and its target."""
+def read_item(dataset: Any, i: int, first: Item | None = None) -> Item:
+    """Item i of a Dataset: its input, uint8 or float [C,...], and its target.
+
+    first: an item that it must be like.
+    """
+    item = dataset[i]
     if not isinstance(item, tuple | list) or len(item) < 2:
         raise TypeError(f"item {i} of the dataset is a {type(item).__name__}, not (image, label)")
     image, label = item[:2]
@@ -165,6 +167,12 @@ def read_item(item: Any, i: int) -> tuple[np.ndarray, np.ndarray]:
         array = array[None]
     if not isinstance(image, Tensor) and array.ndim == 3 and _channels_last(*array.shape):
         array = array.transpose(2, 0, 1)
+    for what, now, old in zip(("image", "target"), (array, target), first or (), strict=False):
+        if now.shape != old.shape or now.dtype != old.dtype:
+            raise ValueError(
+                f"the {what} of item {i} of the dataset is {now.dtype} {now.shape}, that of item 0 "
+                f"{old.dtype} {old.shape}; bring all to one size and dtype"
+            )
     return array, target
 
 

@@ -59,6 +59,8 @@ class ImageData:
     ids: Tensor = None  # type: ignore[assignment]
     name: str | None = None  # what `load` was asked for; a run records it
 
+    streamed, where = False, "in memory"  # how it is read; see StreamData
+
     def __post_init__(self) -> None:
         images, labels, n = self.images, self.labels, len(self.images)
         if self.ids is None:
@@ -175,9 +177,21 @@ class ImageData:
             raise ValueError(
                 f"{what} needs class indices, but the labels are {self.labels.dtype} "
                 f"{list(self.labels.shape)}: give whole numbers [{len(self)}] (one-hot labels: "
-                f"labels.argmax(1)), or a metric for these targets"
+                f"labels.argmax(1)), or pass metric="
             )
         return self.classes
+
+    def check_labels(self, classes: int, who: str) -> None:
+        """Refuse labels outside 0 .. classes-1, the classes of `who`."""
+        bad = ((self.labels < 0) | (self.labels >= classes)).nonzero().flatten().tolist()
+        for i in bad[:1]:
+            what = f"label {int(self.labels[i])} of image {i}"
+            raise ValueError(f"{what} is out of range: {who} has {classes} classes")
+
+    def identity(self, samples: int) -> dict[str, Tensor]:
+        """What a run's digest is made of: about `samples` images, all labels and ids."""
+        some = self.images[:: max(1, len(self) // samples)]
+        return {"images": some, "labels": self.labels, "ids": self.ids}
 
     def to(self, device: torch.device | str) -> ImageData:
         """The same data on another device."""
@@ -307,8 +321,15 @@ class ImageData:
             if low < 0 or high > last:
                 found = f"view_ids go from {low} to {high}"
                 raise ValueError(f"{found}; padding {padding} gives 0 to {last}")
-        x = self.images.index_select(0, indices)
+        x = self._take(indices)
         return self.normalise(pixels.crop(x, view_ids, padding) if image else x, out, **options)
+
+    def _take(self, indices: Tensor) -> Tensor:
+        return self.images.index_select(0, indices)
+
+    def sizes(self, batch_size: int, smallest: int = 1) -> list[int]:
+        """The sizes of an epoch's batches; a last one below `smallest` joins the one before it."""
+        return batch_sizes(len(self), batch_size, smallest)
 
     def train_batches(
         self, batch_size: int, *, seed: int, step: int, epoch: int, padding: int = 4,
@@ -324,11 +345,16 @@ class ImageData:
         check_whole("batch_size", batch_size, 1)
         order = self.order(seed=seed, step=step, epoch=epoch)
         views = self.view_ids(seed=seed, step=step, epoch=epoch, padding=padding, flip=flip)
-        whole = order.split(batch_sizes(len(self), batch_size, smallest))
+        whole = order.split(self.sizes(batch_size, smallest))
         mine = [batch[_share(len(batch), rank, world)] for batch in whole if len(batch) >= world]
+        return self._in_views(mine, views, padding, **options)
+
+    def _in_views(
+        self, parts: list[Tensor], views: Tensor, padding: int, **options: Any
+    ) -> TrainBatches:
         return (
             (self.views(i, views[i], padding=padding, **options), self.labels[i], i, views[i])
-            for i in mine
+            for i in parts
         )
 
 

@@ -8,11 +8,15 @@ from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils import data as torch_data
 
+from fastbcd.data.arrays import read_item
 from fastbcd.data.cifar import CIFAR, Arrays, find_cifar, read_cifar
 from fastbcd.data.images import ImageData
+from fastbcd.data.stream import StreamData
 from fastbcd.data.tiny_imagenet import read_tiny_imagenet
+from fastbcd.runtime.limits import default_memory
 
 # Mean and std of the train set, and the number of classes, of the data known by name.
 KNOWN: dict[str, tuple[tuple[float, ...], tuple[float, ...], int]] = {
@@ -27,23 +31,34 @@ def as_data(data: Any) -> ImageData:
     """What `score` and `bcd` take, as ImageData.
 
     data: ImageData, an (images, labels) pair as for `ImageData.from_arrays`, a Dataset or a
-    DataLoader. Floats are used as they are. Inputs and targets may have any shape.
+    DataLoader, which is read once, or streamed if it does not fit into memory. Floats are used as
+    they are. Inputs and targets may have any shape.
 
     >>> as_data((torch.zeros(2, 3, 8, 8), torch.tensor([0, 1])))
     ImageData(2 × 3×8×8 float32, 2 classes, cpu)
     """
     if isinstance(data, ImageData):
         return data
-    if isinstance(data, torch_data.DataLoader):
-        return ImageData.from_loader(data)
+    if isinstance(data, torch_data.DataLoader | torch_data.Dataset):
+        loader = data if isinstance(data, torch_data.DataLoader) else None
+        if not _fits(data if loader is None else loader.dataset):
+            return StreamData(data)
+        return ImageData.from_dataset(data) if loader is None else ImageData.from_loader(loader)
     if isinstance(data, tuple | list) and len(data) == 2 and hasattr(data[0], "shape"):
         return ImageData.from_arrays(*data)
-    if isinstance(data, torch_data.Dataset):
-        return ImageData.from_dataset(data)
     raise TypeError(
         f"data is a {type(data).__name__}; give ImageData, an (images, labels) pair of arrays, "
         f"a torch Dataset or a DataLoader"
     )
+
+
+def _fits(dataset: Any) -> bool:
+    """Does a Dataset fit into half of the free memory, shared by the ranks of this machine?"""
+    if isinstance(dataset, torch_data.TensorDataset) or not getattr(dataset, "__len__", int)():
+        return True
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = len(dataset) * sum(array.nbytes for array in read_item(dataset, 0))
+    return needed <= default_memory(torch.device("cpu")) // ranks
 
 
 def load(

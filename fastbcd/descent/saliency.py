@@ -79,15 +79,15 @@ def _totals(net: nn.Module, data: ImageData, absolute: bool, batch_size: int) ->
     anchor = torch.zeros((), device=data.device, requires_grad=True)
     model, memory_format = fused(net, train=False)
     # The batches do not depend on the number of ranks.
-    batches = list(zip(data.images.split(batch_size), data.labels.split(batch_size), strict=True))
-    r, n = rank(), world()
+    count, r, n = -(-len(data) // batch_size), rank(), world()
+    first, last = (part * count // n * batch_size for part in (r, r + 1))
+    mine = data.first(min(last, len(data))).rest(first)
     with (
         kept_memory(), repeatable_convolutions(), products(tf32=False), eval_mode(net),
         torch.enable_grad(), _collecting(net, anchor, absolute, copy=model is net) as totals,
     ):  # fmt: skip
         model.eval()
-        for images, labels in batches[r * len(batches) // n : (r + 1) * len(batches) // n]:
-            x = data.normalise(images, memory_format=memory_format, dtype=dtype_of(net))
+        for x, labels in mine.batches(batch_size, memory_format=memory_format, dtype=dtype_of(net)):
             # In double: softmax - 1 loses its digits where the net is certain.
             loss = F.cross_entropy(model(x).double(), labels, reduction="sum")
             # If no activation influences the logits, all effects are 0.

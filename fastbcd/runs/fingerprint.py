@@ -70,12 +70,12 @@ def run_config(
 
 def _data_facts(data: ImageData) -> dict[str, Any]:
     """Size, normalisation and a digest of labels and some images; not the device: it may change."""
-    some = data.images[:: max(1, len(data) // SAMPLED)]
     stats = torch.tensor([*data.mean, *data.std], dtype=torch.float64)
-    mark = digest({"images": some, "labels": data.labels, "ids": data.ids, "stats": stats})
+    mark = digest({**data.identity(SAMPLED), "stats": stats})
     shape = list(data.images.shape[1:])
     channels, height, width = shape if len(shape) == 3 else [None] * 3
     return {
+        **({"streamed": True} if data.streamed else {}),
         "name": data.name, "images": len(data), "channels": channels, "height": height,
         "width": width, "classes": data.classes, "dtype": str(data.images.dtype)[6:],
         "mean": list(data.mean), "std": list(data.std), "digest": mark.hex()[:16],

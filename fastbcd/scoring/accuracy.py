@@ -78,17 +78,9 @@ def check_classes(net: nn.Module, data: ImageData, who: str) -> int:
             f"{who} must return logits [B, classes], unless metric= is given; for one image it "
             f"returns {describe(logits)}"
         )
-    classes = logits.shape[1]
-    if data.classes is None:
-        raise ValueError(
-            f"the labels are {describe(data.labels)}, not class indices, int64 [N]; pass metric="
-        )
-    outside = ((data.labels < 0) | (data.labels >= classes)).nonzero().flatten().tolist()
-    for i in outside[:1]:
-        raise ValueError(
-            f"label {int(data.labels[i])} of image {i} is out of range: {who} has {classes} classes"
-        )
-    return classes
+    data.need_classes(f"the accuracy of {who}")
+    data.check_labels(logits.shape[1], who)
+    return logits.shape[1]
 
 
 def first_outputs(net: nn.Module, data: ImageData, who: str, n: int) -> Any:
@@ -103,9 +95,10 @@ def first_outputs(net: nn.Module, data: ImageData, who: str, n: int) -> Any:
         with eval_mode(net), torch.inference_mode():
             return net(next(data.batches(n, dtype=dtype_of(net)))[0])
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        hint = "; give grey images as images.unsqueeze(1)" if data.images.ndim == 3 else ""
         raise ValueError(
             f"{who} does not run on images of shape {list(data.images.shape[1:])}: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}{hint}"
         ) from error
 
 

@@ -99,7 +99,7 @@ def score(
     hypotheses = check_removals(current, removals)
     with prepared(net, current, hypotheses, images, as_engine(engine), criterion) as plan:
         if explain:
-            print(plan)
+            print(f"data: {images}, {images.where}", plan, sep="\n")
         tally, samples = run_pass(plan, images, dict(enumerate(hypotheses))), len(images)
     numbers = [*range(len(hypotheses)), -1]
     sums = torch.tensor([tally.sums[k] for k in numbers], dtype=torch.float64)

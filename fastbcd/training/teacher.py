@@ -44,7 +44,7 @@ class TeacherLogits:
         self.used = self.computed = 0  # rows of the cache; images that went through the teacher
         views = data.view_count(self.padding)
         useful = self.samples * (views if settings.flip else views // 2)
-        limit = settings.teacher_cache
+        limit = 0 if data.streamed else settings.teacher_cache  # see `of`
         if limit is None:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             limit = default_memory(torch.device("cpu")) // local
@@ -56,6 +56,12 @@ class TeacherLogits:
         shape = (self.samples if self.capacity else 0, views)
         self.slots = torch.full(shape, -1, dtype=torch.int32)
         self.rows = torch.empty(self.capacity, self.classes)
+
+    @torch.no_grad()
+    def of(self, x: Tensor) -> Tensor:
+        """The logits of a batch, not cached; for streamed data."""
+        order = self.memory_format if x.ndim == 4 else torch.contiguous_format
+        return self.teacher(x.to(self.dtype, memory_format=order)).float()
 
     def epoch(self, views: Tensor) -> Tensor:
         """The logits of every sample in its view, views int64 [N] -> [N, classes]."""

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from fastbcd.data.images import ImageData, batch_sizes
+from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data
 from fastbcd.graph.fuse import fused
 from fastbcd.runs import fingerprint as snapshots
@@ -110,7 +110,7 @@ class Trainer:
     @property
     def sizes(self) -> list[int]:
         """The sizes of an epoch's batches, over all ranks."""
-        return batch_sizes(len(self.data), self.settings.batch_size, self.smallest)
+        return self.data.sizes(self.settings.batch_size, self.smallest)
 
     def epoch(
         self, epoch: int, lr: float, *, step: int = 0, bar: Any = None,
@@ -141,10 +141,11 @@ class Trainer:
             torch.clear_autocast_cache()  # of weights, which only the outermost autocast clears
             logits = logits if logits.dtype == torch.float64 else logits.float()
             loss = F.cross_entropy(logits, labels)
-            if targets is not None:  # weight · T² · KL; targets are logarithms
-                student, teacher = F.log_softmax(logits / s.temperature, 1), targets[indices]
+            if self.teacher is not None:  # weight · T² · KL; targets are logarithms
+                student = F.log_softmax(logits / s.temperature, 1)
+                target = self._live_targets(x) if targets is None else targets[indices]
                 divergence = F.kl_div(
-                    student, teacher.to(logits.dtype), reduction="batchmean", log_target=True
+                    student, target.to(logits.dtype), reduction="batchmean", log_target=True
                 )
                 loss = loss + s.distill * s.temperature**2 * divergence
             # This rank holds len(x) of the batch's samples; gradients are averaged over ranks.
@@ -177,9 +178,20 @@ class Trainer:
             _check_finite([loss, *row], [f"loss ({loss})", *gradients], where.format(first + i))
         return losses
 
+    def _live_targets(self, x: Tensor) -> Tensor:
+        """The teacher's log-probabilities for a batch of streamed data."""
+        assert self.teacher is not None
+        begin = time.perf_counter()
+        target = F.log_softmax(self.teacher.of(x) / self.settings.temperature, 1)
+        self.teacher_seconds += time.perf_counter() - begin
+        return target
+
     def _targets(self, step: int, epoch: int) -> Tensor | None:
-        """The teacher's log-probabilities at temperature T for this epoch's views, [N, classes]."""
-        if self.teacher is None:
+        """The teacher's log-probabilities at temperature T for this epoch's views, [N, classes].
+
+        None without a teacher, or if the data is streamed: it has too many views to keep.
+        """
+        if self.teacher is None or self.data.streamed:
             return None
         s, begin, which = self.settings, time.perf_counter(), {"step": step, "epoch": epoch}
         views = self.data.view_ids(seed=self.seed, padding=s.padding, flip=s.flip, **which)
