@@ -7,7 +7,6 @@ few ReLUs are left.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -130,7 +129,7 @@ class Tally:
             criterion.check_row(row, "the base net" if k < 0 else f"hypothesis {k}", where)
             value, loss = self.sums.get(k, (0.0, 0.0))
             self.sums[k] = value + row[0], loss + row[1]
-        self.seen += images
+        self.seen, self.rounds = self.seen + images, self.rounds + 1
 
 
 Decide = Callable[[Tally], set[int]]
@@ -154,12 +153,16 @@ def run_pass(
     work = plan.engine.prepare(alive, plan.lanes)
     nothing = torch.zeros(WIDTH, dtype=torch.float64, device=data.device)
     pending: list[Tensor] = []
-    sizes = round_sizes(data, plan.batch)
+    sizes = _round_sizes(data, plan.batch)
+    batches = data.shard(rank(), world()).rest(tally.rounds * plan.batch).batches(
+        plan.batch, dtype=plan.request.example.dtype, memory_format=plan.engine.memory_format
+    )  # fmt: skip
     with torch.inference_mode():
-        for i, (x, targets) in enumerate(_rounds(data, plan, tally.rounds), tally.rounds):
+        for i in range(tally.rounds, len(sizes)):
+            x, targets = next(batches, (None, None))  # other ranks may have more
             numbers = [-1, *alive] if base else list(alive)
             found: dict[int, Tensor] = {}
-            while len(targets):
+            while x is not None and targets is not None:
                 try:
                     for some, outputs in plan.engine.logits(x, work, base, i):
                         found.update(zip(some, plan.criterion.rows(outputs, targets), strict=True))
@@ -167,15 +170,12 @@ def run_pass(
                 except torch.OutOfMemoryError as error:
                     plan.use_fewer_lanes(len(alive), error)
                     work = plan.engine.prepare(alive, plan.lanes)
-            rows = [found[k] if k in found else found.get(-1, nothing) for k in numbers]
-            pending.append(torch.stack(rows) if rows else nothing[None, :0])
+            pending.append(torch.stack([found.get(k, found.get(-1, nothing)) for k in numbers]))
             if decide is None and len(pending) < LOOK_EVERY and i + 1 < len(sizes):
                 continue
-            for batch in all_sum(torch.stack(pending)).tolist():
-                tally.add(
-                    dict(zip(numbers, batch, strict=True)), sizes[tally.rounds], plan.criterion
-                )
-                tally.rounds += 1
+            for rows in all_sum(torch.stack(pending)).tolist():
+                by_number = dict(zip(numbers, rows, strict=True))
+                tally.add(by_number, sizes[tally.rounds], plan.criterion)
             pending = []
             if decide is None:
                 continue
@@ -188,23 +188,11 @@ def run_pass(
     return tally
 
 
-def round_sizes(data: ImageData, batch: int) -> list[int]:
+def _round_sizes(data: ImageData, batch: int) -> list[int]:
     """How many images all ranks together see in each round."""
     shards = [len(data.shard(r, world())) for r in range(world())]
     rounds = range(0, max(shards), batch)
     return [sum(min(batch, max(0, n - first)) for n in shards) for first in rounds]
-
-
-def _rounds(data: ImageData, plan: Plan, first: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's batches from `first` on, and empty ones up to the number of other ranks."""
-    shard = data.shard(rank(), world())
-    yield from shard.rest(first * plan.batch).batches(
-        plan.batch, dtype=plan.request.example.dtype, memory_format=plan.engine.memory_format
-    )
-    for _ in range(
-        len(round_sizes(data, plan.batch)) - max(first, math.ceil(len(shard) / plan.batch))
-    ):
-        yield shard.images[:0], shard.labels[:0]
 
 
 def read(net: nn.Module, data: Any) -> tuple[ImageData, MaskSet]:

@@ -85,7 +85,14 @@ def scores(folder: Path) -> Any:
             s = fastbcd.score(net, removals, data, fastbcd.Engine(batch_size=batch))
             losses = [round(loss, 6) for loss in [s.base_loss, *s.loss.tolist()]]
             found.append([name, n, s.correct.tolist(), s.base_correct, s.samples, losses])
+            s = fastbcd.score(net, removals, data, fastbcd.Engine(batch_size=batch), metric=margin)
+            found.append([round(value, 5) for value in [s.base_value, *s.value.tolist()]])
     return found
+
+
+def margin(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A metric that is not a count."""
+    return outputs.softmax(1).gather(1, labels.unsqueeze(1)).squeeze(1)
 
 
 def choices(folder: Path) -> Any:
