@@ -11,6 +11,7 @@ kernel reads it once for many batch items.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,8 @@ def item_order(t: Tensor, channel: int) -> bool | None:
     """
     if t.is_contiguous():
         return False
+    if channel == 1 and t.ndim == 4:
+        return True if t.is_contiguous(memory_format=torch.channels_last) else None
     expected = 1
     for d in (channel, *range(t.ndim - 1, channel, -1), *range(channel - 1, -1, -1)):
         if t.shape[d] != 1 and t.stride(d) != expected:
@@ -62,6 +65,8 @@ def item_order(t: Tensor, channel: int) -> bool | None:
 
 def dense(t: Tensor, channel: int, last: bool | None = None) -> Tensor:
     """t itself if it is dense (in the order `last`, where that is given), else a dense copy."""
+    if not last and t.is_contiguous():
+        return t
     if in_order(t, channel, last):
         return t
     if last is None:
@@ -77,7 +82,7 @@ def dense_together(unit: Tensor, trials: bool, *tensors: Tensor | None) -> tuple
         if t is not None:
             channel = 2 if trials and t.ndim > unit.ndim else 1
             t = dense(t, channel, order)
-            order = item_order(t, channel) if order is None else order
+            order = not t.is_contiguous() if order is None else order
         found.append(t)
     return dense(unit, 1 if trials else 0), *found
 
@@ -119,15 +124,17 @@ def geometry(
     """The geometry of a call with dense x [.., B, C, *spatial] and dense mask [.., C, *spatial]."""
     mask_channel = 1 if trials else 0
     channel = x.ndim - mask.ndim + mask_channel
-    channels_last = item_order(x, channel) is True
-    coincide = orders_coincide(mask, mask_channel)
+    channels_last, mask_last = not x.is_contiguous(), not mask.is_contiguous()  # both are dense
+    if mask_last != channels_last and orders_coincide(mask, mask_channel):
+        mask_last = channels_last
+    batch, channels, *spatial = x.shape[channel - 1 :]
     return Geometry(
-        trials=mask.shape[0] if trials else 1,
-        batch=x.shape[channel - 1],
-        channels=x.shape[channel],
-        inner=x.shape[channel + 1 :].numel(),
-        channels_last=channels_last,
-        mask_last=channels_last if coincide else item_order(mask, mask_channel) is True,
-        x_shared=x_shared,
-        residual_shared=residual_shared,
+        mask.shape[0] if trials else 1,
+        batch,
+        channels,
+        math.prod(spatial),
+        channels_last,
+        mask_last,
+        x_shared,
+        residual_shared,
     )

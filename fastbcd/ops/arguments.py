@@ -109,13 +109,15 @@ def _check_device(name: str, t: Tensor, x: Tensor) -> None:
 
 
 def _check_shape(name: str, t: Tensor, x: Tensor, *shapes: tuple[int, ...]) -> None:
-    if not any(_has_shape(t, shape) for shape in shapes):
+    if not (_has_shape(t, shapes[0]) or any(_has_shape(t, shape) for shape in shapes[1:])):
         wanted = " or ".join(str(s) for s in shapes)
         raise ValueError(f"{name} has shape {_shape(t)}; x {_shape(x)} needs {wanted}")
 
 
 def _has_shape(t: Tensor, shape: tuple[int, ...]) -> bool:
-    """Size by size, since torch.compile cannot compare tuples of dynamic sizes."""
+    if not torch.compiler.is_compiling():
+        return t.shape == shape
+    # Size by size, since torch.compile cannot compare tuples of dynamic sizes.
     return t.ndim == len(shape) and all(a == b for a, b in zip(t.shape, shape, strict=True))
 
 

@@ -18,7 +18,7 @@ from fastbcd.kernels.geometry import (
 )
 from fastbcd.ops.arguments import check_arguments, check_out, check_small
 from fastbcd.ops.calls import Call, contiguous
-from fastbcd.ops.registry import Operator, compute, define
+from fastbcd.ops.registry import OPERATORS, Operator, compute, define
 
 
 def masked_relu(
@@ -91,9 +91,9 @@ def _call(
     small = tuple(None if v is None else v.to(dtype) for v in small)
     if out is not None:
         check_out(out, x, mask, trials, (x, *small, residual, out))
-        _OPERATORS[f"{op}_out"](x, mask, *small, residual, trials, out)
+        OPERATORS[f"{op}_out"](x, mask, *small, residual, trials, out)
         return out
-    return _OPERATORS[op](x, mask, *small, residual, trials)
+    return OPERATORS[op](x, mask, *small, residual, trials)
 
 
 def _forward(x, mask, *parameters, out=None) -> Call:
@@ -108,7 +108,7 @@ def _forward(x, mask, *parameters, out=None) -> Call:
 def _define(op: str, small: str) -> None:
     """The operators `op` and `op`_out, which writes into its last argument."""
     parameters = f"Tensor x, Tensor mask, {small}, Tensor? residual, bool trials"
-    _OPERATORS[op] = define(f"{op}({parameters}) -> Tensor", _forward)
+    define(f"{op}({parameters}) -> Tensor", _forward)
 
     def write(*arguments: Any) -> None:
         *given, out = arguments
@@ -124,7 +124,7 @@ def _define(op: str, small: str) -> None:
             torch.autograd.graph.increment_version(out)
 
     schema = f"{op}_out({parameters}, Tensor(a!) out) -> ()"
-    _OPERATORS[f"{op}_out"] = Operator(schema, write, lambda *a: None)
+    Operator(schema, write, lambda *a: None)
 
 
 def _writable(out: Tensor, call: Call) -> bool:
@@ -152,7 +152,6 @@ def _refuse_internal_overlap(out: Tensor) -> None:
         reach += (size - 1) * stride
 
 
-_OPERATORS: dict[str, Operator] = {}
 _define("masked_relu", "Tensor? scale, Tensor? shift")
 _define("masked_poly", "Tensor coef, Tensor? scale, Tensor? shift")
 
@@ -230,5 +229,5 @@ def _poly_gradients(ctx, grad):
     return dx, None, dcoef, dscale, dshift, dresidual if needs_residual else None, None
 
 
-_OPERATORS["masked_relu"].differentiate(_relu_setup, _relu_gradients)
-_OPERATORS["masked_poly"].differentiate(_poly_setup, _poly_gradients)
+OPERATORS["masked_relu"].differentiate(_relu_setup, _relu_gradients)
+OPERATORS["masked_poly"].differentiate(_poly_setup, _poly_gradients)

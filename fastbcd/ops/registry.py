@@ -25,13 +25,15 @@ from fastbcd.ops.selfcheck import trusted
 
 LIBRARY = torch.library.Library("fastbcd", "DEF")
 OPERATORS: dict[str, Operator] = {}
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), bool, float}
 
 
 class Operator:
     """The torch operator of a schema: a call is one node for autograd and torch.compile.
 
     The formula of the same name in `reference.py` runs instead under torch.func and in
-    forward-mode AD, and for a derivative that is differentiated in turn.
+    forward-mode AD, and for a derivative that is differentiated in turn. A call that nothing
+    watches skips torch's dispatcher, which takes longer than everything else in a small call.
     """
 
     def __init__(self, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -42,20 +44,36 @@ class Operator:
         torch.library.register_fake(f"fastbcd::{self.name}", fake, lib=LIBRARY)
         self.default = getattr(torch.ops.fastbcd, self.name).default
         self.formula: Any = getattr(reference, self.name, None)
+        self.recorded: Any = None  # the call that autograd records
 
     def __call__(self, *arguments: Any) -> Any:
-        return (self.formula if self.formula and transformed() else self.default)(*arguments)
+        if self.formula and transformed():
+            return self.formula(*arguments)
+        if watched(arguments):
+            return self.default(*arguments)
+        if self.recorded and torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            return self.recorded(*arguments)
+        return self.run(*arguments)
 
     def derivative(self, *arguments: Any, flags: tuple[bool, ...] = ()) -> Any:
         """A call in a backward pass. flags: further arguments, which the formula does not take."""
         if differentiated():
             return self.formula(*arguments)
-        return self.default(*arguments, *flags)
+        return (self.default if watched(arguments) else self.run)(*arguments, *flags)
 
     def differentiate(self, setup: Callable[..., None], gradients: Callable[..., Any]) -> None:
         """Register its gradients: setup(ctx, inputs, output), gradients(ctx, *grads)."""
         name = f"fastbcd::{self.name}"
         torch.library.register_autograd(name, gradients, setup_context=setup, lib=LIBRARY)
+
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            output = self.run(*arguments)
+            setup(ctx, arguments, output)
+            return output
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
+        function: Any = type(self.name, (torch.autograd.Function,), methods)
+        self.recorded = function.apply
 
 
 def define(schema: str, lay_out: Callable[..., Call], formula: Any = None) -> Operator:
@@ -68,8 +86,10 @@ def define(schema: str, lay_out: Callable[..., Call], formula: Any = None) -> Op
     kernel = name if name.endswith("_backward") else f"{name}_forward"
     KERNELS[kernel] = Kernel(schema, lay_out, formula or getattr(reference, name))
 
+    single = schema.endswith("-> Tensor")
+
     def result(outputs: list[Any]) -> Any:
-        if schema.endswith("-> Tensor"):
+        if single:
             return outputs[0]
         return tuple(outputs[0].new_empty(0) if t is None else t for t in outputs)
 
@@ -90,6 +110,18 @@ def compute(kernel: str, call: Call) -> None:
         by_formula(KERNELS[kernel].formula, call)
     else:
         by_kernel(function, call)
+
+
+def watched(arguments: tuple[Any, ...]) -> bool:
+    """Must a call be one node: is it compiled, traced, seen by a dispatch mode or by a subclass?"""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or not _PLAIN.issuperset(map(type, arguments))
+        or arguments[0].is_meta
+        or torch._C._functorch.is_legacy_batchedtensor(arguments[0])  # is_grads_batched=True
+    )
 
 
 def transformed() -> bool:

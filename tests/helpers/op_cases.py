@@ -106,7 +106,7 @@ def disagreement(
 ) -> list[str]:  # fmt: skip
     """How the results `found` of an op differ from those of the reference."""
     wanted = expected(case, given, found)
-    terms = math.prod(case.sizes) / case.sizes[2]  # of a sum; their rounding errors add up
+    terms = math.prod(case.sizes) / max(case.sizes[2], 1)  # of a sum; their rounding errors add up
     return differences(
         found, wanted, ulps, sums_only=case.op == "norm_relu", rounding=16 * max(8, terms**0.5)
     )

@@ -6,8 +6,12 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastbcd import MaskedPoly, MaskedReLU, ops
+from fastbcd.ops import registry
 from helpers.op_cases import (
     DIFFERENTIABLE,
     FORMULAS,
@@ -134,3 +138,50 @@ def test_inference_mode(device) -> None:
     with torch.inference_mode():
         x = given["x"].clone()
         assert ops.masked_relu(x, given["mask"], out=x) is x
+
+
+class Watch(TorchDispatchMode):
+    """Keeps the names of the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def forward_and_backward(case: Case) -> list[torch.Tensor]:
+    given = arguments(case)
+    inputs = leaves(case, given)
+    y = function_of(case, given)(**inputs)
+    return [y.detach(), *torch.autograd.grad(y, list(inputs.values()), given["grad"])]
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_a_call_is_one_node_only_where_something_watches(op, monkeypatch) -> None:
+    """Otherwise it skips torch's dispatcher, forward and backward, with the same result."""
+    case = Case(op, affine=op in MASKED, residual=True, sizes=SITE)
+    with Watch() as watch:
+        watched = forward_and_backward(case)
+    names = [n for n in watch.seen if n.startswith("fastbcd")]
+    assert {f"fastbcd::{op}", f"fastbcd::{op}_backward"} <= set(names)
+    for implementation in registry.OPERATORS.values():
+        monkeypatch.setattr(implementation, "default", None)
+    assert all(map(torch.equal, forward_and_backward(case), watched))
+
+
+def test_tracers_see_one_node() -> None:
+    x, mask = torch.randn(2, 3, 4), torch.rand(3, 4) > 0.5
+    graph = make_fx(lambda x: ops.masked_relu(x, mask) + 1)(x).graph
+    assert [n.target for n in graph.nodes if "fastbcd" in str(n.target)] == [
+        OPERATORS.masked_relu.default
+    ]
+    with FakeTensorMode() as mode:
+        assert ops.masked_relu(mode.from_tensor(x), mode.from_tensor(mask)).shape == x.shape
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated, and names what it compares
+        traced = torch.jit.trace(lambda x: ops.masked_relu(x, mask), x)
+    assert "fastbcd::masked_relu" in str(traced.graph)
+    assert ops.masked_relu(x.to("meta"), mask.to("meta")).is_meta
