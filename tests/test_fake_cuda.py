@@ -1,4 +1,4 @@
-"""The fake CUDA device itself: its rules, counters and memory; and the library on it."""
+"""The fake CUDA device: its rules, counters and memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from torch import nn
 
 import fastbcd
 from helpers import fake_cuda
-
-# ------------------------------------------------------------------------------- the device
 
 
 def test_tensors_are_on_their_device(gpu) -> None:

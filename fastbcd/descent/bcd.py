@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from fastbcd.data.sources import as_data
 from fastbcd.descent.proposals import Proposal, check_describe, drawn, find_proposal
 from fastbcd.descent.schedules import Schedule
 from fastbcd.descent.step import Step, timed
@@ -28,7 +27,7 @@ from fastbcd.runs.directory import RunDirectory, check_resume, open_run
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import keep_mode
 from fastbcd.runtime.validate import check_choice, check_number, check_whole
-from fastbcd.scoring.accuracy import accuracy, check_classes
+from fastbcd.scoring.accuracy import accuracy, check_classes, data_for
 from fastbcd.scoring.choose import choose
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.score import check_scorable
@@ -158,13 +157,13 @@ class Descent:
     progress: bool
 
     def __post_init__(self) -> None:
-        net, self.data, self.history = self.net, as_data(self.data), list[Step]()
+        net, self.data, self.history = self.net, data_for(self.net, self.data), list[Step]()
         self._check_settings()
         self.proposal, self.engine = find_proposal(self.proposal), as_engine(self.engine)
         check_resume(self.resume)
         check_scorable(net, self.data)
         if self.test is not None:
-            self.test = as_data(self.test)
+            self.test = data_for(net, self.test)
             check_classes(net, self.test, "the net, asked about the test set,")
         if self.samples is not None and self.samples > len(self.data):
             raise ValueError(f"samples={self.samples}; there are {len(self.data)} train images")

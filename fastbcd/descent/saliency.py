@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
-from fastbcd.data.sources import as_data
 from fastbcd.graph.fuse import fused
 from fastbcd.masking.activations import SaliencyPass
 from fastbcd.masking.masks import mask_modules, masks
@@ -25,7 +24,7 @@ from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.ranks import all_sum, rank, world
 from fastbcd.runtime.tf32 import products, repeatable_convolutions
 from fastbcd.runtime.validate import check_choice, check_whole
-from fastbcd.scoring.accuracy import check_classes, dtype_of
+from fastbcd.scoring.accuracy import check_classes, data_for, dtype_of
 
 KINDS = ("mean_abs", "abs_mean")
 # Activations of a batch, about: near the cache on a CPU, enough work for a GPU.
@@ -57,7 +56,7 @@ def saliency(
     """
     check_choice("kind", kind, KINDS)
     check_whole("batch_size", batch_size, 1, optional=True)
-    images, kept = as_data(data), masks(net)
+    images, kept = data_for(net, data), masks(net)
     if not len(images):
         raise ValueError("there are no images to compute the saliency on")
     if batch_size is None:

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbcd.data.sources import as_data
 from fastbcd.masking.activations import MaskedPoly
 from fastbcd.masking.masks import mask_modules
 from fastbcd.runtime.module_mode import eval_mode
-from fastbcd.scoring.accuracy import dtype_of
+from fastbcd.scoring.accuracy import data_for, dtype_of
 
 QUANTILES = (0.5, 0.99, 0.999)
 # |z| is binned by the upper 16 bits of its float32: bins of 1/128 of a value or less.
@@ -95,7 +94,7 @@ def activation_ranges(
     if not 0 < fraction < bits - 1:
         form = "(bits, fraction bits), such as (64, 16), with 0 < fraction < bits - 1"
         raise ValueError(f"fixed_point={fixed_point!r}; give {form}")
-    images = as_data(data)
+    images = data_for(net, data)
     if not len(images):
         raise ValueError("there are no images to measure the ranges on")
     modules = mask_modules(net)

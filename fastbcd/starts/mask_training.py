@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from fastbcd.data.sources import as_data
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
 from fastbcd.runs import fingerprint as snapshots
@@ -33,7 +32,7 @@ from fastbcd.runs.directory import check_resume, open_run
 from fastbcd.runs.files import read_state
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_whole
-from fastbcd.scoring.accuracy import accuracy, check_classes
+from fastbcd.scoring.accuracy import accuracy, check_classes, data_for
 from fastbcd.training import trainer as training
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
@@ -141,12 +140,12 @@ class MaskTraining:
         check_whole("seed", self.seed, 0)
         check_resume(self.resume)
         self.net = self.method.prepare(self.net)
-        self.data = as_data(self.data)
+        self.data = data_for(self.net, self.data)
         self.tuning = Finetune(epochs=0) if self.finetune is None else self.finetune
         training.check_trainable(self.net, self.data, self.tuning, self.teacher)
         self.measured = self.data  # what accuracies are measured on
         if self.test is not None:
-            self.measured = self.test = as_data(self.test)
+            self.measured = self.test = data_for(self.net, self.test)
             check_classes(self.net, self.test, "the net, asked about the test set,")
         self.progress = self.progress and ranks.rank() == 0
         given = snapshots.take(self.net)

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from fastbcd.data.images import ImageData
-from fastbcd.data.sources import as_data
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import check_resume, open_run
 from fastbcd.runtime import ranks
-from fastbcd.scoring.accuracy import accuracy, check_classes
+from fastbcd.scoring.accuracy import accuracy, check_classes, data_for
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer, epoch_line, repeatable, with_prefix, without_prefix
 
@@ -65,7 +64,7 @@ def train(
     check_resume(resume)
     trainer = Trainer(net, data, Finetune(**chosen), seed=seed)
     if test is not None:
-        test = as_data(test)
+        test = data_for(net, test)
         check_classes(net, test, "the net, asked about the test set,")
     run = open_run(
         "dense", {"seed": seed, **chosen}, net, data=trainer.data, test=test, run_dir=run_dir,

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from fastbcd.data.images import ImageData
-from fastbcd.data.sources import as_data
 from fastbcd.graph.fuse import fused
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runtime import ranks
@@ -31,7 +30,7 @@ from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.module_mode import train_mode
 from fastbcd.runtime.tf32 import repeatable_convolutions
 from fastbcd.runtime.validate import check_whole
-from fastbcd.scoring.accuracy import check_classes, dtype_of
+from fastbcd.scoring.accuracy import check_classes, data_for, dtype_of
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
 
@@ -53,7 +52,7 @@ class Trainer:
         teacher: nn.Module | TeacherLogits | None = None, *, seed: int = 0,
         fused_optimizer: bool = True,
     ) -> None:  # fmt: skip
-        self.net, self.data, self.settings, self.seed = net, as_data(data), settings, seed
+        self.net, self.data, self.settings, self.seed = net, data_for(net, data), settings, seed
         if not isinstance(teacher, TeacherLogits):
             check_trainable(net, self.data, settings, teacher)
             given, teacher = teacher, None

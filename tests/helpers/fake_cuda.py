@@ -34,7 +34,6 @@ import os
 import shutil
 import subprocess
 import sys
-import traceback
 import types
 import weakref
 from collections import Counter
@@ -167,11 +166,13 @@ class Device(TorchDispatchMode):
 
     def count(self, kind: str) -> None:
         self.counts[kind] += 1
-        for frame in reversed(traceback.extract_stack()):
-            if "/fastbcd/" in frame.filename:
-                where = frame.filename.rpartition("/fastbcd/")[2]
-                self.places[kind, f"{where}:{frame.lineno}"] += 1
+        frame = sys._getframe(1)
+        while frame is not None:
+            _, room, name = frame.f_code.co_filename.rpartition("/fastbcd/")
+            if room:
+                self.places[kind, f"{name}:{frame.f_lineno}"] += 1
                 break
+            frame = frame.f_back
 
     # ------------------------------------------------------------------ memory
 

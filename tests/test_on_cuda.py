@@ -1,0 +1,174 @@
+"""The library on tensors of a (fake) CUDA device: what it computes on the CPU, and where."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import fastbcd
+from fastbcd import Finetune, private
+from fastbcd.cli import main as cli
+from fastbcd.data.sources import as_data
+from helpers.nets import images, make, thinned
+from helpers.start_cases import write_images
+
+ENGINES = ("sequential", "stacked", "collapsed")
+SHORT = Finetune(epochs=1, lr=0.01, padding=1, batch_size=32, amp=False)
+# CUDA has no kernel for float64, in which collapsed is checked.
+pytestmark = pytest.mark.filterwarnings("ignore:fastbcd runs its slow reference on cuda tensors")
+
+
+def removals(net, k: int = 4, d: int = 20) -> torch.Tensor:
+    masks = fastbcd.masks(net)
+    return torch.stack([masks.sample(d, seed=0, step=0, trial=t) for t in range(k)])
+
+
+def check_device(net, index: int = 0) -> None:
+    """Nothing was left behind on another device."""
+    devices = {t.device for t in (*net.parameters(), *net.buffers())}
+    assert devices == {torch.device("cuda", index)}
+
+
+# ----------------------------------------------------------------------------------- scoring
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_scores_on_the_second_gpu(gpu, engine) -> None:
+    net = thinned(make("resnet"), 0.1)
+    given, data = removals(net), as_data(images(40))
+    expected = fastbcd.score(net, given, data, engine=engine)
+    found = fastbcd.score(net.to("cuda:1"), given, data.to("cuda:1"), engine=engine)
+    assert found.correct.tolist() == expected.correct.tolist()
+    torch.testing.assert_close(found.loss, expected.loss)
+    assert not gpu.peak[0]
+    check_device(net, 1)
+
+
+def test_data_goes_to_the_net(gpu) -> None:
+    """Also from a tuple and a DataLoader, which have no `.to`."""
+    net = make("mlp").cuda()
+    x, labels = images(30)
+    expected = fastbcd.score(net, removals(net, d=5), as_data((x, labels)).to("cuda"))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, labels), batch_size=8)
+    for data in ((x, labels), loader, as_data((x, labels))):
+        assert torch.equal(fastbcd.score(net, removals(net, d=5), data).loss, expected.loss)
+
+
+def test_a_net_in_float64_is_scored(gpu) -> None:
+    net = make("resnet")
+    expected = fastbcd.score(net, removals(net), images(40))
+    found = fastbcd.score(net.cuda().double(), removals(net), images(40))
+    torch.testing.assert_close(found.loss, expected.loss)
+
+
+# ---------------------------------------------------------------------------------- training
+
+
+def two_steps(net, **options):
+    count = fastbcd.masks(net).count()
+    return fastbcd.bcd(net, images(64), count - 40, drc=20, rt=2, **options)
+
+
+@pytest.mark.parametrize("proposal", ["uniform", "saliency"])
+def test_bcd_goes_as_on_the_cpu(gpu, proposal) -> None:
+    options = {"proposal": proposal, "finetune": SHORT, "test": images(20)}
+    expected = two_steps(make("resnet"), teacher=make("resnet"), **options)
+    found = two_steps(make("resnet").cuda(), teacher=make("resnet").cuda(), **options)
+    assert found.masks == expected.masks
+    for a, b in zip(found.history, expected.history, strict=True):
+        assert a.train_loss == pytest.approx(b.train_loss, rel=1e-3)
+    check_device(found.model)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_bcd_in_mixed_precision(gpu, optimizer) -> None:
+    """The default on CUDA; weights stay in float32."""
+    tune = Finetune(epochs=1, lr=0.01, padding=1, batch_size=32, optimizer=optimizer)
+    net = make("resnet").cuda()
+    seen = []
+    net.get_submodule("0").register_forward_hook(lambda m, a, y: seen.append(y.dtype))
+    run = two_steps(net, finetune=tune, teacher=make("resnet").cuda(), engine="sequential")
+    assert torch.bfloat16 in seen
+    assert {p.dtype for p in run.model.parameters()} == {torch.float32}
+    assert all(p.isfinite().all() for p in run.model.parameters())
+    check_device(net)
+
+
+def test_a_run_continues_on_another_device(gpu, tmp_path) -> None:
+    net = make("mlp").cuda()
+    for step in fastbcd.steps(net, images(64), 40, drc=5, rt=2, run_dir=tmp_path):
+        if step.number == 2:  # the first is saved
+            break
+    again = make("mlp")
+    steps = fastbcd.steps(again, images(64), 40, drc=5, rt=2, run_dir=tmp_path)
+    assert [step.number for step in steps] == [2]
+    assert fastbcd.masks(again).count() == 40
+
+
+def test_snl(gpu) -> None:
+    net = make("mlp").cuda()
+    options = {"lr": 0.1, "lambda0": 0.1, "batch_size": 32, "finetune": SHORT}
+    start = fastbcd.snl(net, images(64), 40, test=images(20), **options)
+    assert start.masks.count() == 40
+    assert len(start.history) > 1
+    expected = fastbcd.snl(make("mlp"), images(64), 40, test=images(20), **options)
+    assert start.masks == expected.masks
+    check_device(net)
+
+
+def test_autorep(gpu) -> None:
+    options = {"epochs": 3, "lr": 0.1, "penalty": 20.0, "batch_size": 32, "finetune": SHORT}
+    start = fastbcd.autorep(make("mlp").cuda(), images(64), 48, **options)
+    expected = fastbcd.autorep(make("mlp"), images(64), 48, **options)
+    assert start.masks.count() == 48
+    assert start.masks == expected.masks
+    check_device(start.model)
+
+
+def test_train(gpu, tmp_path) -> None:
+    options = {"epochs": 2, "lr": 0.01, "padding": 1, "amp": False, "test": images(20)}
+    found = fastbcd.train(make("resnet").cuda(), images(64), run_dir=tmp_path, **options)
+    expected = fastbcd.train(make("resnet"), images(64), **options)
+    for a, b in zip(found.history, expected.history, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+    check_device(found.model)
+    assert fastbcd.load_run(tmp_path).weights["0.weight"].device.type == "cpu"
+
+
+# ------------------------------------------------------------------------------------ private
+
+
+def test_private(gpu) -> None:
+    net, (x, _) = thinned(make("resnet")).cuda(), images(8)
+    assert private.cost(net).bytes == private.cost(fastbcd.masks(net)).bytes
+    small = private.gather_form(net)
+    check_device(small)
+    assert torch.equal(small(x.cuda()), net(x.cuda()))
+    there, here = (private.activation_ranges(n, images(16)) for n in (net, thinned(make("resnet"))))
+    for a, b in zip(there.sites, here.sites, strict=True):
+        assert (a.low, a.high) == pytest.approx((b.low, b.high), rel=1e-4)
+
+
+# ------------------------------------------------------------------------------- command line
+
+
+def test_the_command_line(gpu, tmp_path, capsys) -> None:
+    """bcd, the report and the cost of its run, by default on the GPU."""
+    data, run = write_images(tmp_path / "data.npz"), str(tmp_path / "run")
+    line = ["bcd", "--model", "helpers.start_cases:small_net", "--data", data, "--budget", "40"]
+    line += ["--drc", "5", "--rt", "2", "--epochs", "1", "--batch-size", "32", "--quiet"]
+    gpu.reset()
+    assert cli.main([*line, "--run-dir", run]) == 0
+    assert gpu.counts["launch"] > 100
+    assert cli.main(["cost", run]) == 0
+    assert "40 ReLUs" in capsys.readouterr().out
+    gpu.reset()
+    assert cli.main([*line, "--run-dir", str(tmp_path / "cpu"), "--device", "cpu"]) == 0
+    assert not gpu.counts
+    first, second = (
+        [json.loads(row) for row in (tmp_path / name / "history.jsonl").read_text().splitlines()]
+        for name in ("run", "cpu")
+    )
+    assert [row["chosen"] for row in first] == [row["chosen"] for row in second]
