@@ -16,7 +16,7 @@ from fastbcd.scoring.collapsed.form import Signature, cached_form, drop_form, ke
 from fastbcd.scoring.collapsed.linear_rules import NotAffine
 from fastbcd.scoring.engine import Request, ScoringEngine
 from fastbcd.scoring.metric import DEFAULT, Criterion
-from fastbcd.scoring.program import NotTraceable, Program, make_program
+from fastbcd.scoring.program import NotTraceable, Program, make_program, with_flat_output
 from fastbcd.scoring.sequential import Sequential
 from fastbcd.scoring.stacked import Stacked, peak_bytes, portions, stacked_multiply_adds
 
@@ -111,8 +111,10 @@ def stacked_plan(request: Request, program: Program, why: str) -> Plan:
 
 def collapsed_plan(request: Request, program: Program, required: bool) -> Plan | str:
     """A plan with the cached form or a new one; or, unless required, why stacked is better."""
-    if not isinstance(program.output, fx.Node) or len(program.shapes[program.output]) != 2:
-        raise NotAffine("it does not return one tensor [B, classes]")
+    if not isinstance(program.output, fx.Node):
+        raise NotAffine("it returns several tensors instead of one")
+    shape = program.shapes[program.output][1:]
+    program = program if len(shape) == 1 else with_flat_output(program)
     builder = FormBuilder(AffineNet(program), request.masks, request.example)
     signature = Signature(program)
     form = cached_form(request.net, signature, request.masks)
@@ -135,7 +137,7 @@ def collapsed_plan(request: Request, program: Program, required: bool) -> Plan |
     if form is None:
         form = builder.build(cost.with_image)
         keep_form(request.net, signature, form)
-    engine = Collapsed(form, builder)
+    engine = Collapsed(form, builder, shape)
     try:
         engine.check(request)
     except NotAffine:

@@ -8,6 +8,7 @@ The weights are read when the program is made, so a program is valid for one cal
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -171,6 +172,20 @@ def make_program(net: nn.Module, image: Tensor) -> Program:
     return Program(
         steps, inputs[0], output, constants, uses, fresh, _sizes_travel(nodes),
         fusion.shapes, fusion.tuples, fusion.bytes, fusion.multiply_adds,
+    )  # fmt: skip
+
+
+def with_flat_output(program: Program) -> Program:
+    """The program followed by flatten: outputs [B, ...] become [B, numbers]."""
+    last = program.output
+    with last.graph.inserting_after(last):
+        flat = last.graph.call_function(torch.flatten, (last, 1))
+    size = math.prod(program.shapes[last])
+    return program._replace(
+        steps=[*program.steps, Call(flat, torch.flatten, (last, 1), {})], output=flat,
+        uses=program.uses | {flat: 1}, shapes=program.shapes | {flat: (1, size)},
+        multiply_adds=program.multiply_adds | {flat: 0},
+        bytes_per_image=program.bytes_per_image | {flat: program.bytes_per_image[last]},
     )  # fmt: skip
 
 

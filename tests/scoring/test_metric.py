@@ -149,16 +149,23 @@ def test_engines_equal_a_plain_loop(name, engine) -> None:
         torch.testing.assert_close(found.drop, drop)
 
 
-def test_collapsed_scores_one_tensor_of_logits() -> None:
-    net, data, criterion = task("regression")
+@pytest.mark.parametrize("name", ["segmentation", "several labels", "regression"])
+def test_collapsed_scores_one_tensor_of_any_shape(name) -> None:
+    net, data, criterion = task(name)
     removals = removals_of(net)
     truth = score(net, removals, data, "sequential", **criterion)
-    found = score(net, removals, data, "collapsed", **criterion)
-    torch.testing.assert_close(found.value, truth.value, rtol=0, atol=1e-5)
-    for name in ("segmentation", "tuple", "dict"):
-        net, data, criterion = task(name)
-        with pytest.raises(ValueError, match=r"it does not return one tensor \[B, classes\]"):
-            score(net, removals, data, "collapsed", **criterion)
+    for _ in range(2):  # a form that is built, and one that is kept
+        found = score(net, removals, data, Engine("collapsed", batch_size=4), **criterion)
+        assert found.engine == "collapsed"
+        torch.testing.assert_close(found.value, truth.value, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found.loss, truth.loss, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tuple", "dict"])
+def test_collapsed_refuses_several_tensors(name) -> None:
+    net, data, criterion = task(name)
+    with pytest.raises(ValueError, match="it returns several tensors instead of one; use engine="):
+        score(net, removals_of(net), data, "collapsed", **criterion)
 
 
 def test_sums_do_not_depend_on_lanes_and_waves() -> None:
@@ -292,7 +299,7 @@ def test_targets_that_cross_entropy_does_not_fit() -> None:
     net, (x, targets), criterion = task("segmentation")
     with pytest.raises(ValueError, match="target 3 is out of range: the net has 3 classes"):
         score(net, removals_of(net), (x, targets + 1), **criterion)
-    with pytest.raises(ValueError, match=r"the labels are float32 \[11, 5\], not class indices"):
+    with pytest.raises(ValueError, match=r"needs class indices, but the labels are .*\[11, 5\]"):
         score(make("resnet"), torch.tensor([[0]]), (x, torch.randn(11, 5)))
 
 

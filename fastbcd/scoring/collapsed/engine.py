@@ -42,8 +42,9 @@ class Collapsed:
     name = "collapsed"
     memory_format = torch.channels_last
 
-    def __init__(self, form: Form, builder: FormBuilder) -> None:
-        self.form, self.builder = form, builder
+    def __init__(self, form: Form, builder: FormBuilder, shape: tuple[int, ...] = (-1,)) -> None:
+        """shape: of the outputs for one image, which the form has as one row."""
+        self.form, self.builder, self.shape = form, builder, shape
         # A restricted form keeps its order of kinks; the builder's tiles may differ by now.
         self.order: Tensor | None = None
         if not torch.equal(form.ids, builder.ids):
@@ -119,7 +120,7 @@ class Collapsed:
                 kink(z, affine[some], masks[some], fresh=fresh)
         logits = affine[len(masks) :].repeat(1, trials)
         self.add_kinks(logits, len(form.blocks) - 1, c, start, beta=1)
-        return c, logits.T.unflatten(0, (trials, batch))
+        return c, logits.T.reshape(trials, batch, *self.shape)
 
     def shift(self, affine: Tensor, c: Tensor) -> Tensor:
         """The affine part after the kinks of c, with what these add."""
