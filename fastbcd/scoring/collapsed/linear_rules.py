@@ -16,6 +16,7 @@ import math
 import operator
 from collections.abc import Callable
 from functools import partial, reduce
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from fastbcd.masking.activations import MaskedReLU
+from fastbcd.masking.tracing import FunctionalBatchNorm
 from fastbcd.scoring.collapsed import patches
 from fastbcd.scoring.collapsed.patches import Patch, Value, stored, whole
 from fastbcd.scoring.program import Activation, Call, Convolution, Program, scale_and_shift
@@ -195,10 +197,19 @@ def _without_bias(run: Any, x: Any) -> Any:
     return lambda v: module(whole(v))
 
 
-def _batch_norm(run: Any, x: Any) -> Any:
-    if run.running_mean is None:
+def _batch_norm(run: Any, x: Any, training: bool = False) -> Any:
+    if training or run.running_mean is None:
         raise NotAffine("normalises by the statistics of the batch")
     return partial(scaled, factor=scale_and_shift(run)[0])
+
+
+def _functional_batch_norm(
+    run: Any, x: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
+    training: bool = False, momentum: float = 0.1, eps: float = 1e-5, **tracked: Any,
+) -> Any:  # fmt: skip
+    norm = SimpleNamespace(running_mean=running_mean, running_var=running_var, weight=weight,
+                           bias=bias, eps=eps)  # fmt: skip
+    return _batch_norm(norm, x, training)
 
 
 def _pad(run: Any, x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
@@ -263,6 +274,9 @@ _TABLE: list[tuple[list[Any], Callable[..., Any]]] = [
     ([F.linear], lambda run, x, weight, bias=None: lambda v: F.linear(whole(v), weight)),
     ([nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d], _without_bias),
     ([nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d], _batch_norm),
+    ([F.batch_norm], _functional_batch_norm),
+    ([FunctionalBatchNorm],
+     lambda run, x, **tensors: _functional_batch_norm(run, x, **tensors, **run.options)),
     ([F.pad], _pad),
     ([nn.ConstantPad1d, nn.ConstantPad2d, nn.ZeroPad2d], lambda run, x: _pad(run, x, run.padding)),
     (["chunk", "split", torch.chunk, torch.split], _parts),

@@ -6,11 +6,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fastbcd import MaskedReLU, MaskSet, masks, models
+from fastbcd import MaskedReLU, MaskSet, convert, masks, models, score
 from fastbcd.ops import reference
 from fastbcd.ops.kink import kink
 from fastbcd.scoring.collapsed.affine_net import AffineNet
@@ -19,7 +20,7 @@ from fastbcd.scoring.collapsed.patches import Patch, Positions, convolve, subsam
 from fastbcd.scoring.engine import Request
 from fastbcd.scoring.program import Convolution, make_program
 from helpers.affine_nets import engine_of, some_removals, worst_difference, zoo
-from helpers.nets import images, make, thinned
+from helpers.nets import images, make, randomize, thinned
 
 AFFINE = ["mlp", "resnet", "preactivation", "sizes"]
 
@@ -134,6 +135,43 @@ def test_blocks_of_zeros_are_not_stored() -> None:
     nn.init.zeros_(net.c.weight)
     ranges = [[(b.start, b.stop) for b in site] for site in engine_of(net, x).form.blocks]
     assert ranges == [[], [], [], [(5, 14)]]
+
+
+class NormAct(nn.Module):
+    """Batch norm and ReLU by functions, as timm's BatchNormAct2d; `always`: in eval mode too."""
+
+    def __init__(self, channels: int, mode: str) -> None:
+        super().__init__()
+        self.norm, self.mode = nn.BatchNorm2d(channels, eps=0.1), mode
+
+    def forward(self, x):
+        training = {"follows": self.training, "frozen": False, "always": True}[self.mode]
+        norm = self.norm
+        state = norm.running_mean, norm.running_var, norm.weight, norm.bias
+        return F.relu(F.batch_norm(x, *state, training, 0.1, norm.eps))
+
+
+def net_with(mode: str) -> nn.Module:
+    torch.manual_seed(0)
+    stem = nn.Conv2d(3, 4, 3, padding=1), NormAct(4, mode), nn.Conv2d(4, 4, 3)
+    model = nn.Sequential(*stem, NormAct(4, "frozen"), nn.Flatten(), nn.Linear(144, 5))
+    return convert(randomize(model).eval(), images(2)[0])
+
+
+@pytest.mark.parametrize("mode", ["follows", "frozen"])
+def test_functional_batch_norm_in_eval_mode(mode) -> None:
+    """The converted net against the form, in double; `score` takes it."""
+    net = thinned(net_with(mode))
+    found = score(net, masks(net).bits.nonzero()[:3], images(20), engine="collapsed")
+    assert found.engine == "collapsed"
+    net, x = net.double(), images(7)[0].double()
+    assert worst_difference(net, engine_of(net, x), x, some_removals(net), 4) < 1e-12
+
+
+def test_functional_batch_norm_of_the_batch_is_refused() -> None:
+    net = net_with("always")
+    with pytest.raises(ValueError, match=r"batch_norm.*statistics of the batch"):
+        score(net, torch.tensor([[0]]), images(20), engine="collapsed")
 
 
 def test_later_hypotheses_share_what_comes_before_them() -> None:
