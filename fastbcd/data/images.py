@@ -183,10 +183,7 @@ class ImageData:
 
     def check_labels(self, classes: int, who: str) -> None:
         """Refuse labels outside 0 .. classes-1, the classes of `who`."""
-        bad = ((self.labels < 0) | (self.labels >= classes)).nonzero().flatten().tolist()
-        for i in bad[:1]:
-            what = f"label {int(self.labels[i])} of image {i}"
-            raise ValueError(f"{what} is out of range: {who} has {classes} classes")
+        check_range(self.labels, torch.arange(len(self)), classes, who)
 
     def identity(self, samples: int) -> dict[str, Tensor]:
         """What a run's digest is made of: about `samples` images, all labels and ids."""
@@ -356,6 +353,13 @@ class ImageData:
             (self.views(i, views[i], padding=padding, **options), self.labels[i], i, views[i])
             for i in parts
         )
+
+
+def check_range(labels: Tensor, numbers: Tensor, classes: int, who: str) -> None:
+    """Refuse labels outside 0 .. classes-1; numbers: those of the images, for the error."""
+    for i in ((labels < 0) | (labels >= classes)).nonzero().flatten().tolist()[:1]:
+        what = f"label {int(labels[i])} of image {int(numbers[i])}"
+        raise ValueError(f"{what} is out of range: {who} has {classes} classes")
 
 
 def batch_sizes(samples: int, batch_size: int, smallest: int = 1) -> list[int]:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fastbcd.data import arrays, pixels
 from fastbcd.data.arrays import Item, Stats, are_indices, read_item, target_tensor
-from fastbcd.data.images import ImageData, TrainBatches, batch_sizes
+from fastbcd.data.images import ImageData, TrainBatches, batch_sizes, check_range
 from fastbcd.runtime.validate import check_whole
 
 
@@ -29,7 +29,7 @@ class StreamData(ImageData):
 
     Args:
         dataset: (image, label) items as for `ImageData.from_dataset`, the same in every reading;
-            or a DataLoader, whose dataset, workers and start method are taken.
+            or a DataLoader, whose dataset and workers are taken.
         train: a DataLoader with your own augmentation of the same inputs, which fine-tuning
             iterates over as it is; settings of crops, flips and batch size then have no effect. By
             default fine-tuning shuffles, crops and flips as for ImageData.
@@ -55,28 +55,25 @@ class StreamData(ImageData):
         self, dataset: Any, *, train: DataLoader | None = None, workers: int | None = None,
         mean: Stats = None, std: Stats = None, classes: int | None = None,
     ) -> None:  # fmt: skip
-        positions, loading = None, {"num_workers": 0}
+        positions, loading = None, {"num_workers": workers or 0}
         if isinstance(dataset, DataLoader):
-            positions = arrays.sampled(dataset)
             names = ("num_workers", "worker_init_fn", "multiprocessing_context", "timeout")
-            loading = {name: getattr(dataset, name) for name in names}
-            dataset = dataset.dataset
-        if workers is not None:
-            check_whole("workers", workers, 0)
-            loading["num_workers"] = workers
+            if dataset.num_workers and workers is None:
+                loading = {name: getattr(dataset, name) for name in names}
+            positions, dataset = arrays.sampled(dataset), dataset.dataset
+        check_whole("workers", loading["num_workers"], 0)
         arrays.check_dataset(dataset)
         first = read_item(dataset, 0)
         for _ in range(8):
             arrays.check_repeatable(dataset, 0, first[0])
         one = ImageData.from_arrays(first[0][None], first[1][None], mean, std, classes, "NC...")
-        named: Any = getattr(dataset, "classes", None)
-        if classes is None and are_indices(one.labels) and hasattr(named, "__len__"):
-            classes = len(named)
-        read = f"streamed from {type(dataset).__name__} with {loading['num_workers']} workers"
+        if classes is None and are_indices(one.labels) and hasattr(dataset, "classes"):
+            classes = len(dataset.classes)
+        where = f"streamed from {type(dataset).__name__} with {loading['num_workers']} workers"
         ids = torch.arange(len(dataset)) if positions is None else torch.tensor(positions)
         vars(self).update(
             vars(one.first(0)), ids=ids, classes=classes, train=train, loading=loading,
-            items=_Items(dataset, first), bound={}, where=read,
+            items=_Items(dataset, first), bound={}, where=where,
         )  # fmt: skip
 
     def need_classes(self, what: str) -> int:
@@ -89,53 +86,50 @@ class StreamData(ImageData):
 
     def identity(self, samples: int) -> dict[str, Tensor]:
         """What a run's digest is made of: the class, the first and last two items, all ids."""
-        n = len(self)
-        ends = sorted({*range(n)[:2], *range(n)[-2:]})
-        x, y = next(self._read([torch.tensor(ends)], workers=0))
+        ends = torch.arange(len(self))[[0, min(1, len(self) - 1), -2 % len(self), -1]]
+        x, y = next(self._read([ends], here=True))
         name = torch.tensor(list(type(self.items.dataset).__name__.encode()))
         return {"images": x, "labels": y, "ids": self.ids, "dataset": name}
 
     def to(self, device: torch.device | str) -> StreamData:
         """The same data, with batches on another device."""
-        new, names = copy.copy(self), ("images", "labels", "ids")
-        vars(new).update({name: getattr(self, name).to(device) for name in names})
-        return new
+        return self._with(**{k: getattr(self, k).to(device) for k in ("images", "labels", "ids")})
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> StreamData:
+        return self._with(ids=change(self.ids))
+
+    def _with(self, **changed: Any) -> StreamData:
         new = copy.copy(self)
-        vars(new).update(ids=change(self.ids))
+        vars(new).update(changed)
         return new
 
     # ------------------------------------------------------------------ reading
 
-    def _read(self, parts: Sequence[Tensor], workers: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and labels of the samples at these positions, one batch for each part."""
+    def _read(self, parts: Sequence[Tensor], here: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and labels of the samples at these positions, one batch for each part.
+
+        here: without workers, which read ahead.
+        """
+        numbers = [self.ids[part].cpu() for part in parts]
         # A generator of its own: reading does not change torch's random numbers.
         loader: DataLoader[Any] = DataLoader(
-            self.items, batch_sampler=[self.ids[part].tolist() for part in parts],
-            collate_fn=_collate, generator=torch.Generator(),
-            **(self.loading | {"num_workers": workers}),
+            self.items, batch_sampler=[part.tolist() for part in numbers], collate_fn=_collate,
+            generator=torch.Generator(), **({} if here else self.loading),
         )  # fmt: skip
-        for part, (x, y) in zip(parts, loader, strict=True):
+        for part, (x, y) in zip(numbers, loader, strict=True):
             if self.bound:
-                bad = ((y < 0) | (y >= self.bound["classes"])).nonzero().flatten().tolist()
-                for i in bad[:1]:
-                    raise ValueError(
-                        f"label {int(y[i])} of image {int(self.ids[part[i]])} is out of range: "
-                        f"{self.bound['who']} has {self.bound['classes']} classes"
-                    )
+                check_range(y, part, **self.bound)
             yield x.to(self.device), y.to(self.device)
 
     def batches(self, batch_size: int, **options: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """(normalised images, labels) in order; options: memory_format, dtype of `normalise`."""
         check_whole("batch_size", batch_size, 1)
         parts = [part for part in torch.arange(len(self)).split(batch_size) if len(part)]
-        # Batches of one or two are examples: workers would read on.
-        found = self._read(parts, self.loading["num_workers"] if batch_size > 2 else 0)
+        found = self._read(parts, here=batch_size <= 2)  # such small batches are examples
         return ((self.normalise(x, **options), y) for x, y in found)
 
     def _take(self, indices: Tensor) -> Tensor:
-        return next(self._read([indices], workers=0))[0]
+        return next(self._read([indices], here=True))[0]
 
     # ------------------------------------------------------------------ training
 
@@ -174,8 +168,7 @@ class StreamData(ImageData):
     def _in_views(
         self, parts: list[Tensor], views: Tensor, padding: int, **options: Any
     ) -> TrainBatches:
-        found = self._read([part.cpu() for part in parts], self.loading["num_workers"])
-        for part, (x, y) in zip(parts, found, strict=True):
+        for part, (x, y) in zip(parts, self._read(parts, here=False), strict=True):
             x = pixels.crop(x, views[part], padding) if x.ndim == 4 else x
             yield self.normalise(x, **options), y, part, views[part]
 

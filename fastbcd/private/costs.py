@@ -45,18 +45,15 @@ class Constant:
     source: str
 
     def __post_init__(self) -> None:
-        if self.value is not None and not (math.isfinite(self.value) and self.value >= 0):
-            raise ValueError(
-                f"a cost cannot be {self.value} ({self.source}): give a number of 0 or more, or "
-                f"None if it is unknown"
-            )
+        if self.value is not None and not 0 <= self.value < math.inf:
+            wrong = f"a cost cannot be {self.value} ({self.source})"
+            raise ValueError(f"{wrong}: give a number of 0 or more, or None if it is unknown")
 
     def __str__(self) -> str:
         return f"{'unknown' if self.value is None else format(self.value, ',g')} ({self.source})"
 
 
-UNKNOWN = Constant(None, "not stated by any source")
-NO_SETUP = Constant(0, "nothing is set up")
+UNKNOWN, NO_SETUP = Constant(None, "not stated by any source"), Constant(0, "nothing is set up")
 
 
 @dataclass(frozen=True)
@@ -96,11 +93,10 @@ class Protocol:
         return {f.name: getattr(self, f.name) for f in fields(self)[1:]}
 
 
+_FILE = resources.files("fastbcd.private") / "protocols.json"
 PROTOCOLS = {
     name: Protocol(name, **{key: Constant(*pair) for key, pair in constants.items()})
-    for name, constants in json.loads(
-        resources.files(__package__).joinpath("protocols.json").read_text(encoding="utf-8")
-    ).items()
+    for name, constants in json.loads(_FILE.read_text(encoding="utf-8")).items()
 }
 
 
@@ -145,7 +141,7 @@ class Cost:
     bandwidth: float  # bits per second
     rtt: float  # seconds
     sites: tuple[SiteCost, ...]
-    not_included: tuple[NonlinearOp, ...] = ()  # other nonlinear operations of the net
+    not_included: tuple[NonlinearOp, ...] = ()
     total: SiteCost = field(init=False, repr=False)  # the sum of the sites, without the set-up
     relus: int = field(init=False, repr=False)  # kept
     bytes: float | None = field(init=False, repr=False)  # sent, both directions together
@@ -197,8 +193,8 @@ class Cost:
         if self.seconds is None:
             notes[f"at least {si(self.known_seconds, 's')}: the rest is unknown"] = []
         if self.emptied:
-            saved = [f"{s.name}  {_number(s.saved_rounds)} rounds" for s in self.emptied]
-            notes[f"{len(saved)} emptied sites save {_number(self.saved_rounds)} rounds:"] = saved
+            saved = [f"{s.name}  {si(s.saved_rounds)} rounds" for s in self.emptied]
+            notes[f"{len(saved)} emptied sites save {si(self.saved_rounds)} rounds:"] = saved
         if self.not_included:
             notes["not included, besides linear layers:"] = list(map(str, self.not_included))
         notes["sources:"] = [f"{k:<{wide}}  {c}" for k, c in constants.items()]
@@ -218,14 +214,11 @@ def cost(
 ) -> Cost:  # fmt: skip
     """The cost of the activations of one image in private inference.
 
-    A round counts as a whole round trip, which is an upper bound where both parties send at the
-    same time.
-
     Args:
         masks: the ReLUs kept, or a net with masks.
         protocol: "delphi-gc", "crypten", "spu-semi2k", "spu-cheetah" or a `Protocol`.
-        bandwidth: bits per second, both directions together.
-        rtt: round trip in seconds.
+        bandwidth: bits per second, both directions together. rtt: round trip in seconds; a round
+            counts as a whole one, an upper bound where both parties send at the same time.
         poly: names of the sites whose removed ReLUs are quadratics, if `masks` is not a net.
 
     >>> masks = fastbcd.MaskSet.full({"a": (16, 8, 8), "b": (10,)}).without(range(1024, 1034))
@@ -237,10 +230,8 @@ def cost(
     if chosen is None:
         near = get_close_matches(str(protocol), PROTOCOLS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"there is no protocol {protocol!r}; {hint}choose from {', '.join(PROTOCOLS)}, or give "
-            f"a fastbcd.private.Protocol"
-        )
+        names = f"choose from {', '.join(PROTOCOLS)}, or give a fastbcd.private.Protocol"
+        raise ValueError(f"there is no protocol {protocol!r}; {hint}{names}")
     nets: list[nn.Module] = []
     if isinstance(masks, nn.Module):
         if poly:
@@ -258,25 +249,23 @@ def cost(
     if not (isinstance(rtt, int | float) and 0 <= rtt < math.inf):
         raise ValueError(f"rtt={rtt!r}; give the round trip in seconds, 0 or more")
 
-    def figure(kind: str, relus: int, squares: int) -> float | None:
-        counts = {f"relu_{kind}": relus, f"square_{kind}": squares}
-        values = ((n, getattr(chosen, key).value) for key, n in counts.items())
+    def figure(kind: str, **counts: int) -> float | None:
         # What is not used costs 0, even if its value is unknown.
-        return _sum(None if n and value is None else float(n * (value or 0)) for n, value in values)
+        used = [(n, getattr(chosen, f"{what}_{kind}").value) for what, n in counts.items() if n]
+        return _sum([0.0, *(None if value is None else n * value for n, value in used)])
 
     sites = []
     for site, relus in zip(masks.sites, masks.counts().values(), strict=True):
         squares = site.numel - relus if site.name in poly else 0
-        size, rounds = figure("bytes", relus, squares), figure("rounds", relus > 0, squares > 0)
-        sites.append(
-            SiteCost(
-                site.name, site.numel, relus, squares, size, rounds,
-                saved_rounds=0 if relus else chosen.relu_rounds.value,
-                compute=figure("seconds", relus, squares),
-                transfer=None if size is None else 8 * size / bandwidth,
-                latency=None if rounds is None else rounds * rtt,
-            )
-        )  # fmt: skip
+        size = figure("bytes", relu=relus, square=squares)
+        rounds = figure("rounds", relu=relus > 0, square=squares > 0)
+        sites.append(SiteCost(
+            site.name, site.numel, relus, squares, size, rounds,
+            saved_rounds=0 if relus else chosen.relu_rounds.value,
+            compute=figure("seconds", relu=relus, square=squares),
+            transfer=None if size is None else 8 * size / bandwidth,
+            latency=None if rounds is None else rounds * rtt,
+        ))  # fmt: skip
     reports: list[Any] = [getattr(m, "conversion_report", None) for m in nets]
     others = tuple(op for report in reports if report for op in report.nonlinear)
     return Cost(chosen, float(bandwidth), float(rtt), tuple(sites), others)
@@ -290,24 +279,19 @@ def _sum(terms: Iterable[float | None]) -> float | None:
 
 def _cells(site: SiteCost) -> list[str]:
     """A row of the table."""
-    times = (site.compute, site.transfer, site.latency, site.seconds)
+    times = (si(t, "s") for t in (site.compute, site.transfer, site.latency, site.seconds))
     counts = (f"{n:,}" for n in (site.relus, site.units, site.squares))
-    return [site.name, *counts, si(site.bytes, "B"), _number(site.rounds),
-            *(si(t, "s") for t in times)]  # fmt: skip
+    return [site.name, *counts, si(site.bytes, "B"), si(site.rounds), *times]
 
 
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:,g}"
-
-
-def si(value: float | None, unit: str) -> str:
-    """A value with three digits and a unit prefix.
+def si(value: float | None, unit: str = "") -> str:
+    """A value with three digits and a unit prefix, or as it is without a unit.
 
     >>> si(87_425_024, "B"), si(2.2e-6, "s"), si(0, "s"), si(None, "s")
     ('87.4 MB', '2.20 µs', '0 s', 'unknown')
     """
-    if not value:
-        return "unknown" if value is None else f"0 {unit}"
+    if not value or not unit:
+        return "unknown" if value is None else f"{value:,g} {unit}".rstrip()
     prefixes = {-3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T"}
     power = max(-3, min(0 if unit == "s" else 4, math.floor(math.log10(value) / 3 + 1e-12)))
     scaled = value / 1000.0**power

@@ -206,7 +206,12 @@ def test_loaders_keep_their_part_and_their_workers():
     stream = StreamData(DataLoader(data, 4, sampler=SubsetRandomSampler([9, 2, 5])))
     assert stream.ids.tolist() == [2, 5, 9]
     assert stream.loading["num_workers"] == 0
-    assert StreamData(DataLoader(data, 4, num_workers=1)).loading["num_workers"] == 1
+    loader = DataLoader(data, 4, num_workers=1, multiprocessing_context="fork")
+    for workers, used in ((None, 1), (0, 0)):
+        stream = StreamData(loader, workers=workers)
+        assert stream.loading["num_workers"] == used
+        for size in (1, 50 if used else 30):
+            assert torch.equal(next(stream.batches(size))[0], held(data)[0][:size])
     data.classes = ["a", "b"]
     assert StreamData(data).classes == 2
 
