@@ -45,6 +45,9 @@ class Operator:
         self.default = getattr(torch.ops.fastbcd, self.name).default
         self.formula: Any = getattr(reference, self.name, None)
         self.recorded: Any = None  # the call that autograd records
+        if self.formula is not None:  # torch.onnx.export decomposes what it does not know
+            torch._decomp.decomposition_table[self.default] = self.formula
+            torch._decomp.meta_table[self.default] = fake  # and shapes are those of the operator
 
     def __call__(self, *arguments: Any) -> Any:
         if self.formula and transformed():
