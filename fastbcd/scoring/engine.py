@@ -5,7 +5,6 @@ The engine changes the speed, never the numbers: each is held to the logits of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from fastbcd.masking.masks import MaskSet, set_masks
 from fastbcd.runtime.validate import check_whole
-from fastbcd.scoring.sequential import Sequential
+from fastbcd.scoring.sequential import Outputs, Sequential
 
 ENGINES = ("auto", "sequential", "stacked", "collapsed")
 
@@ -94,9 +93,7 @@ class ScoringEngine(Protocol):
     def prepare(self, removals: dict[int, Tensor], lanes: int) -> Any:
         """What `logits` needs for these hypotheses (ids by number), at most `lanes` at a time."""
 
-    def logits(
-        self, x: Tensor, work: Any, base: bool, batch: int | None = None
-    ) -> Iterator[tuple[list[int], Any]]:
+    def logits(self, x: Tensor, work: Any, base: bool, batch: int | None = None) -> Outputs:
         """(numbers, outputs [n, B, ...]) of the hypotheses, and of the base as number -1.
 
         batch: the number of x among the batches of the data; None if it is none of them.

@@ -98,13 +98,14 @@ class Criterion:
             answers = outputs.double().flatten(0, 1), targets.repeat(len(outputs))
             losses = F.cross_entropy(*answers, reduction="none").view(hits.shape).sum(1)
             return torch.stack([hits.double().sum(1), losses, *losses.new_zeros(2, len(hits))], 1)
-        n = len(next(t for t in tree_leaves(outputs) if isinstance(t, Tensor)))
         found = []
-        for i in range(n):
+        for i in range(next((len(t) for t in tree_leaves(outputs) if isinstance(t, Tensor)), 1)):
             values = self.values(_copy_of(outputs, i), targets)
             invalid = ~values.isfinite()
             if self.bounds is not None:
-                invalid |= (values < self.bounds[0]) | (values > self.bounds[1])
+                inside = values.clamp(*self.bounds)
+                invalid |= (values - inside).abs() * self.points > 1e-4  # beyond rounding
+                values = values.where(invalid, inside)
             loss = self.summed_loss(_copy_of(outputs, i), targets)
             wrong = torch.where(invalid, values, 0.0).sum()
             found.append(torch.stack([values.sum(), loss, invalid.double().sum(), wrong]))

@@ -11,6 +11,8 @@ from torch.utils._pytree import tree_map_only
 
 from fastbcd.masking.masks import MaskSet, set_masks
 
+Outputs = Iterator[tuple[list[int], Any]]  # numbers of hypotheses, and their outputs
+
 
 class Sequential:
     """The engine: write a hypothesis's masks into the net and run it."""
@@ -26,7 +28,7 @@ class Sequential:
 
     def logits(
         self, x: Tensor, removals: dict[int, Tensor], base: bool, batch: int | None = None
-    ) -> Iterator[tuple[list[int], Any]]:
+    ) -> Outputs:
         """([number], outputs [1, B, ...]) of every hypothesis, and of the base as number -1."""
         nothing = {-1: torch.empty(0, dtype=torch.int64)} if base else {}
         for number, ids in {**nothing, **removals}.items():

@@ -15,7 +15,6 @@ that site, so the lanes that a value has are the first n of them:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -28,6 +27,7 @@ from fastbcd.masking.masks import MaskSet
 from fastbcd.runtime.limits import cache_bytes
 from fastbcd.scoring.engine import Request, difference_from_net
 from fastbcd.scoring.program import Activation, Call, NotTraceable, Program
+from fastbcd.scoring.sequential import Outputs
 
 BATCH = 32  # images at a time, unless memory or the user says otherwise
 GPU_ITEMS = 4096  # images times hypotheses that run together on a GPU, if memory allows
@@ -104,7 +104,7 @@ class Stacked:
 
     def logits(
         self, x: Tensor, groups: list[LaneGroup], base: bool, batch: int | None = None
-    ) -> Iterator[tuple[list[int], Any]]:
+    ) -> Outputs:
         """(numbers, outputs [n, B, ...]) of every hypothesis, and of the base as number -1."""
         program, start = self.program, self.program.placeholder
         reads = set(program.outputs if base else ()).union(*(group.reads for group in groups))

@@ -291,6 +291,42 @@ def test_bad_metrics(options, error, words) -> None:
         score(net, removals_of(net), data, **(criterion | options))
 
 
+def test_values_at_their_bounds_may_be_rounded() -> None:
+    net, data, _ = task("segmentation")
+
+    @bounded(0, 1)
+    def above(outputs, targets):
+        return torch.full((len(targets),), 1 + 1e-7, dtype=torch.float64)
+
+    assert score(net, removals_of(net), data, metric=above).value.tolist() == [1.0] * 7
+
+
+class Answer:
+    """A result that torch cannot look into."""
+
+    def __init__(self, logits) -> None:
+        self.logits = logits
+
+
+class Wrapped(Task):
+    def forward(self, x):
+        return Answer(super().forward(x))
+
+
+@pytest.mark.filterwarnings("ignore:fastbcd scores Wrapped one hypothesis at a time")
+def test_results_of_any_class_are_scored_sequentially() -> None:
+    net, data, criterion = task("regression")
+    other = Wrapped("regression").eval()
+    other.load_state_dict(net.state_dict())
+    truth = score(net, removals_of(net), data, "sequential", **criterion)
+    found = score(other, removals_of(net), data,
+                  metric=lambda o, t: closeness(o.logits, t),
+                  loss=lambda o, t: squares(o.logits, t))  # fmt: skip
+    assert found.engine == "sequential"
+    assert torch.equal(found.value, truth.value)
+    assert torch.equal(found.loss, truth.loss)
+
+
 def test_targets_that_cross_entropy_does_not_fit() -> None:
     for name in ("several labels", "regression", "tuple"):
         net, data, criterion = task(name)
