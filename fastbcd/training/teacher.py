@@ -19,6 +19,7 @@ from fastbcd.data.images import ImageData
 from fastbcd.graph.fuse import fused
 from fastbcd.runtime import ranks
 from fastbcd.runtime.limits import default_memory
+from fastbcd.runtime.warn_once import warn_once
 from fastbcd.scoring.accuracy import check_classes, dtype_of
 from fastbcd.training.settings import Finetune
 
@@ -37,7 +38,7 @@ class TeacherLogits:
         frozen = copy.deepcopy(teacher).eval().requires_grad_(False)
         self.teacher, self.memory_format = fused(frozen, train=False)
         self.data, self.padding, self.dtype = data, settings.padding, dtype_of(teacher)
-        self.batch: int | None = None  # chosen by the first call
+        self.batch, self.checked = BATCH, False  # halved where it does not fit
         rank, world = ranks.rank(), ranks.world()
         self.first = rank * len(data) // world
         self.samples = (rank + 1) * len(data) // world - self.first
@@ -108,11 +109,26 @@ class TeacherLogits:
         """The teacher's logits for some views, in batches of one shape: [n, classes]."""
         samples, views = samples.to(self.data.device), views.to(self.data.device)
         self.computed += len(samples)
-        if self.batch is None:
-            self.batch = BATCH
-            self._check_rows(samples[:BATCH], views[:BATCH])
-        parts = zip(samples.split(self.batch), views.split(self.batch), strict=True)
-        return torch.cat([self._forward(s, v).cpu() for s, v in parts])
+        why = ""  # the batch was halved
+        while True:
+            try:
+                if self.checked or self._rows_are_independent(samples, views):
+                    parts = zip(samples.split(self.batch), views.split(self.batch), strict=True)
+                    logits = torch.cat([self._forward(s, v) for s, v in parts]).cpu()
+                    break
+                why = "its logits for an image change with its place in the batch"
+            except torch.OutOfMemoryError as error:
+                if self.batch == 1:
+                    raise
+                why = str(error).splitlines()[0]
+            # Logits of another batch size may differ in the last bit: they are not kept.
+            self.batch, self.checked, self.used = self.batch // 2, False, 0
+            self.slots.fill_(-1)
+        self.checked = True
+        if why:
+            number = "one" if self.batch == 1 else self.batch
+            warn_once(f"images go through the teacher {number} at a time: {why}")
+        return logits
 
     def _forward(self, samples: Tensor, views: Tensor) -> Tensor:
         """The logits of at most self.batch views, in a batch that is filled up with zeros."""
@@ -122,26 +138,20 @@ class TeacherLogits:
         # Always the same strides: with one channel several count as channels_last, and which
         # convolution runs depends on them.
         n, order = len(x), self.memory_format if x.ndim == 4 else torch.contiguous_format
-        shape = (self.batch or BATCH, *x.shape[1:])
+        shape = (self.batch, *x.shape[1:])
         filled = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=order)
         filled[:n] = x
         filled[n:] = 0
         return self.teacher(filled)[:n].float()
 
-    def _check_rows(self, samples: Tensor, views: Tensor) -> None:
-        """Set the batch to 1 unless a row depends on its own image alone."""
+    def _rows_are_independent(self, samples: Tensor, views: Tensor) -> bool:
+        """Whether a row of a batch depends on its own image alone."""
+        if self.batch == 1:
+            return True
+        samples, views = samples[: self.batch], views[: self.batch]
         half = (len(samples) + 1) // 2
-        straight, turned = (
-            self._forward(samples, views),
-            self._forward(samples.flip(0), views.flip(0)),
-        )
+        straight = self._forward(samples, views)
+        turned = self._forward(samples.flip(0), views.flip(0)).flip(0)
         alone = self._forward(samples[half:], views[half:])
-        same = torch.equal(straight, turned.flip(0)) and torch.equal(straight[half:], alone)
-        if straight.isfinite().all() and not same:  # `epoch` reports what is not finite
-            self.batch = 1
-            warnings.warn(
-                "the teacher's logits for an image change with its place in the batch; so that "
-                "runs can be repeated, images go through it one at a time",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+        same = torch.equal(straight, turned) and torch.equal(straight[half:], alone)
+        return same or not straight.isfinite().all()  # `epoch` reports what is not finite

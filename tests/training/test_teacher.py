@@ -9,6 +9,7 @@ from torch import nn
 import fastbcd
 from fastbcd import Finetune, Finetuner
 from fastbcd.training.teacher import BATCH, TeacherLogits
+from helpers import fake_cuda
 from helpers.nets import make
 from helpers.train_cases import SMALL, assert_same, pair, weights
 
@@ -89,3 +90,34 @@ def test_images_of_one_channel_are_batched(recwarn) -> None:
     logits.epoch(torch.zeros(40, dtype=torch.int64))
     assert logits.batch == BATCH
     assert not recwarn.list
+
+
+def test_batches_are_halved_when_the_memory_of_the_gpu_is_full() -> None:
+    """It is said once, and the logits are the same."""
+    data, teacher = pair(BATCH), make("resnet")
+    views = data.view_ids(seed=0, step=0, epoch=0, padding=1)
+    truth = TeacherLogits(teacher, data, Finetune(padding=1)).epoch(views)
+    with fake_cuda.device() as gpu:
+        logits = TeacherLogits(teacher.cuda(), data.to("cuda"), Finetune(padding=1))
+        gpu.memory = gpu.allocated[0] + 3 * data.images.nbytes
+        with pytest.warns(RuntimeWarning, match="at a time: CUDA out of memory") as said:
+            found = logits.epoch(views)
+        assert len(said) == 1
+        assert 1 < logits.batch < BATCH
+        torch.testing.assert_close(found.cpu(), truth)
+        assert torch.equal(logits.epoch(views).cpu(), found.cpu())
+        gpu.memory = gpu.allocated[0] + 1000
+        with pytest.raises(torch.OutOfMemoryError):
+            logits.epoch((views + 1) % 18)
+
+
+def test_an_epochs_logits_are_copied_at_once(gpu) -> None:
+    copies = []
+    for n in (BATCH, 4 * BATCH):
+        data = pair(n).to("cuda")
+        logits = TeacherLogits(make("mlp").cuda(), data, Finetune(padding=1))
+        views = data.view_ids(seed=0, step=0, epoch=0, padding=1)
+        gpu.reset()
+        logits.epoch(views)
+        copies.append(gpu.counts["d2h"])
+    assert copies[0] == copies[1], gpu.places
