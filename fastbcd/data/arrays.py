@@ -72,10 +72,8 @@ def check_values(name: str, tensor: Tensor) -> None:
 def check_labels(labels: Tensor, classes: int, where: str) -> None:
     """Refuse labels that are not class indices 0 .. classes-1, naming the first."""
     if not are_indices(labels):
-        raise ValueError(
-            f"{where} are {labels.dtype} {list(labels.shape)}, not class indices, int64 "
-            f"[{len(labels)}]; classes={classes} must then be None"
-        )
+        found = f"{where} are {labels.dtype} {list(labels.shape)}"
+        raise ValueError(f"{found}, not class indices, int64 [N]; classes={classes} must be None")
     bad = ((labels < 0) | (labels >= classes)).nonzero().flatten()
     if len(bad):
         raise ValueError(
@@ -138,10 +136,7 @@ def sampled(loader: torch_data.DataLoader) -> list[int] | None:
 
 
 def read_item(dataset: Any, i: int, first: Item | None = None) -> Item:
-    """Item i of a Dataset: its input, uint8 or float [C,...], and its target.
-
-    first: an item that it must be like.
-    """
+    """Item i of a Dataset: its input, uint8 or float [C,...], and its target, like the first."""
     item = dataset[i]
     if not isinstance(item, tuple | list) or len(item) < 2:
         raise TypeError(f"item {i} of the dataset is a {type(item).__name__}, not (image, label)")

@@ -1,7 +1,6 @@
 """CIFAR-10 and CIFAR-100 from the published archives or their unpacked folders.
 
-A file that is damaged, cut short, too large or not what it should be is an error that names the
-file, the member and the way out. No code in a file is run.
+A file that is damaged, cut short or too large is an error. No code in a file is run.
 """
 
 from __future__ import annotations

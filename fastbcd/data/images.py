@@ -174,11 +174,9 @@ class ImageData:
     def need_classes(self, what: str) -> int:
         """The number of classes; an error that names `what` needs it if there is none."""
         if self.classes is None:
-            raise ValueError(
-                f"{what} needs class indices, but the labels are {self.labels.dtype} "
-                f"{list(self.labels.shape)}: give whole numbers [{len(self)}] (one-hot labels: "
-                f"labels.argmax(1)), or pass metric="
-            )
+            found = f"the labels are {self.labels.dtype} {list(self.labels.shape)}"
+            way = "whole numbers [N] (one-hot labels: labels.argmax(1)), or pass metric="
+            raise ValueError(f"{what} needs class indices, but {found}: give {way}")
         return self.classes
 
     def check_labels(self, classes: int, who: str) -> None:
@@ -363,11 +361,7 @@ def check_range(labels: Tensor, numbers: Tensor, classes: int, who: str) -> None
 
 
 def batch_sizes(samples: int, batch_size: int, smallest: int = 1) -> list[int]:
-    """The sizes of an epoch's batches; a last one below `smallest` joins the one before it.
-
-    >>> batch_sizes(9, 4), batch_sizes(9, 4, smallest=2)
-    ([4, 4, 1], [4, 5])
-    """
+    """The sizes of an epoch's batches; a last one below `smallest` joins the one before it."""
     sizes = [min(batch_size, samples - i) for i in range(0, samples, batch_size)]
     if len(sizes) > 1 and sizes[-1] < smallest:
         sizes[-2:] = [sum(sizes[-2:])]

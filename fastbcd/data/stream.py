@@ -3,8 +3,7 @@
     data = fastbcd.StreamData(dataset, workers=8)           # nothing is held
     fastbcd.bcd(net, data, budget=100_000, samples=20_000)  # a step scores the first 20,000
 
-It has the interface of ImageData and gives the same batches, to the last bit. Scoring and accuracy
-read it in order, training in the shuffled order of `ImageData.train_batches`.
+It has the interface of ImageData and gives the same batches, to the last bit.
 """
 
 from __future__ import annotations
@@ -158,10 +157,8 @@ class StreamData(ImageData):
     def _own_batches(self, loader: DataLoader, **options: Any) -> TrainBatches:
         for x, y, *_ in loader:
             if x.shape[1:] != self.images.shape[1:] or x.dtype != self.images.dtype:
-                raise ValueError(
-                    f"train= gives {x.dtype} {list(x.shape[1:])}, the dataset {self.images.dtype} "
-                    f"{list(self.images.shape[1:])}; bring both to one shape and dtype"
-                )
+                found, other = (f"{t.dtype} {list(t.shape[1:])}" for t in (x, self.images))
+                raise ValueError(f"train= gives {found}, the dataset {other}; both must be alike")
             inputs = self.normalise(x.to(self.device), **options)
             yield inputs, target_tensor(y).to(self.device), self.ids[:0], self.ids[:0]
 

@@ -6,8 +6,6 @@ kept units are gathered, activated and written back:
     f = x.flatten(1)
     f[:, kept] = relu(f[:, kept])
     f[:, removed] = c2*f² + c1*f + c0       # where removed ReLUs are quadratics
-
-Inference without encryption does not become faster.
 """
 
 from __future__ import annotations
@@ -31,12 +29,7 @@ TOLERANCE = 1e-4  # of exported logits: another program may sum a convolution in
 
 
 class GatheredReLU(nn.Module):
-    """ReLU at the positions `kept` [n] of a flattened sample, the identity elsewhere.
-
-    >>> act = GatheredReLU(torch.tensor([True, False]))
-    >>> act(torch.tensor([[-1.0, -1.0]]))
-    tensor([[ 0., -1.]])
-    """
+    """ReLU at the positions `kept` [n] of a flattened sample, the identity elsewhere."""
 
     kept: Tensor
 
@@ -45,7 +38,6 @@ class GatheredReLU(nn.Module):
         self.register_buffer("kept", mask.flatten().nonzero().flatten())
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, *shape] -> [B, *shape]."""
         flat = x.flatten(1)
         relus = torch.relu(flat.index_select(1, self.kept))
         return flat.index_copy(1, self.kept, relus).reshape(x.shape)
@@ -67,7 +59,6 @@ class GatheredPoly(GatheredReLU):
         self.register_buffer("channel", self.removed // mask[0].numel())
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, *shape] -> [B, *shape]."""
         flat, small = x.flatten(1), compute_dtype(x.dtype)
         z = flat.index_select(1, self.removed).to(small)
         c0, c1, c2 = self.coef.to(small).index_select(1, self.channel)
@@ -119,11 +110,9 @@ def _gathered(act: MaskedActivation) -> nn.Module:
 def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> float | None:
     """Write the net's gather form, in eval mode, to path; the file takes any batch size.
 
-    Args:
-        net: with masks, or already in gather form; it is not changed.
-        example: a batch of two or more images.
-        path: ends in .pt2, for torch.export.load(path).module(), or .onnx, which needs the
-            packages onnx and onnxscript: pip install fastbcd[onnx].
+    net: with masks, or already in gather form; it is not changed. example: a batch of two or more
+    images. path: ends in .pt2, for torch.export.load(path).module(), or .onnx, which needs the
+    packages onnx and onnxscript: pip install fastbcd[onnx].
 
     Returns the largest difference between the logits of the file and of the net on the example,
     relative to the largest logit; None if the file was not compared (.onnx without onnxruntime).

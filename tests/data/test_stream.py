@@ -169,6 +169,17 @@ def test_bcd_with_fine_tuning_resumes(teacher, small_memory, tmp_path):
         next(fastbcd.steps(broken, other, run_dir=tmp_path, budget=104, drc=10, rt=2))
 
 
+def test_training_and_snl_take_streams():
+    data, models = large(), [net(), net()]
+    for model, given in zip(models, (StreamData(data), held(data)), strict=True):
+        fastbcd.train(model, given, epochs=1, padding=1, batch_size=30)
+    assert torch.equal(models[0][0].weight, models[1][0].weight)
+    options = {"lambda0": 1.0, "max_epochs": 1, "finetune": None, "batch_size": 60}
+    with pytest.warns(RuntimeWarning, match="above the threshold"):
+        start = fastbcd.snl(net(), StreamData(data), 60, teacher=net().eval(), **options)
+    assert start.masks.count() == 60
+
+
 def test_samples_reads_only_those(small_memory):
     data = large()
     fastbcd.bcd(net(), data, budget=124, drc=10, rt=2, samples=16, finetune=None)
