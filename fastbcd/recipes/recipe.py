@@ -125,7 +125,8 @@ class Plan:
     start: float
 
     @property
-    def total(self) -> float:  # PFLOP of all stages
+    def total(self) -> float:
+        """PFLOP of all stages."""
         return self.scoring + self.finetuning + self.dense + self.start
 
     def __str__(self) -> str:
