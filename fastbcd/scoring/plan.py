@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
-from fastbcd.runtime.ranks import world
+from fastbcd.masking.masks import set_masks
+from fastbcd.runtime.malloc import kept_memory
+from fastbcd.runtime.ranks import from_first, world
 from fastbcd.runtime.warn_once import warn_once
 from fastbcd.scoring.collapsed.affine_net import AffineNet, check_linear
 from fastbcd.scoring.collapsed.build import CollapsedCost, FormBuilder
@@ -21,6 +27,8 @@ from fastbcd.scoring.sequential import Sequential
 from fastbcd.scoring.stacked import Stacked, peak_bytes, portions, stacked_multiply_adds
 
 WORTH = 2e10  # multiply-adds below which no form is built: the call takes a moment anyway
+SAMPLE, REPEATS = 128, 3  # images that are timed to choose an engine, and how often
+_slower: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 ROWS = {"cpu": 1024, "cuda": 8192}  # hypotheses × images in a GEMM of collapsed
 
 
@@ -81,7 +89,11 @@ def make_plan(request: Request, engine: str) -> Plan:
             if engine == "collapsed":
                 raise
             plan = f"collapsed cannot: {reason}"
-        return stacked_plan(request, program, plan) if isinstance(plan, str) else plan
+        if isinstance(plan, str):
+            plan = stacked_plan(request, program, plan)
+            if engine == "auto" and stacked_is_slower(plan, program):
+                return sequential_plan(request, "stacked is slower, as timed on this machine")
+        return plan
     except (NotTraceable, NotAffine) as reason:
         other = "stacked" if isinstance(reason, NotAffine) else "sequential"
         if engine != "auto":
@@ -107,6 +119,43 @@ def stacked_plan(request: Request, program: Program, why: str) -> Plan:
     saved = 1 - spent / full if full else 0.0
     details = f"prefix      {saved:.1%} of the multiply-adds saved by shared prefixes\n"
     return Plan(engine, why, request, batch, lanes, spent, per_image * batch * (1 + lanes), details)
+
+
+def stacked_is_slower(plan: Plan, program: Program) -> bool:
+    """Is stacked slower than one hypothesis at a time? Timed once for a net, never assumed.
+
+    Timed are nets with grouped convolutions, whose speed multiply-adds do not tell, if the timing
+    takes a small part of the call.
+    """
+    request = plan.request
+    grouped = any(getattr(step.run, "groups", 1) > 1 for step in program.steps)
+    timed = 2 * REPEATS * SAMPLE * (1 + plan.lanes)  # hypothesis-images
+    large = (1 + request.hypotheses) * request.images >= 20 * timed
+    if not grouped or not large or not request.removals:
+        return False
+    if request.net not in _slower:
+        one = sequential_plan(request, "timed")
+        slower = seconds(plan) > seconds(one, plan.lanes)
+        _slower[request.net] = bool(from_first(torch.tensor(int(slower))))  # ranks plan alike
+    return _slower[request.net]
+
+
+def seconds(plan: Plan, lanes: int | None = None) -> float:
+    """The least time that a plan takes for SAMPLE images, the base and `lanes` hypotheses."""
+    engine, request, found = plan.engine, plan.request, []
+    removals = islice(cycle(request.removals), lanes or plan.lanes)
+    work = engine.prepare(dict(enumerate(removals)), plan.lanes)
+    order = engine.memory_format if request.example.ndim == 4 else torch.contiguous_format
+    images = request.example[:1].repeat(SAMPLE, *(1,) * (request.example.ndim - 1))
+    with kept_memory():
+        for _ in range(REPEATS):
+            start = time.perf_counter()
+            for x in images.contiguous(memory_format=order).split(plan.batch):
+                for _, outputs in engine.logits(x, work, True):
+                    tree_leaves(outputs)[0].sum().item()  # wait for a GPU
+            found.append(time.perf_counter() - start)
+    set_masks(request.net, request.masks)
+    return min(found)
 
 
 def collapsed_plan(request: Request, program: Program, required: bool) -> Plan | str:
