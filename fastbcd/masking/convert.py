@@ -81,7 +81,7 @@ def convert(
     left: dict[str, bool] = {}  # every nonlinear call, and whether skip names it
     for node, ops in before.ops.items():
         place = call_path(node)
-        kind = type(twin.get_submodule(place) if node.op == "call_module" else None)
+        kind = type(twin.get_submodule(place) if node.op == "call_module" else node.target)
         relu = next((op for op in ops if op.relu), None)
         kinds = {*kind.__mro__, *(relu.relu.__mro__ if relu and relu.relu else ())}
         if any(op.nonlinear for op in ops):
@@ -132,7 +132,8 @@ def convert(
             )
         masked: nn.Module = activation(shape[1:], device=example_input.device)
         source = next(n for n in node.all_input_nodes if n in before.shapes)
-        replace_call(twin, node, masked, source=source, inplace=op.inplace)
+        new = replace_call(twin, node, masked, source=source, inplace=op.inplace)
+        before.shapes[new] = shape
     for order, node in enumerate(graph.find_nodes(op="call_module")):
         if isinstance(masked := twin.get_submodule(node.target), MaskedActivation):
             masked.order = order

@@ -23,8 +23,8 @@ from fastbcd.masking.tracing import call_path
 _RELUS = {"relu": (), "clamp": (0,), "clamp_min": (0,), "threshold": (0, 0)}
 _ZEROS = {torch.zeros, torch.zeros_like, "new_zeros"}  # calls that make a tensor of zeros
 # Operators by what they are in the tensors that depend on the input: "linear", "bilinear" (linear
-# if one tensor depends on it), "batch norm" (linear in eval mode), "constant". Views are linear,
-# all others nonlinear.
+# if one tensor depends on it), "linear in the first" (if the second does not depend on it), "batch
+# norm" (linear in eval mode), "constant". Views are linear, all others nonlinear.
 _TABLE = json.loads(Path(__file__).with_name("operators.json").read_text())
 _RULES = {name: rule for rule, names in _TABLE.items() for name in names}
 
@@ -100,22 +100,23 @@ class Watch(TorchDispatchMode):
         results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         values = marks.count(False)
         if self.node is not None and results:
-            divisor = name == "div" and isinstance(args[1], Tensor) and args[1] in self.depends
             if values == 0:  # logic on comparisons, or a choice by them
-                linear = rule in ("linear", "bilinear") or results[0].dtype is torch.bool
-            elif not results[0].is_floating_point():
+                linear = rule is not None or results[0].dtype is torch.bool
+            elif not (results[0].is_floating_point() or results[0].is_complex()):
                 linear = False  # compared or rounded
             elif rule == "batch norm":
                 linear = args[5] is False
+            elif rule == "linear in the first":
+                linear = not (isinstance(args[1], Tensor) and args[1] in self.depends)
             else:
-                linear = rule == "linear" or (rule == "bilinear" and values == 1 and not divisor)
+                linear = rule == "linear" or (rule == "bilinear" and values == 1)
             elements = 0 if linear else -(-results[0].numel() // self.batch)
             kind = name.lstrip("_").removesuffix("_with_indices").removesuffix("_kernel")
             kind = kind if space == "aten" else f"{space}::{name}"
             op = Op(kind, self.relu(name, args), func._schema.is_mutable, elements)
             self.ops.setdefault(self.node, []).append(op)
         for t in results:
-            self.depends[t] = not (values and t.is_floating_point())
+            self.depends[t] = not (values and (t.is_floating_point() or t.is_complex()))
             if t._base is not None and t is args[0]:  # written through a view
                 self.depends[t._base] = False
         return result

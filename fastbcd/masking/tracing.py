@@ -298,7 +298,7 @@ def call_path(node: fx.Node) -> str:
 def replace_call(
     net: nn.Module, node: fx.Node, module: nn.Module, *, source: fx.Node, inplace: bool,
     tensors: dict[str, Any] | None = None,
-) -> None:  # fmt: skip
+) -> fx.Node:  # fmt: skip
     """Call module(source, **tensors) instead of the node.
 
     The first call of an nn.ReLU gives its name to the module; for any other call the module is
@@ -320,6 +320,7 @@ def replace_call(
         source.replace_all_uses_with(new, delete_user_cb=lambda user: user in later - {new})
     node.replace_all_uses_with(new)
     graph.erase_node(node)
+    return new
 
 
 def same_values(a: Any, b: Any) -> bool:

@@ -604,6 +604,11 @@ def test_other_ways_to_write_a_relu(relu) -> None:
         (lambda x: torch.ones(6) / x, ("div", "div", 6)),
         (lambda x: x.amax(1, keepdim=True), ("amax", "amax", 1)),
         (lambda x: torch.softmax(x, 1), ("softmax", "softmax", 6)),
+        (lambda x: torch.fft.rfft(x).abs(), ("abs", "abs", 4)),
+        (
+            lambda x: F.grid_sample(torch.ones(4, 1, 3, 3), x.view(4, 3, 1, 2), align_corners=True),
+            ("grid_sample", "grid_sampler_2d", 3),
+        ),
         (lambda x: F.layer_norm(x, (6,)), ("layer_norm", "native_layer_norm", 6)),
         (lambda x: F.prelu(x, torch.ones(1)), ("prelu", "prelu", 6)),
         (nn.LeakyReLU(), ("1.function", "leaky_relu", 6)),
@@ -634,6 +639,16 @@ def test_nonlinear_operations_that_stay_are_reported(function, op) -> None:
     assert listed.not_included == net.conversion_report.nonlinear
     assert f"not included, besides linear layers:\n    {name}" in str(listed)
     assert listed.as_dict()["not_included"][0]["kind"] == op[1]
+
+
+def test_a_relu_of_a_relu() -> None:
+    model = Functional(
+        lambda y: torch.maximum(F.threshold(F.relu(y).relu_(), 0, 0), y.new_zeros(3))
+    )
+    x = torch.randn(50, 3)
+    net = convert(model, x)
+    assert [s.name for s in fastbcd.masks(net).sites] == ["relu", "relu_2", "threshold", "maximum"]
+    assert torch.equal(net(x), model(x))
 
 
 def test_linear_operations_are_not_reported() -> None:
