@@ -60,7 +60,8 @@ def plan(g: Geometry, itemsize: int, reduces: bool = False) -> Plan:
 
     A thread takes as many elements as fill a 128-bit access: 4 of fp32, 8 of 16-bit types. A
     kernel that reduces takes 4, the width of its fp32 partial sums: one width for all operands
-    keeps every value in the thread that loaded it.
+    keeps every value in the thread that loaded it. Its accesses of 16-bit types are then 64 bits
+    wide, and it takes twice the programs to have as many bytes under way.
     """
     n = g.channels * g.inner
     per_warp = (4 if reduces else 16 // itemsize) * WARP_SIZE
@@ -69,6 +70,7 @@ def plan(g: Geometry, itemsize: int, reduces: bool = False) -> Plan:
     all_trials = g.x_shared or g.residual_shared
     rows = 1 if all_trials else g.trials
     enough, largest = REDUCING if reduces else ELEMENTWISE
+    enough *= 4 // itemsize if reduces else 1
     chunk = max(1, min(tiles * rows * g.batch // enough, largest))
     slots = rows * triton.cdiv(g.batch, chunk)
     return Plan(per_warp * num_warps, num_warps, chunk, slots, tiles * slots, all_trials)

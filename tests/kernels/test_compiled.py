@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from fastbcd import kernels
+from fastbcd.kernels.geometry import Geometry
 from fastbcd.ops.kink import kink
 from helpers.op_cases import MASKED, UNSTACKED, Case, arguments, results
 
@@ -123,7 +124,7 @@ def compiled(target: GPUTarget, call: Any) -> dict[str, tuple[Any, int]]:
         def launch(*args: Any, **options: Any) -> None:
             direction = "forward" if "forward" in self.fn.__name__ else "backward"
             kernel = self.run(*args, grid=grid, warmup=True, **options)
-            found[direction] = kernel, options["BLOCK"]
+            found[direction] = kernel, options.get("BLOCK", 0)
 
         return launch
 
@@ -322,16 +323,48 @@ def test_on_amd(case: Case) -> None:
         assert not re.findall(r"v_(?:pk_)?fmac?_f32\w*", text)
 
 
+@pytest.mark.parametrize("op", [*UNSTACKED, *MASKED])
+def test_16_bit_sums_have_as_many_bytes_under_way_as_32_bit_ones(op) -> None:
+    """Programs times the width of their accesses, for layers of ResNet18 with 128 images."""
+    case = Case(op, affine=op in MASKED, residual=True, sizes=ALIGNED, order="channels_last")
+    widths = []
+    for dtype in ("float32", "float16"):
+        code = code_of("sm_90", case._replace(dtype=dtype))["backward"]
+        # Parameters are read once in 128 bits; what is read for every item is the narrower.
+        widths.append(min(width for width in code.widths("LDG") if width > 32))
+    assert widths == [128, 64]
+    for channels, side in ((64, 32), (128, 16), (256, 8)):
+        g = Geometry(1, 128, channels, side * side, True, True, False, False)
+        single, half = (triton_kernels.common.plan(g, size, reduces=True) for size in (4, 2))
+        assert single.block == half.block
+        assert half.programs * widths[1] >= 0.9 * single.programs * widths[0]
+        assert half.programs >= 8 * 132 or half.chunk == 1
+
+
 @pytest.mark.parametrize("fresh", [False, True])
-@pytest.mark.parametrize("name", [
-    n if n == "sm_90" else pytest.param(n, marks=pytest.mark.long) for n in TARGETS
-])  # fmt: skip
-def test_kink_neither_spills_nor_shares(name: str, fresh: bool) -> None:
-    mask = torch.zeros(33, 2, dtype=torch.uint8)
-    call = functools.partial(kink, torch.zeros(33, 2, 3), torch.zeros(33, 3), mask, fresh=fresh)
-    ((kernel, _),) = compiled(TARGETS[name], call).values()
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [
+        pytest.param(n, b, marks=[] if n == "sm_90" and b in (3, 128) else pytest.mark.long)
+        for n in TARGETS
+        for b in (3, 32, 100, 128, 1024)
+    ],
+)
+def test_kink(name: str, batch: int, fresh: bool) -> None:
+    """No spills, no shared memory, no division per element; wide accesses of aligned rows."""
+    c, a, mask = torch.zeros(33, 8, batch), torch.zeros(33, batch), torch.zeros(33, 8).byte()
+    ((kernel, _),) = compiled(TARGETS[name], lambda: kink(c, a, mask, fresh=fresh)).values()
     assert kernel.metadata.shared == 0
-    if name in CUDA:
-        resources = resource_usage(kernel.asm["cubin"])
-        assert resources["STACK"] == resources["LOCAL"] == 0
-        assert resources["REG"] <= 40
+    if name not in CUDA:
+        return
+    cubin = kernel.asm["cubin"]
+    resources = resource_usage(cubin)
+    assert resources["STACK"] == resources["LOCAL"] == 0
+    assert resources["REG"] <= 40
+    (instructions,) = disassemble([cubin], TARGETS[name].arch)
+    # The two divisions find a program's kink and tile. A thread has 4 elements.
+    assert sum(i.startswith("MUFU.RCP") for i in instructions) <= 2
+    if batch % 16 == 0:
+        code = Code(resources, instructions, "", 4)
+        assert code.widths("LDG") == Counter({128: 1 if fresh else 2, 8: 1})
+        assert code.widths("STG") == Counter({128: 1})
