@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -60,6 +60,26 @@ def from_first(t: Tensor) -> Tensor:
     sent = _sendable(t).contiguous().clone()
     dist.broadcast(sent.view(-1).view(torch.uint8), src=0)
     return sent.to(t.device)
+
+
+def agree(tensors: Iterable[Tensor]) -> None:
+    """Make tensors the same on all ranks, in place: floats their mean, others rank 0's.
+
+    Tensors of one dtype go through one collective.
+
+    >>> running_mean = torch.tensor([1.0, 2.0])
+    >>> agree([running_mean])
+    >>> running_mean
+    tensor([1., 2.])
+    """
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for t in tensors if world() > 1 else ():
+        groups.setdefault(t.dtype, []).append(t.detach())
+    for dtype, group in groups.items():
+        flat = torch.cat([t.reshape(-1) for t in group])
+        flat = all_sum(flat) / world() if dtype.is_floating_point else from_first(flat)
+        for t, part in zip(group, flat.split([t.numel() for t in group]), strict=True):
+            t.copy_(part.view_as(t))
 
 
 def on_first(work: Callable[[], str]) -> str:

@@ -161,8 +161,7 @@ class Trainer:
             self.optimizer.step()
             if bar is not None:
                 bar.update()
-        for buffer in self.net.buffers() if world > 1 else ():  # batch-norm statistics
-            buffer.copy_(ranks.from_first(buffer))
+        ranks.agree(self.net.buffers())  # statistics of batch norm: each rank saw its own images
         weights = _largest(p.detach() for p in self.trained.values()).tolist()
         names = (f"weight {name}" for name in self.trained)
         _check_finite(weights, names, f"{epoch}, after the last batch, step {step}")

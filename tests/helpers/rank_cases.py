@@ -60,12 +60,16 @@ def collectives(folder: Path) -> Any:
     def fails() -> str:
         raise KeyError("here")
 
+    agreed = [torch.tensor([r, 2.0 * r]), torch.tensor(r), torch.tensor([[3.0 - r]])]
+    ranks.agree(agreed)
+
     return {
         "sum": ranks.all_sum(torch.tensor([r + 1, 10])).tolist(),
         "bits": ranks.from_first(torch.tensor([r == 0, r == 1])).tolist(),
         "scalar": ranks.from_first(torch.tensor(float(r))).item(),
         "half": ranks.from_first(torch.tensor([2.5 + r], dtype=torch.bfloat16)).tolist(),
         "text": [ranks.on_first(lambda t=t: t) for t in (f"größer {r}", "")],
+        "agreed": [t.tolist() for t in agreed],
         "on first": ranks.on_first(lambda: f"from {r}"),
         "failure": said(lambda: ranks.on_first(fails)),
         "same": said(lambda: ranks.check_same("the masks", {"m": torch.arange(3)})),

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fastbcd
 from fastbcd.runs.files import read_state
 from fastbcd.runtime import ranks
 
@@ -35,6 +36,7 @@ def test_collectives(found) -> None:
         assert answer["bits"] == [True, False]
         assert (answer["scalar"], answer["half"]) == (0.0, [2.5])
         assert answer["text"] == ["größer 0", ""]
+        assert answer["agreed"] == [[0.5, 1.0], 0, [[2.5]]]
         assert answer["on first"] == "from 0"
         assert answer["same"] == "no error"
         for what in ("other values", "other shape"):
@@ -148,6 +150,18 @@ def test_the_backend_follows_the_device(gpu, monkeypatch, device, size, backend,
     with ranks.joined(device):
         assert chosen == [backend]
         assert torch.cuda.current_device() == current
+
+
+def test_tensors_of_one_dtype_take_one_collective(gpu, monkeypatch) -> None:
+    used = []
+    monkeypatch.setattr(ranks, "world", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "all_reduce", lambda t: used.append((t.dtype, t.numel())))
+    monkeypatch.setattr(dist, "broadcast", lambda t, src: used.append((t.dtype, t.numel())))
+    net = fastbcd.models.resnet20(10, 8, width=4, blocks=1).cuda()
+    ranks.agree(net.buffers())
+    assert {dtype for dtype, _ in used} == {torch.float32, torch.uint8}
+    assert len(used) == 3  # statistics; counters and masks, as bytes
 
 
 @pytest.mark.parametrize("config", ["cpu:gloo,cuda:nccl", "cuda:nccl"])
