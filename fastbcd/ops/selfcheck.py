@@ -2,7 +2,7 @@
 
 No kernel of a GPU is used before it agreed with its formula once in the process, for its dtype.
 
-The schema of a kernel's operator names its arguments; `_arguments` draws one for each name.
+The schema of a kernel's operator names its arguments; `arguments` draws one for each name.
 Elementwise results must be equal to the last bit, sums over the batch nearly so.
 """
 
@@ -27,7 +27,7 @@ from fastbcd.runtime.warn_once import warn_once
 TRIALS = ("none", "stacked", "shared x", "shared residual", "both shared")
 ITEMS = ("x", "residual", "grad", "y")  # arguments [B, *S] or [T, B, *S]
 ELEMENTWISE = ("y", "dx", "dresidual")  # all other results are sums
-T, B, SITE = 3, 5, (24, 7, 6)
+T, B, SITE = 3, 5, (24, 7, 6)  # trials, batch, and the shape of a site
 
 
 class Check(NamedTuple):
@@ -100,7 +100,7 @@ def about(device: torch.device) -> str:
 def disagreement(check: Check, function: Callable[..., None], device: Any) -> list[str] | None:
     """How a kernel differs from its formula in one call; None if no kernel takes the call."""
     schema, lay_out, formula = KERNELS[check.kernel]
-    found, wanted = (lay_out(*_arguments(check, schema, device)) for _ in range(2))
+    found, wanted = (lay_out(*arguments(check, device)) for _ in range(2))
     if not found.fits:
         return None
     by_formula(formula, wanted)
@@ -119,29 +119,30 @@ def disagreement(check: Check, function: Callable[..., None], device: Any) -> li
     return differences(got, want, () if check.kernel.startswith("norm") else ELEMENTWISE)
 
 
-def _arguments(check: Check, schema: str, device: Any) -> list[Any]:
+def arguments(check: Check, device: Any, site: tuple[int, ...] = SITE) -> list[Any]:
     """The arguments of an operator, the same every time."""
+    schema = KERNELS[check.kernel].schema
     g = torch.Generator().manual_seed(0)
     stacked, full = check.trials != "none", check.optional == "full"
     lead = (T,) if stacked else ()
     shared = {n: check.trials in (f"shared {n}", "both shared") for n in ("x", "residual")}
     values = {"trials": stacked, "eps": 1e-5, **{f"{n}_shared": shared[n] for n in shared}}
-    shapes = {n: (*(() if shared.get(n) else lead), B, *SITE) for n in ITEMS}
-    shapes |= {"mask": (*lead, *SITE), "alpha": SITE, "aux": SITE, "coef": (3, SITE[0])}
-    shapes |= {"statistics": (2, SITE[0]), "c": (B, T, 9), "a": (B, 9), "bits": (B, T)}
+    shapes = {n: (*(() if shared.get(n) else lead), B, *site) for n in ITEMS}
+    shapes |= {"mask": (*lead, *site), "alpha": site, "aux": site, "coef": (3, site[0])}
+    shapes |= {"statistics": (2, site[0]), "c": (B, T, 9), "a": (B, 9), "bits": (B, T)}
 
     def draw(kind: str, name: str) -> Any:
         if kind in ("bool", "float"):
             return values.get(name, full)
         if kind == "Tensor?" and not full:
             return None
-        t = torch.randn(shapes.get(name, SITE[:1]), generator=g, dtype=torch.float64, device="cpu")
+        t = torch.randn(shapes.get(name, site[:1]), generator=g, dtype=torch.float64, device="cpu")
         if name in ("mask", "bits"):
             t = (t > 0).to(torch.bool if name == "mask" else torch.uint8)
         else:
             t = t.abs() if name == "statistics" else t
             t = t.to(check.dtype if name in (*ITEMS, "c", "a") else compute_dtype(check.dtype))
-        channel = t.ndim - len(SITE)
+        channel = t.ndim - len(site)
         if check.order == "channels_last" and channel >= 0 and name != "c":
             return t.movedim(channel, -1).contiguous().to(device).movedim(-1, channel)
         return t.to(device)
