@@ -9,7 +9,7 @@ It has the interface of ImageData and gives the same batches, to the last bit.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -104,26 +104,25 @@ class StreamData(ImageData):
 
     # ------------------------------------------------------------------ reading
 
-    def _read(self, parts: Sequence[Tensor], here: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    def _read(self, parts: Iterable[Any], here: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """Inputs and labels of the samples at these positions, one batch for each part.
 
         here: without workers, which read ahead.
         """
-        numbers = [self.ids[part].cpu() for part in parts]
         # A generator of its own: reading does not change torch's random numbers.
         loader: DataLoader[Any] = DataLoader(
-            self.items, batch_sampler=[part.tolist() for part in numbers], collate_fn=_collate,
-            generator=torch.Generator(), **({} if here else self.loading),
+            self.items, batch_sampler=(self.ids[part].tolist() for part in parts),
+            collate_fn=_collate, generator=torch.Generator(), **({} if here else self.loading),
         )  # fmt: skip
-        for part, (x, y) in zip(numbers, loader, strict=True):
+        for numbers, x, y in loader:
             if self.bound:
-                check_range(y, part, **self.bound)
+                check_range(y, numbers, **self.bound)
             yield x.to(self.device), y.to(self.device)
 
     def batches(self, batch_size: int, **options: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """(normalised images, labels) in order; options: memory_format, dtype of `normalise`."""
         check_whole("batch_size", batch_size, 1)
-        parts = [part for part in torch.arange(len(self)).split(batch_size) if len(part)]
+        parts = (slice(i, i + batch_size) for i in range(0, len(self), batch_size))
         found = self._read(parts, here=batch_size <= 2)  # such small batches are examples
         return ((self.normalise(x, **options), y) for x, y in found)
 
@@ -171,15 +170,16 @@ class StreamData(ImageData):
 
 
 class _Items(Dataset):
-    """The items of a Dataset as pairs of arrays like the first; workers read it."""
+    """The items of a Dataset as arrays like the first, with their numbers; workers read it."""
 
     def __init__(self, dataset: Any, first: Item) -> None:
         self.dataset, self.first = dataset, first
 
-    def __getitem__(self, i: int) -> Item:
-        return read_item(self.dataset, i, self.first)
+    def __getitem__(self, i: int) -> tuple[int, np.ndarray, np.ndarray]:
+        return i, *read_item(self.dataset, i, self.first)
 
 
-def _collate(items: list[Item]) -> tuple[Tensor, Tensor]:
-    images, labels = zip(*items, strict=True)
-    return torch.from_numpy(np.stack(images)), target_tensor(np.stack(labels))
+def _collate(items: list[tuple[int, np.ndarray, np.ndarray]]) -> tuple[Tensor, Tensor, Tensor]:
+    numbers, images, labels = zip(*items, strict=True)
+    inputs = torch.from_numpy(np.stack(images))
+    return torch.tensor(numbers), inputs, target_tensor(np.stack(labels))

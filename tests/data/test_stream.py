@@ -180,10 +180,28 @@ def test_training_and_snl_take_streams():
     assert start.masks.count() == 60
 
 
-def test_samples_reads_only_those(small_memory):
-    data = large()
-    fastbcd.bcd(net(), data, budget=124, drc=10, rt=2, samples=16, finetune=None)
-    assert set(data.reads) == {*range(16), 118, 119}  # the last two are in the run's digest
+class Endless(Dataset):
+    """Two million images, more than any memory holds."""
+
+    def __init__(self):
+        self.reads: set[int] = set()
+
+    def __len__(self):
+        return 2_000_000
+
+    def __getitem__(self, i):
+        self.reads.add(i)
+        image = np.random.default_rng(i).standard_normal((3, 256, 256), dtype=np.float32)
+        return image, i % 2
+
+
+def test_samples_reads_only_those():
+    data = Endless()
+    parts = nn.AvgPool2d(64), nn.Flatten(), nn.Linear(48, 12), fastbcd.MaskedReLU(12)
+    model = nn.Sequential(*parts, nn.Linear(12, 2))
+    run = fastbcd.bcd(model, data, budget=8, drc=2, rt=2, samples=6, finetune=None)
+    assert run.masks.count() == 8
+    assert data.reads == {*range(6), 1_999_998, 1_999_999}  # the last two are in the run's digest
 
 
 def test_a_loader_of_ones_own_trains(small_memory):
