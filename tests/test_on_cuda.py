@@ -82,6 +82,17 @@ def test_bcd_goes_as_on_the_cpu(gpu, proposal) -> None:
     check_device(found.model)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_scoring_leaves_its_memory_to_the_training(gpu, engine) -> None:
+    net, seen = thinned(make("resnet"), 0.1).cuda(), []
+    data = as_data(images(64)).to("cuda")
+    before, count = gpu.allocated[0], fastbcd.masks(net).count()
+    noted = lambda net, step: seen.append(gpu.allocated[0] - before)  # noqa: E731
+    run = fastbcd.bcd(net, data, count - 20, drc=10, rt=2, engine=engine, finetune=noted)
+    assert [step.engine for step in run.history] == [engine] * 2
+    assert seen == [0, 0]
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_bcd_in_mixed_precision(gpu, optimizer) -> None:
     """The default on CUDA; weights stay in float32."""

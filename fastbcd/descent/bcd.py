@@ -29,6 +29,7 @@ from fastbcd.runtime.module_mode import keep_mode
 from fastbcd.runtime.validate import check_choice, check_number, check_whole
 from fastbcd.scoring.accuracy import accuracy, check_classes, data_for
 from fastbcd.scoring.choose import choose
+from fastbcd.scoring.collapsed.form import drop_form
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.score import check_scorable
 from fastbcd.training.settings import Finetune
@@ -216,6 +217,7 @@ class Descent:
 
     def train(self, step: Step) -> Any:
         """Train the net after a step's removal; may return {"loss": ...}."""
+        drop_form(self.net)  # of other weights than it will have: its memory is needed now
         if self.tuner is not None:
             return self.tuner.run(step.number, progress=self.progress)
         # Seeded, so that a step that is run again after a kill trains in the same way.
