@@ -11,14 +11,14 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from fastbcd.descent.proposals import Proposal, check_describe, drawn, find_proposal
+from fastbcd.descent.proposals import Proposal, Saliency, check_describe, drawn, find_proposal
 from fastbcd.descent.schedules import Schedule
 from fastbcd.descent.step import Step, timed
 from fastbcd.masking.masks import MaskSet, masks, set_masks
@@ -27,10 +27,11 @@ from fastbcd.runs.directory import RunDirectory, check_resume, open_run
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import keep_mode
 from fastbcd.runtime.validate import check_choice, check_number, check_whole
-from fastbcd.scoring.accuracy import accuracy, check_classes, data_for
+from fastbcd.scoring.accuracy import accuracy, check_metric, data_for
 from fastbcd.scoring.choose import choose
 from fastbcd.scoring.collapsed.form import drop_form
 from fastbcd.scoring.engine import Engine, as_engine
+from fastbcd.scoring.metric import Criterion, Loss, Metric
 from fastbcd.scoring.score import check_scorable
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Finetuner, check_same_classes, seeded
@@ -60,8 +61,9 @@ class Run(NamedTuple):
         text = f"{m.count():,} of {m.total:,} ReLUs kept in {len(m.sites)} sites after "
         text += f"{len(self.history)} steps"
         for last in self.history[-1:]:
-            text += f", train {last.chosen_accuracy:.2f} %"
-            text += "" if last.test_accuracy is None else f", test {last.test_accuracy:.2f} %"
+            text += f", train {last.chosen_accuracy:.2f}{last.unit}"
+            if last.test_accuracy is not None:
+                text += f", test {last.test_accuracy:.2f}{last.unit}"
         return f"Run({text})"
 
 
@@ -72,7 +74,8 @@ def bcd(
     finetune_when: str = "every_step", proposal: str | Proposal = "uniform",
     teacher: nn.Module | None = None, test: Any = None, samples: int | None = None, seed: int = 0,
     run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
-    engine: str | Engine = "auto", progress: bool = False,
+    engine: str | Engine = "auto", metric: Metric | None = None, loss: Loss | None = None,
+    progress: bool = False,
 ) -> Run:  # fmt: skip
     """Remove ReLUs from the net, in place, until exactly `budget` are kept.
 
@@ -91,6 +94,11 @@ def bcd(
             another device or number of ranks. resume: "auto"; "must" (True) refuses a directory
             without a run, "never" (False) one that is not empty.
         engine: how hypotheses are scored: a name or `Engine(...)`. It never changes the outcome.
+        metric: a callable (outputs, targets) -> [B], larger is better, in place of accuracy. With
+            an attribute `bounds = (low, high)` accuracies and ADT are in percent of that range,
+            without it in the metric's units.
+        loss: a callable (outputs, targets) -> [B] or their mean, in place of cross-entropy: for
+            ties, saliency and `Finetune`. config.json has the names of metric and loss.
         progress: show bars and one line per step.
 
     After any exception the net is as it was at the end of the last finished step.
@@ -116,7 +124,8 @@ def steps(
     drc: int | Callable[[int], int] | Schedule = 100, rt: int = 50, adt: float = 0.3,
     proposal: str | Proposal = "uniform", test: Any = None, samples: int | None = None,
     seed: int = 0, run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
-    engine: str | Engine = "auto", progress: bool = False,
+    engine: str | Engine = "auto", metric: Metric | None = None, loss: Loss | None = None,
+    progress: bool = False,
 ) -> Iterator[Step]:  # fmt: skip
     """The steps of `bcd`, with your own training in the loop's body.
 
@@ -155,17 +164,23 @@ class Descent:
     run_dir: str | os.PathLike[str] | None
     resume: str | bool
     engine: Any
+    metric: Metric | None
+    loss: Loss | None
     progress: bool
 
     def __post_init__(self) -> None:
         net, self.data, self.history = self.net, data_for(self.net, self.data), list[Step]()
         self._check_settings()
         self.proposal, self.engine = find_proposal(self.proposal), as_engine(self.engine)
+        if isinstance(self.proposal, Saliency) and self.loss is not None:
+            self.proposal = replace(self.proposal, loss=self.loss)
         check_resume(self.resume)
-        check_scorable(net, self.data)
+        criterion = Criterion(self.metric, self.loss)
+        self.unit = "" if criterion.bounds is None else " %"
+        check_scorable(net, self.data, criterion)
         if self.test is not None:
             self.test = data_for(net, self.test)
-            check_classes(net, self.test, "the net, asked about the test set,")
+            check_metric(net, self.test, criterion, "the net, asked about the test set,")
         if self.samples is not None and self.samples > len(self.data):
             raise ValueError(f"samples={self.samples}; there are {len(self.data)} train images")
         self.scored = self.data if self.samples is None else self.data.first(self.samples)
@@ -173,7 +188,9 @@ class Descent:
             self._size(count)
         self.tuner: Finetuner | None = None
         if isinstance(self.finetune, Finetune):
-            self.tuner = Finetuner(net, self.data, self.finetune, self.teacher, seed=self.seed)
+            self.tuner = Finetuner(
+                net, self.data, self.finetune, self.teacher, seed=self.seed, loss=self.loss
+            )
         elif self.teacher is not None:
             check_same_classes(net, self.data, self.teacher)
             warnings.warn("the teacher is not used: only Finetune distills", stacklevel=4)
@@ -251,22 +268,27 @@ class Descent:
                     return drawn(self.proposal, draw, trial, size=size)
 
             hypotheses = map(hypothesis, range(rt))
-            c = choose(self.net, hypotheses, self.scored, adt=self.adt, engine=self.engine)
+            c = choose(
+                self.net, hypotheses, self.scored, adt=self.adt, engine=self.engine,
+                metric=self.metric, loss=self.loss,
+            )  # fmt: skip
         seconds["score"] -= seconds["propose"]
         set_masks(self.net, current.without(c.removal))
-        return Step(
+        step = Step(
             number=number, before=before, after=before - size, drc=size, chosen=c.number,
             tried=c.number + 1 if c.accepted else rt, accepted=c.accepted,
             drops=dict(sorted(c.drops.items())), engine=c.engine, seconds=seconds,
             base_accuracy=c.base_percent, base_loss=c.base_loss,
             chosen_accuracy=c.percent, chosen_loss=c.loss,
         )  # fmt: skip
+        step.unit = self.unit
+        return step
 
     def _save(self, step: Step, run: RunDirectory) -> dict[str, Tensor]:
         """Measure the test accuracy and make the step the last finished one; its tensors."""
         with timed(step.seconds, "test"):
             if self.test is not None:
-                step.test_accuracy = accuracy(self.net, self.test)
+                step.test_accuracy = accuracy(self.net, self.test, metric=self.metric)
         tensors, record = snapshots.take(self.net), step.as_json()
         ranks.check_same("the weights and masks", tensors)
         run.save(step.number, tensors, record)
@@ -285,6 +307,8 @@ class Descent:
             "drc": drc, "proposal": self.proposal.describe(), "budget": self.budget, "rt": self.rt,
             "adt": self.adt, "samples": self.samples, "seed": self.seed, **self._training(),
         }  # fmt: skip
+        judges = {"metric": self.metric, "loss": self.loss}
+        settings |= {name: _describe(value) for name, value in judges.items() if value is not None}
         return open_run(
             "run", settings, self.net, data=self.data, test=self.test, run_dir=self.run_dir,
             resume=self.resume, engine=self.engine,
@@ -305,12 +329,16 @@ class Descent:
         if run.state is None:
             tensors = snapshots.take(self.net)
             ranks.check_same("the weights and masks", tensors)
-            tested = self.test is not None and self.run_dir is not None
-            run.save(0, tensors, {"test_accuracy": accuracy(self.net, self.test)} if tested else {})
+            record = {}
+            if self.test is not None and self.run_dir is not None:
+                record["test_accuracy"] = accuracy(self.net, self.test, metric=self.metric)
+            run.save(0, tensors, record)
         else:
             tensors = run.state.tensors
             snapshots.restore(self.net, tensors)
         self.history = [Step.from_json(record) for record in run.history]
+        for step in self.history:
+            step.unit = self.unit
         count, budget, done = masks(self.net).count(), self.budget, len(self.history)
         where = "" if self.run_dir is None else f" in {self.run_dir}"
         if count <= budget and done:
@@ -326,6 +354,14 @@ def _name_of(function: Callable[..., Any]) -> str:
     """The name that config.json has for a function."""
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"function {getattr(function, '__module__', '?')}.{name}"
+
+
+def _describe(judge: Any) -> Any:
+    """What config.json has for a metric or a loss: its describe(), its name, or its origin."""
+    if callable(getattr(judge, "describe", None)):
+        check_describe("metric or loss", judge)
+        return judge.describe()
+    return judge.name if isinstance(getattr(judge, "name", None), str) else _name_of(judge)
 
 
 def _print(text: str) -> None:

@@ -12,7 +12,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from fastbcd.data.images import ImageData
 from fastbcd.descent.saliency import KINDS, saliency
 from fastbcd.masking.masks import masks
 from fastbcd.runtime.validate import check_choice, check_number
+from fastbcd.scoring.metric import Loss
 
 Draw = Callable[[int], Tensor]  # trial -> LongTensor[size] of kept ids, no repeats
 
@@ -85,6 +86,7 @@ class Saliency(Proposal):
 
     temperature: float = 0.25
     kind: str = "mean_abs"
+    loss: Loss | None = field(default=None, repr=False)  # that of `bcd`, if it is given
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
@@ -97,7 +99,7 @@ class Saliency(Proposal):
         return self.temperature == 0
 
     def __call__(self, net: nn.Module, data: ImageData, size: int, *, seed: int, step: int) -> Draw:
-        order = ranking(saliency(net, data, kind=self.kind), masks(net).bits)
+        order = ranking(saliency(net, data, kind=self.kind, loss=self.loss), masks(net).bits)
         width = self.temperature * size
         return lambda trial: favouring(order, size, width, seed=seed, step=step, trial=trial)
 

@@ -1,6 +1,6 @@
 """saliency: the first-order cost of removing each ReLU, from one backward pass.
 
-Removing kept ReLU p changes its output a_p by min(z_p, 0), and so the cross-entropy L of a sample
+Removing kept ReLU p changes its output a_p by min(z_p, 0), and so the loss L of a sample
 by t_p = dL/da_p · min(z_p, 0), to first order. In eval mode samples do not mix, so that one
 backward pass from the loss summed over a batch holds every sample's own dL/da.
 """
@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
@@ -24,7 +23,9 @@ from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.ranks import all_sum, rank, world
 from fastbcd.runtime.tf32 import products, repeatable_convolutions
 from fastbcd.runtime.validate import check_choice, check_whole
-from fastbcd.scoring.accuracy import check_classes, data_for, dtype_of
+from fastbcd.scoring.accuracy import data_for, dtype_of
+from fastbcd.scoring.metric import Criterion, Loss
+from fastbcd.training.trainer import check_loss
 
 KINDS = ("mean_abs", "abs_mean")
 # Activations of a batch, about: near the cache on a CPU, enough work for a GPU.
@@ -32,8 +33,9 @@ VALUES = {"cpu": 2**23, "cuda": 2**26}
 
 
 def saliency(
-    net: nn.Module, data: Any, *, kind: str = "mean_abs", batch_size: int | None = None
-) -> Tensor:
+    net: nn.Module, data: Any, *, kind: str = "mean_abs", batch_size: int | None = None,
+    loss: Loss | None = None,
+) -> Tensor:  # fmt: skip
     """The first-order cost of removing each ReLU, DoubleTensor[total] on the CPU.
 
     Args:
@@ -42,6 +44,7 @@ def saliency(
         kind: "mean_abs", E|t|: removals that change no sample's loss come first. "abs_mean",
             |E t|: those whose changes cancel out over the data, too.
         batch_size: images at a time; None: fewer for a net with more ReLUs.
+        loss: a callable (outputs, targets) -> [B] or their mean; None: cross-entropy.
 
     A ReLU that was removed before has +inf: it is never among the smallest. At polynomial sites
     min(z, 0) is replaced by poly(z) - relu(z). With several ranks each takes its part of the
@@ -61,8 +64,8 @@ def saliency(
         raise ValueError("there are no images to compute the saliency on")
     if batch_size is None:
         batch_size = max(8, min(256, VALUES.get(images.device.type, 2**23) // kept.total))
-    check_classes(net, images, "the net")
-    totals = _totals(net, images, kind == "mean_abs", batch_size)
+    check_loss(net, images, loss)
+    totals = _totals(net, images, kind == "mean_abs", batch_size, Criterion(loss=loss))
     found = (all_sum(torch.cat([t.flatten().cpu() for t in totals])) / len(images)).abs()
     if not found.isfinite().all():
         site, position = kept.locate(int((~found.isfinite()).nonzero()[0]))
@@ -73,7 +76,9 @@ def saliency(
     return found.masked_fill(~kept.bits, torch.inf)
 
 
-def _totals(net: nn.Module, data: ImageData, absolute: bool, batch_size: int) -> list[Tensor]:
+def _totals(
+    net: nn.Module, data: ImageData, absolute: bool, batch_size: int, criterion: Criterion
+) -> list[Tensor]:
     """Σ|t| or Σt over this rank's batches: a DoubleTensor of the site's shape for each site."""
     anchor = torch.zeros((), device=data.device, requires_grad=True)
     model, memory_format = fused(net, train=False)
@@ -88,7 +93,7 @@ def _totals(net: nn.Module, data: ImageData, absolute: bool, batch_size: int) ->
         model.eval()
         for x, labels in mine.batches(batch_size, memory_format=memory_format, dtype=dtype_of(net)):
             # In double: softmax - 1 loses its digits where the net is certain.
-            loss = F.cross_entropy(model(x).double(), labels, reduction="sum")
+            loss = criterion.summed_loss(model(x), labels)
             # If no activation influences the logits, all effects are 0.
             if loss.requires_grad:
                 torch.autograd.grad(loss, anchor, allow_unused=True)

@@ -14,6 +14,7 @@ from typing import Any
 class Step:
     """One step of BCD: `drc` of `before` ReLUs were removed. Accuracies in percent, losses mean CE.
 
+    With a metric of your own, accuracies are its mean, in percent of its range if it has bounds.
     int(step) is its number, 1 for the first.
 
     >>> net = nn.Sequential(nn.Flatten(), fastbcd.MaskedReLU(4), nn.Linear(4, 3))
@@ -39,6 +40,7 @@ class Step:
     train_loss: float | None = None  # of the last epoch of the training, if it is known
     test_accuracy: float | None = None  # after the training, if there is test data
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    unit = " %"  # of accuracies; "" for a metric without bounds; not recorded
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Step:
@@ -56,9 +58,9 @@ class Step:
     def __str__(self) -> str:
         text = f"step {self.number}: {self.before:,} → {self.after:,} ReLUs, "
         text += f"{'accepted' if self.accepted else 'exhausted'} after {self.tried}, "
-        text += f"train {self.base_accuracy:.2f} → {self.chosen_accuracy:.2f} %, "
+        text += f"train {self.base_accuracy:.2f} → {self.chosen_accuracy:.2f}{self.unit}, "
         text += "" if self.train_loss is None else f"loss {self.train_loss:.4f}, "
-        text += "" if self.test_accuracy is None else f"test {self.test_accuracy:.2f} %, "
+        text += "" if self.test_accuracy is None else f"test {self.test_accuracy:.2f}{self.unit}, "
         spent = ", ".join(f"{k} {v:.1f}" for k, v in self.seconds.items() if v >= 0.05)
         return text + f"{sum(self.seconds.values()):.1f} s" + (f" ({spent})" if spent else "")
 

@@ -20,7 +20,7 @@ from fastbcd.graph.fuse import fused
 from fastbcd.runtime import ranks
 from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.warn_once import warn_once
-from fastbcd.scoring.accuracy import check_classes, dtype_of
+from fastbcd.scoring.accuracy import dtype_of, first_outputs
 from fastbcd.training.settings import Finetune
 
 BATCH = 128  # images per batch of the teacher
@@ -34,7 +34,7 @@ class TeacherLogits:
     """
 
     def __init__(self, teacher: nn.Module, data: ImageData, settings: Finetune) -> None:
-        self.classes = check_classes(teacher, data, "the teacher")
+        self.shape = first_outputs(teacher, data, "the teacher", 1).shape[1:]
         frozen = copy.deepcopy(teacher).eval().requires_grad_(False)
         self.teacher, self.memory_format = fused(frozen, train=False)
         self.data, self.padding, self.dtype = data, settings.padding, dtype_of(teacher)
@@ -49,14 +49,14 @@ class TeacherLogits:
         if limit is None:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             limit = default_memory(torch.device("cpu")) // local
-        room = (limit - 4 * self.samples * views) // (4 * self.classes)
+        room = (limit - 4 * self.samples * views) // (4 * self.shape.numel())
         self.capacity = max(0, min(useful, room))
         self.warned = self.capacity == useful
         # slots[sample, view]: the row of `rows` with its logits, or -1. Rows are filled in order;
         # the system allocates memory only for those that are written.
         shape = (self.samples if self.capacity else 0, views)
         self.slots = torch.full(shape, -1, dtype=torch.int32)
-        self.rows = torch.empty(self.capacity, self.classes)
+        self.rows = torch.empty(self.capacity, *self.shape)
 
     @torch.no_grad()
     def of(self, x: Tensor) -> Tensor:
@@ -65,8 +65,8 @@ class TeacherLogits:
         return self.teacher(x.to(self.dtype, memory_format=order)).float()
 
     def epoch(self, views: Tensor) -> Tensor:
-        """The logits of every sample in its view, views int64 [N] -> [N, classes]."""
-        everyone = torch.zeros(len(self.data), self.classes)
+        """The logits of every sample in its view, views int64 [N] -> [N, classes, ...]."""
+        everyone = torch.zeros(len(self.data), *self.shape)
         mine = everyone[self.first : self.first + self.samples]
         sample = torch.arange(self.samples)
         view = views[self.first : self.first + self.samples].cpu()
@@ -79,7 +79,7 @@ class TeacherLogits:
             mine[sample] = self._compute(sample + self.first, view)
             self._cache(sample, view, mine[sample])
         everyone = ranks.all_sum(everyone.to(self.data.device))
-        bad = (~everyone.isfinite().all(1)).nonzero().flatten()
+        bad = (~everyone.isfinite().flatten(1).all(1)).nonzero().flatten()
         if len(bad):
             raise FloatingPointError(
                 f"the teacher gives non-finite logits for sample {int(bad[0])} in view "
@@ -90,7 +90,7 @@ class TeacherLogits:
     def _cache(self, sample: Tensor, view: Tensor, logits: Tensor) -> None:
         count, views = min(len(sample), self.capacity - self.used), self.slots.shape[1]
         if count < len(sample) and not self.warned:
-            self.warned, needed = True, self.samples * views * 4 * (self.classes + 1)
+            self.warned, needed = True, self.samples * views * 4 * (self.shape.numel() + 1)
             warnings.warn(
                 f"the teacher's logits for {views} views of {self.samples} samples need "
                 f"{needed / 2**20:,.0f} MiB and teacher_cache allows {self.capacity:,} of "

@@ -2,7 +2,8 @@
 
     loss = CE(s, labels) + distill · T² · KL(softmax(t/T) ‖ softmax(s/T)) + penalty
 
-s are the net's logits and t the teacher's; CE and KL are means over the batch.
+s are the net's logits and t the teacher's; CE, or a loss of the user's, and KL are means over the
+batch. Where the outputs are maps, they are means over the positions too.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
+from fastbcd.data.arrays import are_indices
 from fastbcd.data.images import ImageData
 from fastbcd.graph.fuse import fused
 from fastbcd.runs import fingerprint as snapshots
@@ -30,7 +33,8 @@ from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.module_mode import train_mode
 from fastbcd.runtime.tf32 import repeatable_convolutions
 from fastbcd.runtime.validate import check_whole
-from fastbcd.scoring.accuracy import check_classes, data_for, dtype_of
+from fastbcd.scoring.accuracy import check_classes, data_for, dtype_of, first_outputs
+from fastbcd.scoring.metric import Criterion, Loss, describe
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
 
@@ -50,11 +54,12 @@ class Trainer:
     def __init__(
         self, net: nn.Module, data: Any, settings: Finetune,
         teacher: nn.Module | TeacherLogits | None = None, *, seed: int = 0,
-        fused_optimizer: bool = True,
+        loss: Loss | None = None, fused_optimizer: bool = True,
     ) -> None:  # fmt: skip
-        self.net, self.data, self.settings, self.seed = net, data_for(net, data), settings, seed
+        self.net, self.settings, self.seed, self.loss = net, settings, seed, loss
+        self.data = data_for(net, data)
         if not isinstance(teacher, TeacherLogits):
-            check_trainable(net, self.data, settings, teacher)
+            check_trainable(net, self.data, settings, teacher, loss)
             given, teacher = teacher, None
             if given is not None and settings.distill:
                 teacher = TeacherLogits(given, self.data, settings)
@@ -136,17 +141,18 @@ class Trainer:
             if before_batch is not None:
                 before_batch(epoch * len(sizes) + number)
             with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                logits = self.parallel(x)
+                outputs = self.parallel(x)
             torch.clear_autocast_cache()  # of weights, which only the outermost autocast clears
-            logits = logits if logits.dtype == torch.float64 else logits.float()
-            loss = F.cross_entropy(logits, labels)
-            if self.teacher is not None:  # weight · T² · KL; targets are logarithms
-                student = F.log_softmax(logits / s.temperature, 1)
+            outputs = tree_map_only(Tensor, _at_least_float32, outputs)
+            loss = (self.loss or F.cross_entropy)(outputs, labels).mean()
+            if self.teacher is not None:  # weight · T² · KL, a mean over positions; in logarithms
+                student = F.log_softmax(outputs / s.temperature, 1)
                 target = self._live_targets(x) if targets is None else targets[indices]
                 divergence = F.kl_div(
-                    student, target.to(logits.dtype), reduction="batchmean", log_target=True
+                    student, target.to(student.dtype), reduction="batchmean", log_target=True
                 )
-                loss = loss + s.distill * s.temperature**2 * divergence
+                positions = outputs[0, 0].numel()
+                loss = loss + s.distill * s.temperature**2 / positions * divergence
             # This rank holds len(x) of the batch's samples; gradients are averaged over ranks.
             loss = loss if world == 1 else loss * (world * len(x) / sizes[number])
             loss = loss if penalty is None else loss + penalty()
@@ -185,7 +191,7 @@ class Trainer:
         return target
 
     def _targets(self, step: int, epoch: int) -> Tensor | None:
-        """The teacher's log-probabilities at temperature T for this epoch's views, [N, classes].
+        """The teacher's log-probabilities at temperature T for this epoch's views, [N, C, ...].
 
         None without a teacher, or if the data is streamed: it has too many views to keep.
         """
@@ -323,8 +329,9 @@ def repeatable(device: torch.device, seed: int, number: int) -> Iterator[None]:
 
 
 def check_trainable(
-    net: nn.Module, data: ImageData, settings: Finetune, teacher: nn.Module | None = None
-) -> None:
+    net: nn.Module, data: ImageData, settings: Finetune, teacher: nn.Module | None = None,
+    loss: Loss | None = None,
+) -> None:  # fmt: skip
     """Refuse settings, data, a net or a teacher that cannot be trained with."""
     if not isinstance(settings, Finetune):
         raise TypeError(f"settings are {type(settings).__name__}; expected fastbcd.Finetune")
@@ -333,7 +340,7 @@ def check_trainable(
     data.check_views(settings.padding, settings.flip)
     if len(data) < ranks.world():
         raise ValueError(f"{len(data)} images are too few for {ranks.world()} ranks")
-    check_classes(net, data, "the net")
+    check_loss(net, data, loss)
     if not any(p.requires_grad for p in net.parameters()):
         raise ValueError("the net has no parameter to train; net.requires_grad_()")
     if teacher is not None:
@@ -345,11 +352,36 @@ def check_trainable(
         check_same_classes(net, data, teacher)
 
 
+def check_loss(net: nn.Module, data: ImageData, loss: Loss | None) -> None:
+    """Refuse a net whose outputs do not fit the loss, or the labels if that is cross-entropy."""
+    if loss is None and are_indices(data.labels):
+        check_classes(net, data, "the net")
+        return
+    outputs, criterion = first_outputs(net, data, "the net", 2), Criterion(loss=loss)
+    criterion.check_targets(outputs, data.labels, "the net")
+    criterion.summed_loss(outputs, next(data.batches(2))[1])
+
+
 def check_same_classes(net: nn.Module, data: ImageData, teacher: nn.Module) -> None:
-    """Refuse a teacher with more or fewer classes than the net."""
-    own, other = check_classes(net, data, "the net"), check_classes(teacher, data, "the teacher")
-    if own != other:
-        raise ValueError(f"the teacher has {other} classes and the net {own}")
+    """Refuse a teacher whose outputs are not logits of the net's classes."""
+    who = {"the net": net, "the teacher": teacher}
+    own, other = (first_outputs(module, data, name, 1) for name, module in who.items())
+    targets = data.labels
+    logits = isinstance(own, Tensor) and own.ndim > 1 and targets.dtype == torch.int64
+    if not logits or targets.shape[1:] != own.shape[2:]:
+        raise ValueError(
+            f"the teacher {type(teacher).__name__} cannot be distilled from: that needs logits "
+            f"[B, classes, ...] and class indices [B, ...], but the net returns {describe(own)} "
+            f"beside targets {describe(targets)}; use teacher=None"
+        )
+    if not isinstance(other, Tensor) or own.shape[1:] != other.shape[1:]:
+        if isinstance(other, Tensor) and own.ndim == other.ndim == 2:
+            raise ValueError(f"the teacher has {other.shape[1]} classes and the net {own.shape[1]}")
+        raise ValueError(f"the teacher returns {describe(other)} and the net {describe(own)}")
+
+
+def _at_least_float32(t: Tensor) -> Tensor:
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
 def _largest(tensors: Iterable[Tensor]) -> Tensor:

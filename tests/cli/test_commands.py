@@ -83,11 +83,11 @@ def interrupted_at(call: int, real: Callable) -> Callable:
     """`real`, with a Ctrl-C in place of its call of that number."""
     calls = []
 
-    def function(*arguments):
+    def function(*arguments, **options):
         calls.append(1)
         if len(calls) == call:
             raise KeyboardInterrupt
-        return real(*arguments)
+        return real(*arguments, **options)
 
     return function
 

@@ -129,9 +129,9 @@ def test_hypothesis_0_has_the_smallest_saliency() -> None:
 def test_the_saliency_is_taken_once_a_step_on_the_scoring_data(monkeypatch) -> None:
     seen = []
 
-    def counted(net, data, *, kind):
+    def counted(net, data, *, kind, loss):
         seen.append((len(data), kind))
-        return saliencies.saliency(net, data, kind=kind)
+        return saliencies.saliency(net, data, kind=kind, loss=loss)
 
     monkeypatch.setattr(proposals, "saliency", counted)
     net, data = problem("mlp")

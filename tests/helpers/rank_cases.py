@@ -210,11 +210,11 @@ def dies(folder: Path) -> Any:
     """Rank 1 ends before it finishes step 3; rank 0 gets an error."""
     calls, real = [], descent.accuracy
 
-    def accuracy(net: Any, data: Any) -> float:
+    def accuracy(net: Any, data: Any, **options: Any) -> float:
         calls.append(1)
         if len(calls) == 4 and ranks.rank() == 1:
             os._exit(7)
-        return real(net, data)
+        return real(net, data, **options)
 
     descent.accuracy = accuracy
     return said(lambda: small_run(folder / "died"))

@@ -254,7 +254,7 @@ def test_bad_input() -> None:
         Finetuner(net, data, SMALL, other)
     with pytest.raises(ValueError, match="data is on cpu and the teacher on meta"):
         Finetuner(net, data, SMALL, nn.Linear(192, 5, device="meta"))
-    with pytest.raises(ValueError, match="the net on meta"):
+    with pytest.raises(ValueError, match="the net is on the meta device"):
         Finetuner(nn.Linear(192, 5, device="meta"), data, SMALL)
     with pytest.raises(ValueError, match="no images"):
         Finetuner(net, data.first(0), SMALL)
