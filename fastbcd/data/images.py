@@ -174,7 +174,7 @@ class ImageData:
     def need_classes(self, what: str) -> int:
         """The number of classes; an error that names `what` needs it if there is none."""
         if self.classes is None:
-            found = f"the labels are {self.labels.dtype} {list(self.labels.shape)}"
+            found = f"the labels are {self.labels.dtype} {[len(self), *self.labels.shape[1:]]}"
             way = "whole numbers [N] (one-hot labels: labels.argmax(1)), or pass metric="
             raise ValueError(f"{what} needs class indices, but {found}: give {way}")
         return self.classes
@@ -261,7 +261,8 @@ class ImageData:
     def check_views(self, padding: int, flip: bool) -> None:
         """Refuse crops and flips of inputs that are not images, or with a map as the target."""
         check_whole("padding", padding, 0)
-        inputs, targets, problem = list(self.images.shape), list(self.labels.shape), None
+        inputs, targets = ([len(self), *t.shape[1:]] for t in (self.images, self.labels))
+        problem = None
         if (padding or flip) and len(inputs) != 4:
             problem = f"is for images [N,C,H,W]; these inputs are {inputs}"
         elif (padding or flip) and len(targets) > 2:

@@ -369,7 +369,7 @@ def test_bcd_on_inputs_of_any_shape(shape, layer, tmp_path):
     net = fastbcd.convert(dense, x)
     data = x, torch.arange(20) % 3
     assert fastbcd.saliency(net, data).shape == (size,)
-    for engine in ("sequential", "stacked"):
+    for engine in ("sequential", "stacked", "collapsed")[: 2 if len(shape) == 4 else 3]:
         scores = fastbcd.score(net, torch.tensor([[0], [1]]), data, engine)
         assert scores.base_correct == int((dense(x).argmax(1) == data[1]).sum())
     plain = {"epochs": 1, "padding": 0, "flip": False, "batch_size": 8}
