@@ -10,7 +10,7 @@ import dataclasses
 import io
 import os
 from collections.abc import Sequence
-from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def write(
     html = page.render(title, notices, parts, images=images, footer=FOOTER)
     files = {f"{name}.png": png for name, png in images.items()} | {"report.html": html.encode()}
     for name, content in files.items():
-        write_atomically(folder / name, partial(_put, content))
+        write_atomically(folder / name, methodcaller("write", content))
     return folder / "report.html"
 
 
@@ -101,10 +101,6 @@ def _writable(folder: Path) -> Path:
             error.errno, f"cannot write into {folder}: {error.strerror}; name another folder"
         ) from error
     return folder
-
-
-def _put(content: bytes, file: Any) -> None:
-    file.write(content)
 
 
 def _png(figure: Any) -> bytes:
