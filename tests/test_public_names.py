@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import inspect
 import re
@@ -53,6 +54,12 @@ def test_methods_are_documented(name) -> None:
         is_method = isinstance(value, types.FunctionType | property | classmethod | staticmethod)
         if is_method and not method.startswith("_") and not hasattr(torch.nn.Module, method):
             assert inspect.getdoc(getattr(owner, method)), f"{name}.{method} has no docstring"
+
+
+@pytest.mark.parametrize("settings", [fastbcd.Engine, fastbcd.Finetune])
+def test_help_documents_every_setting(settings) -> None:
+    documented = re.findall(r"^ +([\w, ]+): ", settings.__doc__, re.MULTILINE)
+    assert ", ".join(documented).split(", ") == [f.name for f in dataclasses.fields(settings)]
 
 
 @pytest.mark.parametrize("op", OPS, ids=fastbcd.ops.__all__)

@@ -15,23 +15,34 @@ OPTIMIZERS = ("sgd", "adam")
 class Finetune:
     """Settings of the fine-tuning; the defaults are the paper's for ResNet18.
 
+    Args:
+        epochs, lr: of one step; the learning rate falls from lr to 0 along a cosine.
+        optimizer: "sgd", or "adam", which ignores momentum.
+        momentum, weight_decay: of the optimizer.
+        batch_size: images per batch, over all ranks.
+        temperature, distill: T and the weight of the distillation, if there is a teacher.
+        padding, flip: random crops of images with so many zeros around them, random flips.
+        compile: torch.compile the forward and backward pass.
+        amp: bfloat16 autocast; None: on CUDA only.
+        teacher_cache: bytes for the teacher's logits; None: half the free memory.
+
     >>> Finetune(epochs=5, optimizer="adam", lr=3.5e-5).momentum
     0.9
     """
 
     epochs: int = 20
     lr: float = 1e-3
-    optimizer: str = "sgd"  # or "adam", which ignores momentum
+    optimizer: str = "sgd"
     momentum: float = 0.9
     weight_decay: float = 5e-4
-    batch_size: int = 128  # over all ranks
-    temperature: float = 4.0  # T of the distillation; used when there is a teacher
-    distill: float = 1.0  # weight of the distillation
-    padding: int = 4  # of the random crop
+    batch_size: int = 128
+    temperature: float = 4.0
+    distill: float = 1.0
+    padding: int = 4
     flip: bool = True
-    compile: bool = False  # torch.compile the forward and backward pass
-    amp: bool | None = None  # bfloat16 autocast; None: on CUDA only
-    teacher_cache: int | None = None  # bytes for the teacher's logits; None: half the free memory
+    compile: bool = False
+    amp: bool | None = None
+    teacher_cache: int | None = None
 
     def describe(self) -> dict[str, Any]:
         """What config.json records: the settings that can change the outcome."""
