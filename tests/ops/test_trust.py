@@ -21,7 +21,7 @@ NAMES = [n for n in vars(kernels.CPU.module) if n.endswith(("_forward", "_backwa
 
 
 @pytest.fixture
-def gpu(monkeypatch) -> SimpleNamespace:
+def module(monkeypatch) -> SimpleNamespace:
     """A module with the C++ kernels that counts its calls; none is trusted."""
     calls: list[tuple[str, int]] = []
 
@@ -32,12 +32,12 @@ def gpu(monkeypatch) -> SimpleNamespace:
 
         return kernel
 
-    module = SimpleNamespace(**{name: counted(name) for name in NAMES})
-    module.TRUSTED, module.DTYPES, module.calls = False, kernels.CPU.module.DTYPES, calls
-    monkeypatch.setattr(kernels, "module_for", lambda x: module)
+    fake = SimpleNamespace(**{name: counted(name) for name in NAMES})
+    fake.TRUSTED, fake.DTYPES, fake.calls = False, kernels.CPU.module.DTYPES, calls
+    monkeypatch.setattr(kernels, "module_for", lambda x: fake)
     monkeypatch.setattr(selfcheck, "_verdicts", {})
     monkeypatch.setattr(warn_once, "_issued", set())
-    return module
+    return fake
 
 
 def wrong(out: torch.Tensor, *given: Any) -> None:
@@ -48,22 +48,22 @@ def does_not_compile(*given: Any) -> None:
     raise RuntimeError("ptxas fatal: Value 'sm_90a' is not defined")
 
 
-def test_a_kernel_is_compared_at_its_first_use_for_each_dtype(gpu) -> None:
+def test_a_kernel_is_compared_at_its_first_use_for_each_dtype(module) -> None:
     for _ in range(3):
         ops.masked_relu(X, MASK)
-    assert [n for _, n in gpu.calls].count(X.numel()) == 3
-    assert len(gpu.calls) == 3 + 2
+    assert [n for _, n in module.calls].count(X.numel()) == 3
+    assert len(module.calls) == 3 + 2
     ops.masked_relu(X.half(), MASK)
-    assert len(gpu.calls) == 3 + 2 + 1 + 2
+    assert len(module.calls) == 3 + 2 + 1 + 2
     x = X.clone().requires_grad_()
     ops.masked_relu(x, MASK).sum().backward()
-    assert [name for name, _ in gpu.calls].count("masked_relu_backward") == 1 + 2
+    assert [name for name, _ in module.calls].count("masked_relu_backward") == 1 + 2
 
 
 @pytest.mark.parametrize("broken", [wrong, does_not_compile])
 @pytest.mark.parametrize("name", ["masked_relu_forward", "masked_relu_backward"])
-def test_a_kernel_that_fails_is_replaced_with_one_warning(gpu, name, broken) -> None:
-    setattr(gpu, name, broken)
+def test_a_kernel_that_fails_is_replaced_with_one_warning(module, name, broken) -> None:
+    setattr(module, name, broken)
     x = X.clone().requires_grad_()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -78,17 +78,17 @@ def test_a_kernel_that_fails_is_replaced_with_one_warning(gpu, name, broken) -> 
     assert ("sm_90a" if broken is does_not_compile else "differ, first at") in message
 
 
-def test_only_the_kernel_that_fails_is_replaced(gpu) -> None:
-    gpu.masked_poly_forward = wrong
+def test_only_the_kernel_that_fails_is_replaced(module) -> None:
+    module.masked_poly_forward = wrong
     with pytest.warns(RuntimeWarning, match="masked_poly_forward"):
         ops.masked_poly(X, MASK, torch.ones(3))
-    before = len(gpu.calls)
+    before = len(module.calls)
     ops.masked_relu(X, MASK)
-    assert len(gpu.calls) == before + 3
+    assert len(module.calls) == before + 3
 
 
-def test_the_kink_is_compared_too(gpu) -> None:
-    gpu.kink = wrong
+def test_the_kink_is_compared_too(module) -> None:
+    module.kink = wrong
     c = torch.tensor([[[1.0, -3.0]]])
     with pytest.warns(RuntimeWarning, match="kink"):
         kink(c, torch.ones(1, 2), torch.ones(1, 1, dtype=torch.uint8), fresh=False)
@@ -96,9 +96,24 @@ def test_the_kink_is_compared_too(gpu) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_kernel_has_a_comparison(gpu, name) -> None:
+def test_every_kernel_has_a_comparison(module, name) -> None:
     x = torch.empty(0)
-    assert selfcheck.trusted(name, getattr(gpu, name), x)
+    assert selfcheck.trusted(name, getattr(module, name), x)
     selfcheck._verdicts.clear()
     with pytest.warns(RuntimeWarning, match=name):
         assert not selfcheck.trusted(name, does_not_compile, x)
+
+
+def test_on_a_cuda_device(gpu, monkeypatch, capsys) -> None:
+    """The comparison runs on the device of x, once: later calls do not synchronise."""
+    monkeypatch.setattr(selfcheck, "_verdicts", {})
+    monkeypatch.setattr(kernels.TRITON.module, "TRUSTED", False)
+    x, mask = X.to("cuda:1"), MASK.to("cuda:1")
+    y = ops.masked_relu(x, mask)
+    assert torch.equal(y.cpu(), reference.masked_relu(X, MASK))
+    key = ("masked_relu_forward", torch.float32, torch.device("cuda:1"))
+    assert selfcheck._verdicts == {key: True}
+    gpu.reset()
+    ops.masked_relu(x, mask)
+    assert "sync" not in gpu.counts
+    assert all(not bad for _, bad in selfcheck.comparisons("cuda:0"))
