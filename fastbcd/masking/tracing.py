@@ -16,6 +16,7 @@ import operator
 import threading
 import traceback
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -138,9 +139,11 @@ def _compare(
             switched.append(our)
         else:
             others += extra or [our]
-    # What only training computes may not write into what evaluation reads.
-    others += [n for n in theirs if n not in match and _writes(n, trained)
-               and any(source in match for source in n.all_input_nodes[:1])]  # fmt: skip
+    # What only training computes may not write into a buffer or what evaluation reads.
+    others += [
+        n for n in theirs if n not in match and _writes(n, trained)
+        and any(s in match or s.op == "get_attr" for s in n.all_input_nodes[:1])
+    ]  # fmt: skip
     return switched, others
 
 
@@ -208,19 +211,27 @@ class _Attribute(_Proxy, fx.proxy.Attribute):
 class _ExampleTracer(Tracer):
     """Traces forward(x), other arguments at their defaults, for inputs like the example.
 
-    Control flow may depend on the shape and the type of x, except for the batch size. Modules of
-    the paths `leaves` are called as a whole.
+    Control flow may depend on the shape and the type of x, except for the batch size, and on the
+    weights as they are. Modules of the paths `leaves` are called as a whole.
     """
+
+    proxy_buffer_attributes = True  # 2 * self.buffer follows the buffer
 
     def __init__(self, example: Tensor, leaves: Collection[str]) -> None:
         super().__init__()
         self.example, self.leaves = example, leaves
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)  # shapes and types without data
         self.values: dict[int, dict[fx.Node, Any]] = {n: {} for n in (len(example), 2, 3, 1009)}
+        self.varying: set[fx.Node] = set()  # the nodes that depend on x
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         leaf = isinstance(m, FunctionalBatchNorm) or module_qualified_name in self.leaves
         return leaf or super().is_leaf_module(m, module_qualified_name)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if attr == "num_batches_tracked":  # see _follow_mode
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_args_for_root(self, root_fn: Any, *_: Any) -> tuple[Any, list[Any]]:
         parameters = list(inspect.signature(root_fn).parameters.values())[1:]
@@ -262,14 +273,18 @@ class _ExampleTracer(Tracer):
         found, failure, self.thread = set(), None, 0  # calls of another thread are not traced
         for batch, values in self.values.items():
             try:
-                with self.fake, torch.no_grad():
-                    for n in self.graph.nodes:
-                        given = fx.node.map_arg((n.args, n.kwargs), values.get)
-                        if n.op == "placeholder" and n not in values:
+                for n in (n for n in self.graph.nodes if n not in values):
+                    if n.op == "placeholder" or self.varying.intersection(n.all_input_nodes):
+                        self.varying.add(n)
+                    with self.fake if n in self.varying else nullcontext(), torch.no_grad():
+                        if n.op == "placeholder":
                             values[n] = self.example.new_empty(batch, *self.example.shape[1:])
-                        elif n not in values:
-                            values[n] = getattr(run, n.op)(n.target, *given)
-                    found.add(kind(values[node]))
+                            continue
+                        given = fx.node.map_arg((n.args, n.kwargs), values.get)
+                        values[n] = getattr(run, n.op)(n.target, *given)
+                        if n.op == "get_attr" and not isinstance(values[n], nn.Parameter):
+                            values[n] = values[n].clone()  # forward may write into a buffer
+                found.add(kind(values[node]))
             except Exception as error:  # such as a size that the net does not run on
                 failure = error
         self.thread = threading.get_ident()

@@ -120,7 +120,7 @@ class Program(NamedTuple):
     steps: list[Activation | Call]
     placeholder: fx.Node
     output: Any  # one node, or nodes in the structure that the net returns
-    constants: dict[fx.Node, Any]  # parameters and buffers that the graph itself reads
+    constants: dict[fx.Node, Any]  # values that do not depend on the images
     uses: dict[fx.Node, int]  # how many steps read a value; plus 1 for an output
     fresh: set[fx.Node]  # values in memory of their own, which an activation may overwrite
     uniform: bool  # a size of one tensor is used for another: all values need equal batches
@@ -167,7 +167,7 @@ def make_program(net: nn.Module, image: Tensor) -> Program:
     uses = Counter(_nodes(output))
     for step in steps:
         uses.update(step.inputs)
-    constants = {n: fusion.env[n] for n in nodes if n.op == "get_attr"}
+    constants = {n: fusion.env[n] for n in nodes if n in fusion.fixed}
     fresh = {s.node for s in steps if uses.get(s.node) == 1 and fusion.is_fresh(s.node)}
     return Program(
         steps, inputs[0], output, constants, uses, fresh, _sizes_travel(nodes),
@@ -196,6 +196,11 @@ class _Fusion(fx.Interpreter):
         super().__init__(net, garbage_collect_values=False, graph=graph)
         self.extra_traceback = False
         self.site_of = {module: i for i, module in enumerate(sites)}
+        self.fixed: set[fx.Node] = set()  # parameters, buffers, and what is computed from them
+        for n in graph.nodes:
+            inputs = n.all_input_nodes if n.op in ("call_function", "call_method") else ()
+            if n.op == "get_attr" or (inputs and self.fixed.issuperset(inputs)):
+                self.fixed.add(n)
         self.absorbed: set[fx.Node] = set()
         self.shapes: dict[fx.Node, tuple[int, ...]] = {}
         self.tuples: set[fx.Node] = set()
@@ -221,7 +226,8 @@ class _Fusion(fx.Interpreter):
         """Last node first, so that an activation absorbs its inputs before they become steps."""
         found: list[Activation | Call] = []
         for node in reversed(nodes):
-            if node.op.startswith("call_") and node not in self.absorbed:
+            known = node in self.absorbed or node in self.fixed
+            if node.op.startswith("call_") and not known:
                 is_site = self.called(node) in self.site_of
                 found.append(self.activation(node) if is_site else self.call(node))
         return found[::-1]
@@ -264,7 +270,7 @@ class _Fusion(fx.Interpreter):
         """x + y of two different values of the same shape."""
         if not isinstance(node, fx.Node) or node.target not in _ADDITIONS or node.kwargs:
             return False
-        terms: Any = {a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr"}
+        terms: Any = {a for a in node.args if isinstance(a, fx.Node) and a not in self.fixed}
         shapes = {self.shapes.get(term) for term in terms}
         return len(node.args) == len(terms) == 2 and len(shapes) == 1
 

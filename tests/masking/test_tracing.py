@@ -97,6 +97,36 @@ def test_data_and_batch_size_may_not_decide(function, reason, capfd) -> None:
     assert capfd.readouterr().err == ""
 
 
+class Buffers(nn.Module):
+    """Values that are computed from buffers, and control flow that depends on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("order", torch.tensor([2, 1, 0, 3]))
+        self.register_buffer("times", torch.tensor(2))
+
+    def forward(self, x):
+        x = torch.relu(self.conv(x)) * (1 + self.scale).view(1, -1, 1, 1)
+        for _ in range(int(self.times) if self.times else 5):
+            x = x + self.scale[self.order.flip(0)].view(-1, 1, 1)
+        return x.mean((2, 3))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked", "auto"])
+def test_values_computed_from_buffers_follow_them(engine) -> None:
+    model, other = Buffers().eval(), Buffers().eval()
+    data = torch.randn(20, 3, 6, 6), torch.randint(0, 4, (20,))
+    net = convert(model, data[0][:2])
+    other.scale.copy_(torch.randn(4))
+    other.order.copy_(torch.tensor([3, 3, 0, 1]))
+    net.load_state_dict(other.state_dict(), strict=False)
+    assert torch.equal(net(data[0]), other(data[0]))
+    found = fastbcd.score(net, [[0, 1]], data, engine=engine)
+    assert found.base_correct == int((other(data[0]).argmax(1) == data[1]).sum())
+
+
 class Optional(nn.Module):
     """Further arguments with default values."""
 
