@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import gzip
 import io
+import pickle
+import pickletools
 import tarfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from fastbcd.data.arrays import check_labels
-from fastbcd.data.unpickling import unpickle_arrays
 
 Arrays = tuple[np.ndarray, np.ndarray]  # images, uint8 [N,C,H,W], and labels, int64 [N]
 
@@ -45,6 +46,7 @@ CIFAR: dict[int, tuple[Layout, ...]] = {  # by the number of classes
 }  # fmt: skip
 PUBLISHED = {"train": 50_000, "test": 10_000}  # images of a split, in both
 PIXELS = 3 * 32 * 32
+HOME = "https://www.cs.toronto.edu/~kriz/cifar.html"
 LARGEST = 256 << 20  # bytes that are read of an archive or a file; the whole of CIFAR has 178 MiB
 
 
@@ -71,7 +73,7 @@ def read_cifar(path: str | Path, classes: int, split: str, images: int | None = 
     if missing:
         raise FileNotFoundError(
             f"{path} has no {', '.join(missing)}, so it is not a whole CIFAR-{classes}; get "
-            f"{layout.archive} from https://www.cs.toronto.edu/~kriz/cifar.html"
+            f"{layout.archive} from {HOME}"
         )
     parts = []
     for file in wanted:
@@ -146,3 +148,71 @@ def _read(path: Path) -> bytes:
     if path.stat().st_size > LARGEST:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes, more than all of CIFAR")
     return path.read_bytes()
+
+
+# ------------------------------------------------------------------ pickles, read as data
+
+_CODES = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8")
+
+
+class _Dtype:
+    """A dtype of whole numbers; numpy's own can crash when a pickle sets its size and fields."""
+
+    def __init__(self, code: str | bytes, *_: Any) -> None:
+        if _text(code) not in _CODES:
+            raise pickle.UnpicklingError(f"an array of dtype {_text(code)!r}, not whole numbers")
+        self.numpy = np.dtype(_text(code))
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.numpy = self.numpy.newbyteorder(_text(state[1]))  # type: ignore[arg-type]
+
+
+class _Array(np.ndarray):
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, dtype, fortran, raw = state
+        super().__setstate__((1, shape, dtype.numpy, fortran, raw))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Refuses every name but those that numpy writes for arrays and whole numbers.
+
+    The functions are new in each unpickler: a pickle can set attributes on what it is given.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = {
+            "numpy.ndarray": object,  # a mere argument of _reconstruct
+            "numpy.dtype": _Dtype,
+            "numpy.core.multiarray._reconstruct": lambda *_: _Array(0, np.uint8),
+            "numpy.core.multiarray.scalar": lambda dtype, raw: int(
+                np.frombuffer(raw, dtype.numpy, count=1)[0]
+            ),
+        }
+        found = allowed.get(f"{module}.{name}".replace("numpy._core.", "numpy.core."))
+        if found is None:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is refused")
+        return found
+
+
+def unpickle_arrays(raw: bytes, where: str) -> dict[str, Any]:
+    """What a pickled dict holds under strings: arrays, and nothing that could run."""
+    try:
+        for opcode, argument, _ in pickletools.genops(raw):
+            # The unpickler keeps a table of this size.
+            if "PUT" in opcode.name and int(argument or 0) > len(raw):
+                raise pickle.UnpicklingError(f"a memo of {argument:,} entries")
+        value = _Unpickler(io.BytesIO(raw), encoding="bytes").load()
+        if not isinstance(value, dict):
+            raise pickle.UnpicklingError(f"it holds a {type(value).__name__}, not a dict")
+        arrays = {_text(k): v for k, v in value.items() if isinstance(k, str | bytes)}
+        return {k: v.view(np.ndarray) if isinstance(v, _Array) else v for k, v in arrays.items()}
+    except Exception as error:  # damaged bytes can raise anything
+        raise ValueError(
+            f"{where} cannot be read ({error or type(error).__name__}); it is damaged, cut short "
+            f"or not a CIFAR file: get it again"
+        ) from error
+
+
+def _text(value: str | bytes) -> str:
+    """A string of a pickle; those of Python 2 come as bytes."""
+    return value.decode("latin1") if isinstance(value, bytes) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from functools import partial
 from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch.utils import data as torch_data
 
 from fastbcd.data.arrays import read_item
-from fastbcd.data.cifar import CIFAR, Arrays, find_cifar, read_cifar
+from fastbcd.data.cifar import CIFAR, HOME, Arrays, find_cifar, read_cifar
 from fastbcd.data.images import ImageData
 from fastbcd.data.stream import StreamData
 from fastbcd.data.tiny_imagenet import read_tiny_imagenet
@@ -89,24 +90,21 @@ def load(
         with resources.as_file(resources.files("fastbcd.data") / "assets" / f"{name}.npz") as path:
             data = ImageData.from_npz(path, split, mean, std, classes)
     else:
-        tiny = name == "tiny-imagenet"
-        read = (
-            read_tiny_imagenet(folder, split) if tiny else _cifar(folder, classes, split, download)
-        )
+        cifar, tiny = partial(_cifar, classes=classes, download=download), read_tiny_imagenet
+        read = (tiny if name == "tiny-imagenet" else cifar)(folder, split)
         data = ImageData.from_arrays(*read, mean, std, classes, "NCHW")
     return dataclasses.replace(data, name=str(name))
 
 
-def _cifar(root: Path, classes: int, split: str, download: bool) -> Arrays:
+def _cifar(root: Path, split: str, *, classes: int, download: bool) -> Arrays:
     place = find_cifar(root, classes)
     if place is None and download:
         try:
             datasets = import_module("torchvision.datasets")
         except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
             raise ImportError(
-                f"downloading goes through torchvision, which cannot be imported ({error}); "
-                f"install it (pip install torchvision), or put cifar-{classes}-python.tar.gz from "
-                f"https://www.cs.toronto.edu/~kriz/cifar.html into {root}"
+                f"downloading goes through torchvision, which cannot be imported ({error}): pip "
+                f"install torchvision, or put {CIFAR[classes][0].archive} from {HOME} into {root}"
             ) from error
         getattr(datasets, f"CIFAR{classes}")(str(root), download=True)
         place = find_cifar(root, classes)

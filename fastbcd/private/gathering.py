@@ -129,19 +129,15 @@ def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> flo
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} into")
     if len(example) < 2:
-        raise ValueError(
-            f"example has a batch of {len(example)}; give two or more images, since torch.export "
-            f"treats a batch of one as a constant"
-        )
+        why = "torch.export treats a batch of one as a constant"
+        raise ValueError(f"example has a batch of {len(example)}; give two or more images: {why}")
     needed, write, run = _FORMATS[path.suffix]
     for package in needed:
         try:
             importlib.import_module(package)
         except ImportError as error:
-            raise ImportError(
-                f"writing {path.suffix} needs the package {package}: pip install fastbcd[onnx]; "
-                f".pt2 does not need it"
-            ) from error
+            way = f"the package {package}: pip install fastbcd[onnx]; .pt2 does not need it"
+            raise ImportError(f"writing {path.suffix} needs {way}") from error
     masked = any(isinstance(module, MaskedActivation) for module in net.modules())
     model = (gather_form(net) if masked else copy.deepcopy(net)).eval()
     with torch.no_grad():
@@ -151,7 +147,15 @@ def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> flo
                 "the net's own logits on the example are not finite, so the file could not be "
                 "checked: give images like those of its data, and see activation_ranges"
             )
-        program = _program(model, example)
+        try:
+            batch = {0: torch.export.Dim("batch")}
+            program = torch.export.export(model, (example,), dynamic_shapes=(batch,))
+        except Exception as error:  # whatever the net's own forward, or torch.export, raises
+            first = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"torch.export cannot take {type(model).__name__} ({first}): its forward must not "
+                f"branch on the values of tensors; fastbcd.convert it, or rewrite that branch"
+            ) from error
         write_atomically(path, lambda file: write(program, file))
         found = run(path, example)
     if found is None:
@@ -164,18 +168,6 @@ def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> flo
             f"deleted; please report this with the net"
         )
     return difference
-
-
-def _program(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
-    batch = torch.export.Dim("batch")
-    try:
-        return torch.export.export(model, (example,), dynamic_shapes=({0: batch},))
-    except Exception as error:  # whatever the net's own forward, or torch.export, raises
-        first = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"torch.export cannot take {type(model).__name__} ({first}): its forward must not "
-            f"branch on the values of tensors; fastbcd.convert it, or rewrite that branch"
-        ) from error
 
 
 def _write_onnx(program: torch.export.ExportedProgram, file: Any) -> None:

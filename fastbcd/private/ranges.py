@@ -1,9 +1,7 @@
 """activation_ranges: the values before each activation, to choose a fixed-point format.
 
 Private inference computes in fixed point: b bits, f of them after the point. With few ReLUs left
-activations can grow beyond that range, and the result is then wrong without an error. To check:
-
-    print(fastbcd.private.activation_ranges(net, data, fixed_point=(64, 16)))
+activations can grow beyond that range, and the result is then wrong without an error.
 """
 
 from __future__ import annotations
@@ -117,11 +115,9 @@ def activation_ranges(
         if worst.limit is None or not math.isfinite(worst.largest):
             text += ": the net itself overflows; look at its weights and batch norms"
         else:
-            text = (
-                f"{len(outside)} sites leave the range of {bits} bits with {fraction} after the "
-                f"point; {text}, beyond ±{worst.limit:.4g}: use fewer fraction bits or more bits, "
-                f"or fine-tune with more weight decay"
-            )
+            what = f"{len(outside)} sites leave the range of {bits} bits with {fraction} after"
+            way = "use fewer fraction bits or more bits, or fine-tune with more weight decay"
+            text = f"{what} the point; {text}, beyond ±{worst.limit:.4g}: {way}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     return Ranges(tuple(sites))
 

@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
-from fastbcd.data import unpickling
+from fastbcd.data import cifar as unpickling
 from helpers.archive_files import DTYPE, python2_array, python2_batch, text
 
 
