@@ -324,7 +324,7 @@ def test_targets_of_any_shape(targets):
     message = rf"needs class indices, but the labels are {targets.dtype} \[12.*argmax.*metric"
     with pytest.raises(ValueError, match=message):
         fastbcd.accuracy(net, data)
-    with pytest.raises(ValueError, match="cross-entropy needs logits .*pass loss="):
+    with pytest.raises(ValueError, match=r"cross-entropy needs logits .*pass loss="):
         fastbcd.saliency(net, data)
 
 
