@@ -56,6 +56,15 @@ def test_what_is_counted(gpu) -> None:
     assert gpu.counts["sync"] == 1
 
 
+def test_pinned_memory_is_copied_without_waiting(gpu) -> None:
+    for x in (torch.ones(3).pin_memory(), torch.empty(3, pin_memory=True)):
+        assert x.is_pinned()
+        gpu.reset()
+        x.copy_(x.to("cuda", non_blocking=True), non_blocking=True)
+        assert gpu.counts == {"h2d": 1, "d2h": 1}
+    assert not torch.ones(3).is_pinned()
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_autograd_and_autocast(gpu, index) -> None:
     torch.manual_seed(0)

@@ -68,7 +68,7 @@ def test_a_net_in_float64_is_scored(gpu) -> None:
 
 def two_steps(net, **options):
     count = fastbcd.masks(net).count()
-    return fastbcd.bcd(net, images(64), count - 40, drc=20, rt=2, **options)
+    return fastbcd.bcd(net, images(64), count - 20, drc=10, rt=2, **options)
 
 
 @pytest.mark.parametrize("proposal", ["uniform", "saliency"])
@@ -105,6 +105,32 @@ def test_bcd_in_mixed_precision(gpu, optimizer) -> None:
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
     assert all(p.isfinite().all() for p in run.model.parameters())
     check_device(net)
+
+
+@pytest.mark.parametrize("method", ["finetune", "snl", "autorep"])
+def test_an_epoch_waits_no_more_often_with_more_batches(gpu, method) -> None:
+    counts = []
+    for batches in (4, 12):
+        net, teacher = make("mlp").cuda(), make("mlp").cuda()
+        data = as_data(images(16 * batches)).to("cuda")
+        tune = Finetune(epochs=2, padding=1, batch_size=16)
+        gpu.reset()
+        if method == "finetune":
+            fastbcd.Finetuner(net, data, tune, teacher).run(1)
+        elif method == "snl":
+            fastbcd.snl(net, data, 50, batch_size=16, finetune=tune, teacher=teacher)
+        else:
+            fastbcd.autorep(net, data, 50, epochs=2, batch_size=16, teacher=teacher)
+        counts.append({kind: gpu.counts[kind] for kind in ("sync", "h2d", "d2h")})
+    assert counts[0] == counts[1], gpu.places
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.filterwarnings("ignore:fastbcd scores .* one hypothesis at a time")
+def test_nets_of_other_dtypes_are_trained(gpu, dtype) -> None:
+    run = two_steps(make("mlp").cuda().to(dtype), finetune=SHORT)
+    assert {p.dtype for p in run.model.parameters()} == {dtype}
+    check_device(run.model)
 
 
 def test_a_run_continues_on_another_device(gpu, tmp_path) -> None:
@@ -183,3 +209,8 @@ def test_the_command_line(gpu, tmp_path, capsys) -> None:
         for name in ("run", "cpu")
     )
     assert [row["chosen"] for row in first] == [row["chosen"] for row in second]
+
+
+def test_info(gpu, capsys) -> None:
+    assert cli.main(["info"]) == 0
+    assert "cuda:1       Fake GPU" in capsys.readouterr().out

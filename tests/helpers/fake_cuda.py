@@ -215,9 +215,15 @@ class Device(TorchDispatchMode):
         fakes = [t for t in leaves if isinstance(t, FakeTensor)]
         wanted = kwargs.get("device")
         wanted = None if wanted is None else self.indexed(wanted)
-        if not fakes and (wanted is None or wanted.type != "cuda"):
-            return func(*args, **kwargs)
         space, _, name = func._schema.name.partition("::")
+        if name == "_pin_memory":
+            return _pinned(args[0].clone())
+        if name == "is_pinned":
+            return getattr(args[0], "pinned", False)
+        if not fakes and (wanted is None or wanted.type != "cuda"):
+            if not kwargs.get("pin_memory"):
+                return func(*args, **kwargs)
+            return _pinned(func(*args, **{**kwargs, "pin_memory": False}))
         if name in MOVING:
             return self._move(func, args, kwargs, wanted)
         self._check_devices(name, args, leaves)
@@ -262,7 +268,8 @@ class Device(TorchDispatchMode):
         target = args[0].device if copying else wanted or source.device
         if source.device.type != target.type:
             self.count("h2d" if target.type == "cuda" else "d2h")
-            if target.type == "cpu" and not kwargs.get("non_blocking"):
+            waits = not (kwargs.get("non_blocking") or args[2:] == (True,))
+            if target.type == "cpu" and waits:
                 self.count("sync")
         elif target.type == "cuda":
             self.count("launch")
@@ -306,6 +313,11 @@ def _plain(arguments: Any) -> Any:
 @functools.cache
 def _composite(func: Any) -> bool:
     return func._can_decompose()
+
+
+def _pinned(t: Tensor) -> Tensor:
+    t.pinned = True
+    return t
 
 
 def _by_mask(indices: Any) -> bool:
