@@ -96,7 +96,7 @@ def _call(
     return OPERATORS[op](x, mask, *small, residual, trials)
 
 
-def _forward(x, mask, *parameters, out=None) -> Call:
+def masked_call(x, mask, *parameters, out=None) -> Call:
     """parameters: ([coef,] scale, shift, residual, trials)."""
     *small, residual, trials = parameters
     mask, x, residual = dense_together(mask, trials, x, residual)
@@ -108,11 +108,11 @@ def _forward(x, mask, *parameters, out=None) -> Call:
 def _define(op: str, small: str) -> None:
     """The operators `op` and `op`_out, which writes into its last argument."""
     parameters = f"Tensor x, Tensor mask, {small}, Tensor? residual, bool trials"
-    define(f"{op}({parameters}) -> Tensor", _forward)
+    define(f"{op}({parameters}) -> Tensor", masked_call)
 
     def write(*arguments: Any) -> None:
         *given, out = arguments
-        call = _forward(*given, out=out)
+        call = masked_call(*given, out=out)
         writable = _writable(out, call)
         if not writable:
             _refuse_internal_overlap(out)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -27,6 +25,12 @@ from fastbcd.runtime.warn_once import warn_once
 TRIALS = ("none", "stacked", "shared x", "shared residual", "both shared")
 ITEMS = ("x", "residual", "grad", "y")  # arguments [B, *S] or [T, B, *S]
 ELEMENTWISE = ("y", "dx", "dresidual")  # all other results are sums
+# Of a kernel's checks, those at its first use: order, optional arguments, trials.
+FIRST = (
+    ("contiguous", "bare", "none"),
+    ("channels_last", "full", "none"),
+    ("contiguous", "full", "both shared"),
+)
 T, B, SITE = 3, 5, (24, 7, 6)  # trials, batch, and the shape of a site
 
 
@@ -68,33 +72,22 @@ def trusted(kernel: str, function: Any, x: Tensor) -> bool:
     if key not in _verdicts:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             return True  # a CUDA graph cannot contain the comparison
-        _verdicts[key] = True
-        for order, optional in (("contiguous", "bare"), ("channels_last", "full")):
-            check = Check(kernel, x.dtype, order, optional)
-            bad = disagreement(check, function, x.device)
-            if bad:
-                _verdicts[key] = False
-                warn_once(
-                    f"fastbcd uses its slow reference for {kernel} on {x.device} from now on: the "
-                    f"kernel fails its check at first use, {check}: {'; '.join(bad)} "
-                    f"({about(x.device)}). Please report this with the output of "
-                    f"`python -m fastbcd.info --check`."
-                )
-                break
+        first = [c for c in checks(kernel, x.dtype) if (c.order, c.optional, c.trials) in FIRST]
+        found = ((check, disagreement(check, function, x.device)) for check in first)
+        wrong = next(((check, bad) for check, bad in found if bad), None)
+        _verdicts[key] = wrong is None
+        if wrong is not None:
+            warn_once(
+                f"fastbcd uses its slow reference for {kernel} on {x.device} from now on: the "
+                f"kernel fails its check at first use, {wrong[0]}: {'; '.join(wrong[1])} "
+                f"(fastbcd {__version__}, torch {torch.__version__}, "
+                f"{kernels.module_for(x).describe()}). Please report this with the output of "
+                f"`python -m fastbcd.info --check`."
+            )
     return _verdicts[key]
 
 
 _verdicts: dict[tuple[str, torch.dtype, torch.device], bool] = {}
-
-
-def about(device: torch.device) -> str:
-    """The versions and the name of the device, for a bug report."""
-    versions = [f"fastbcd {__version__}", f"torch {torch.__version__}"]
-    with suppress(PackageNotFoundError):
-        versions.append(f"triton {version('triton')}")
-    if device.type == "cuda" and torch.cuda.is_available():
-        versions.append(torch.cuda.get_device_name(device))
-    return ", ".join(versions)
 
 
 def disagreement(check: Check, function: Callable[..., None], device: Any) -> list[str] | None:

@@ -19,6 +19,7 @@ from fastbcd.kernels.geometry import compute_dtype, dense, dense_together, item_
 from fastbcd.ops import reference
 from fastbcd.ops.arguments import check_arguments, check_items, check_small
 from fastbcd.ops.calls import Call, contiguous
+from fastbcd.ops.masked import masked_call
 from fastbcd.ops.registry import define
 
 
@@ -77,9 +78,7 @@ def _soft_call(x: Tensor, alpha: Tensor, residual: Any, *grad: Tensor) -> Call:
 
 
 def _indicator_forward(x, mask, coef, aux, residual) -> Call:
-    mask, x, residual = dense_together(mask, False, x, residual)
-    inputs = (x, mask, contiguous(coef), None, None, residual)  # no scale, no shift
-    return Call([torch.empty_like(x)], inputs, (x, mask))
+    return masked_call(x, mask, coef, None, None, residual, False)  # no scale, no shift, no trials
 
 
 def _indicator_backward(grad, x, mask, coef, residual) -> Call:

@@ -34,6 +34,7 @@ def module(monkeypatch) -> SimpleNamespace:
 
     fake = SimpleNamespace(**{name: counted(name) for name in NAMES})
     fake.TRUSTED, fake.DTYPES, fake.calls = False, kernels.CPU.module.DTYPES, calls
+    fake.describe = lambda: "Triton 9 on a GPU"
     monkeypatch.setattr(kernels, "module_for", lambda x: fake)
     monkeypatch.setattr(selfcheck, "_verdicts", {})
     monkeypatch.setattr(warn_once, "_issued", set())
@@ -52,12 +53,12 @@ def test_a_kernel_is_compared_at_its_first_use_for_each_dtype(module) -> None:
     for _ in range(3):
         ops.masked_relu(X, MASK)
     assert [n for _, n in module.calls].count(X.numel()) == 3
-    assert len(module.calls) == 3 + 2
+    assert len(module.calls) == 3 + 3
     ops.masked_relu(X.half(), MASK)
-    assert len(module.calls) == 3 + 2 + 1 + 2
+    assert len(module.calls) == 3 + 3 + 1 + 3
     x = X.clone().requires_grad_()
     ops.masked_relu(x, MASK).sum().backward()
-    assert [name for name, _ in module.calls].count("masked_relu_backward") == 1 + 2
+    assert [name for name, _ in module.calls].count("masked_relu_backward") == 1 + 3
 
 
 @pytest.mark.parametrize("broken", [wrong, does_not_compile])
@@ -73,7 +74,7 @@ def test_a_kernel_that_fails_is_replaced_with_one_warning(module, name, broken) 
     assert torch.equal(y, reference.masked_relu(x, MASK))
     assert torch.equal(dx, torch.where(MASK & (y <= 0), 0.0, 1.0))
     (message,) = {str(w.message) for w in caught}
-    for words in (name, "float32", fastbcd.__version__, torch.__version__, "--check"):
+    for words in (name, "float32", fastbcd.__version__, torch.__version__, "Triton 9", "--check"):
         assert words in message
     assert ("sm_90a" if broken is does_not_compile else "differ, first at") in message
 
@@ -84,7 +85,7 @@ def test_only_the_kernel_that_fails_is_replaced(module) -> None:
         ops.masked_poly(X, MASK, torch.ones(3))
     before = len(module.calls)
     ops.masked_relu(X, MASK)
-    assert len(module.calls) == before + 3
+    assert len(module.calls) == before + 1 + 3
 
 
 def test_the_kink_is_compared_too(module) -> None:
@@ -93,6 +94,18 @@ def test_the_kink_is_compared_too(module) -> None:
     with pytest.warns(RuntimeWarning, match="kink"):
         kink(c, torch.ones(1, 2), torch.ones(1, 1, dtype=torch.uint8), fresh=False)
     assert c.tolist() == [[[0.0, 2.0]]]
+
+
+def test_no_verdict_without_memory_for_the_comparison(module) -> None:
+    def no_memory(*given: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    right, module.masked_relu_forward = module.masked_relu_forward, no_memory
+    with pytest.raises(torch.OutOfMemoryError):
+        ops.masked_relu(X, MASK)
+    assert not selfcheck._verdicts
+    module.masked_relu_forward = right
+    assert torch.equal(ops.masked_relu(X, MASK), reference.masked_relu(X, MASK))
 
 
 @pytest.mark.parametrize("name", NAMES)
