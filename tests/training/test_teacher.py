@@ -93,7 +93,7 @@ def test_images_of_one_channel_are_batched(recwarn) -> None:
 
 
 def test_batches_are_halved_when_the_memory_of_the_gpu_is_full() -> None:
-    """It is said once, and the logits are the same."""
+    """It is reported once, and the logits are the same."""
     data, teacher = pair(BATCH), make("resnet")
     views = data.view_ids(seed=0, step=0, epoch=0, padding=1)
     truth = TeacherLogits(teacher, data, Finetune(padding=1)).epoch(views)
