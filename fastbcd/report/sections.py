@@ -14,7 +14,7 @@ from fastbcd.masking.masks import MaskSet
 from fastbcd.private.costs import si
 from fastbcd.report import figures, published
 from fastbcd.report.figures import Line
-from fastbcd.report.subject import Subject, title_of
+from fastbcd.report.subject import Subject, setting_text, title_of
 from fastbcd.runs.read import SavedRun, Stages
 
 WORDS = json.loads((resources.files("fastbcd.report") / "sections.json").read_text("utf-8"))
@@ -128,7 +128,8 @@ def _curves(name: str, about: Subject, lines: list[Line], single: Sequence[Line]
         for c in curves
         for n, y in c.points
     ]
-    sources = "" if name == "relative" and None in about else _sources(about, curves)
+    label = label.replace("accuracy, %", about.metric) if about.metric else label
+    sources = "" if name == "relative" and None in about[:2] else _sources(about, curves)
     figure = figures.accuracy(lines, single, curves, label=label)
     return _section(name, rows, figure=figure, sources=sources, ranges=_ranges([*lines, *single]))
 
@@ -203,21 +204,30 @@ def _facts(run: Stages, about: Subject, dense: float | None) -> dict[str, str]:
         "share": last.count / last.start.total, "accuracy": _percent(last.accuracy),
         "dense": _percent(dense), "net": title_of(about.arch), "sites": len(last.start.sites),
         "name": title_of(about.data), "size": "×".join(map(str, shape)), "start": start,
-        "start_accuracy": _percent(start.accuracy) if start else "",
+        "classes": f", {data['classes']} classes" if data["classes"] else "",
+        "start_accuracy": _percent(start.accuracy) if start else "", "metric": about.metric,
         "time": ", ".join(f"{s.title} {duration(_spent(s))}" for s in run.stages),
     }  # fmt: skip
     if bcd:
         s, history = bcd.settings, bcd.history
         engines = Counter(step["engine"] for step in history)
         values |= {
-            "s": s, "before": bcd.start.count(), "drc": _setting(s["drc"]), "steps": len(history),
-            "proposal": _setting(s["proposal"]), "finetuning": _finetuning(s),
+            "s": s, "before": bcd.start.count(), "drc": setting_text(s["drc"]),
+            "proposal": setting_text(s["proposal"]), "finetuning": _finetuning(s),
+            "steps": len(history),
             "samples": "all" if s["samples"] is None else f"{s['samples']:,}",
             "met": sum(step["accepted"] for step in history),
             "tried": sum(step["tried"] for step in history),
             "engines": ", ".join(f"{name} {n} steps" for name, n in engines.items()),
         }  # fmt: skip
-    shown = {"always": True, "start": start, "BCD": bcd, "steps": bcd and bcd.history, "end": True}
+    shown = {
+        "always": True,
+        "metric": about.metric,
+        "start": start,
+        "BCD": bcd,
+        "steps": bcd and bcd.history,
+        "end": True,
+    }
     texts = {k: v for part, yes in shown.items() if yes for k, v in WORDS["facts"][part].items()}
     return {name: text.format(**values) for name, text in texts.items()}
 
@@ -225,22 +235,11 @@ def _facts(run: Stages, about: Subject, dense: float | None) -> dict[str, str]:
 def _finetuning(settings: dict[str, Any]) -> str:
     tuning = settings.get("finetune")
     if not isinstance(tuning, dict):
-        return str(tuning or "none")
+        return setting_text(tuning or "none")
     epochs = "1 epoch" if tuning["epochs"] == 1 else f"{tuning['epochs']} epochs"
     when = settings.get("finetune_when", "").replace("_", " ")
     teacher = ", with a teacher" if settings.get("teacher") else ""
     return f"{epochs} of {tuning['optimizer']}, lr {tuning['lr']:g}, {when}{teacher}"
-
-
-def _setting(value: Any) -> str:
-    """
-    >>> _setting({"schedule": "Fraction", "share": 0.08, "least": 1})
-    'Fraction (share 0.08, least 1)'
-    """
-    if not isinstance(value, dict) or not value:
-        return str(value)
-    (_, name), *rest = value.items()
-    return f"{name} ({', '.join(f'{k} {v}' for k, v in rest)})"
 
 
 # ------------------------------------------------------------------------------- one run

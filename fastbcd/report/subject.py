@@ -1,8 +1,9 @@
-"""The names of a run's net and data set, which decide the published curves beside it."""
+"""The names of a run's net, data set and metric, which decide the published curves beside it."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any, NamedTuple
 
 from fastbcd import models, recipes
@@ -16,17 +17,19 @@ SIZES = ("name", "num_classes", "image_size", "in_channels", "replacement")
 
 
 class Subject(NamedTuple):
-    """Net and data set; None: the run did not record it."""
+    """Net and data set, None: the run did not record it; metric, None: accuracy."""
 
     arch: str | None
     data: str | None
+    metric: str | None = None
 
     def __str__(self) -> str:
-        return f"{title_of(self.arch, 'a net')} on {title_of(self.data, 'images')}"
+        judge = f", judged by {self.metric}" if self.metric else ""
+        return f"{title_of(self.arch, 'a net')} on {title_of(self.data, 'images')}{judge}"
 
     def curves(self, metric: str) -> list[published.Curve]:
-        """The published curves for this net and data set."""
-        return published.curves(self.arch or "", self.data or "", metric)
+        """The published curves for this net and data set; they are of accuracy."""
+        return [] if self.metric else published.curves(self.arch or "", self.data or "", metric)
 
 
 def subject(run: Stages, arch: str | None = None, data: str | None = None) -> Subject:
@@ -34,8 +37,9 @@ def subject(run: Stages, arch: str | None = None, data: str | None = None) -> Su
     for name, value, known in (("arch", arch, models.NAMES), ("data", data, recipes.DATA)):
         if value is not None and value not in known:
             raise ValueError(f"{name}={value!r}; choose from {', '.join(known)}")
-    config = run.last.config
-    return Subject(arch or _net_name(config["net"]["arch"] or {}), data or config["data"]["name"])
+    config, metric = run.last.config, run.bcd.settings.get("metric") if run.bcd else None
+    net = arch or _net_name(config["net"]["arch"] or {})
+    return Subject(net, data or config["data"]["name"], metric and setting_text(metric))
 
 
 def _net_name(arch: dict[str, Any]) -> str | None:
@@ -60,3 +64,17 @@ def title_of(name: str | None, otherwise: str = "not recorded") -> str:
     ('Wide-ResNet-22-8', 'mine', 'not recorded')
     """
     return TITLES.get(name, name) if name else otherwise
+
+
+def setting_text(value: Any) -> str:
+    """A setting of config.json: what an object describes itself as, or the name of a function.
+
+    >>> setting_text({"schedule": "Fraction", "share": 0.08, "least": 1})
+    'Fraction (share 0.08, least 1)'
+    >>> setting_text("function my_code.overlap")
+    'overlap'
+    """
+    if not isinstance(value, dict) or not value:
+        return re.sub(r"^function .*\.", "", str(value))
+    (_, name), *rest = value.items()
+    return f"{name} ({', '.join(f'{k} {v}' for k, v in rest)})"

@@ -10,7 +10,7 @@ import torch
 
 import fastbcd
 from fastbcd import report
-from fastbcd.report import published, sections, subject
+from fastbcd.report import figures, published, sections, subject
 from fastbcd.runs.read import read
 from helpers.report_pages import Page, large_run
 from helpers.run_cases import small_run
@@ -37,10 +37,12 @@ def test_a_run_that_has_only_begun(tmp_path) -> None:
 @pytest.mark.parametrize("data", ["cifar100", "tiny-imagenet"])
 def test_net_and_data_are_those_that_the_run_recorded(arch, data, tmp_path) -> None:
     place = large_run(tmp_path / "run", arch, data)
-    assert subject.subject(read(place)) == (arch, data)
+    assert subject.subject(read(place)) == (arch, data, None)
     as_version_1(place)
     assert read(place).last.config["format"] == "fastbcd.run 1"
-    assert subject.subject(read(place)) == (arch, data), "by the sizes that version 1 recorded"
+    assert subject.subject(read(place)) == (arch, data, None), (
+        "by the sizes that version 1 recorded"
+    )
 
 
 def as_version_1(place: Path) -> None:
@@ -56,9 +58,9 @@ def as_version_1(place: Path) -> None:
 
 
 def test_an_own_net_is_not_taken_for_a_known_one(finished) -> None:
-    assert subject.subject(read(finished)) == (None, "fashion-mnist-mini")
+    assert subject.subject(read(finished)) == (None, "fashion-mnist-mini", None)
     named = subject.subject(read(finished), "resnet18", "cifar10")
-    assert named == ("resnet18", "cifar10")
+    assert named == ("resnet18", "cifar10", None)
 
 
 def test_published_curves_of_the_right_net(resnet18, page_of) -> None:
@@ -85,3 +87,27 @@ def test_published_curves_by_name(finished, page_of) -> None:
     assert ["SNL", "50,000", "92.85", "Table 3"] in page.rows
     page, _ = page_of(finished, arch="resnet20", data="cifar10")
     assert "The paper has no such curve for ResNet-20 on CIFAR-10" in page.text
+
+
+def test_a_run_with_a_metric_of_its_own(tmp_path) -> None:
+    """Its name is shown, and no published curve, which are all of accuracy."""
+    small_run(tmp_path / "run", metric=certainty, loss=spread, finetune=None)
+    written = report.write([tmp_path / "run"], tmp_path / "out", arch="resnet18", data="cifar10")
+    page = Page(written)
+    assert "ResNet18 on CIFAR-10, judged by certainty: 8 of 98 ReLUs" in page.text
+    assert page.row("metric")[1].startswith("certainty; accuracies are its mean")
+    assert "The paper has no such curve for ResNet18 on CIFAR-10, judged by certainty." in page.text
+    assert not [row for row in page.rows if row[0] == "SNL"]
+    with figures.style():
+        section = sections.accuracy(
+            [read(tmp_path / "run")], subject.subject(read(tmp_path / "run"))
+        )
+    assert section.figure.axes[0].get_ylabel() == "test certainty"
+
+
+def certainty(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.softmax(1).amax(1)
+
+
+def spread(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return outputs.var(1)
