@@ -164,14 +164,14 @@ def collapsed_plan(request: Request, program: Program, required: bool) -> Plan |
         raise NotAffine("it returns several tensors instead of one")
     shape = program.shapes[program.output][1:]
     program = program if len(shape) == 1 else with_flat_output(program)
-    builder = FormBuilder(AffineNet(program), request.masks, request.example)
+    builder = FormBuilder(AffineNet(program), request.masks, request.example, request.memory)
     signature = Signature(program)
     form = cached_form(request.net, signature, request.masks)
     cost = CollapsedCost(request, builder, form)
     of_stacked = stacked_multiply_adds(request, program)
     if not required and (of_stacked < WORTH or cost.trials >= of_stacked):
         return "the least multiply-adds"
-    check_linear(request.net, signature.facts, program, request.example)
+    check_linear(request.net, signature.facts, program, request.example, request.memory)
     fits = cost.peak_bytes <= request.memory
     if not required and (cost.weighted() >= of_stacked or not fits):
         ours = f"{cost.weighted() / 1e9:,.0f} G multiply-adds and {_mib(cost.peak_bytes)}"
@@ -197,9 +197,9 @@ def collapsed_plan(request: Request, program: Program, required: bool) -> Plan |
     rows = ROWS.get(request.example.device.type, 1024)
     # A GEMM on a GPU needs all of its rows; a wave has few hypotheses.
     wanted = 128 if rows == ROWS["cpu"] else max(128, rows // max(request.hypotheses, 1))
-    batch = request.batch_size or max(1, min(-(-request.images // world()), wanted))
     # A row holds c, and the output of its GEMM is a part of it.
     affordable = max(1, left // 4 // (max(cost.kinks, 1) * cost.itemsize))
+    batch = request.batch_size or min(-(-request.images // world()), wanted, affordable)
     lanes = max(1, min(request.hypotheses, rows // batch, affordable // batch))
     details = (
         f"form        {cost.kinks:,} kinks, {_mib(cost.form_bytes)}, "

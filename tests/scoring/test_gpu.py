@@ -20,7 +20,6 @@ def hypotheses(net, count: int = 3, size: int = 9) -> list[torch.Tensor]:
     return [fastbcd.masks(net).sample(size, seed=1, step=0, trial=t) for t in range(count)]
 
 
-@pytest.mark.filterwarnings("ignore:.*triton kernels do not take torch.float64")
 @pytest.mark.parametrize("engine", ["sequential", "stacked", "collapsed"])
 def test_data_goes_to_the_device_of_the_net(gpu, engine) -> None:
     net, data = thinned(make("resnet"), 0.1), images(7)

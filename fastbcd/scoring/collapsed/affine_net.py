@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from fastbcd.ops import reference
 from fastbcd.scoring.collapsed.linear_rules import Context, NotAffine, Run, linear_part
 from fastbcd.scoring.collapsed.patches import Patch, Value, stored, whole
 from fastbcd.scoring.program import Activation, Call, Convolution, Program
+from fastbcd.scoring.stacked import peak_bytes
 
 IMAGE = -1  # the source of impulses in the image itself; sites count from 0
 TOGETHER = 8  # impulses that are checked in a batch of whole images
@@ -57,7 +59,12 @@ class AffineNet:
                 y = values[step.x].unsqueeze(0)
                 residual = None if step.residual is None else values[step.residual].unsqueeze(0)
                 out = y if step.x in program.fresh else None
-                values[step.node] = step.run(y, self.off[step.node], residual, out).squeeze(0)
+                off = self.off[step.node]
+                if y.dtype == torch.float64 and y.device.type != "cpu":  # there is no kernel
+                    z = reference.masked_relu(y, off, step.scale, step.shift, residual, True)
+                else:
+                    z = step.run(y, off, residual, out)
+                values[step.node] = z.squeeze(0)
                 yield step.node, values[step.node]
             else:
                 values[step.node] = step(values)
@@ -94,7 +101,9 @@ class AffineNet:
 _checked: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 
-def check_linear(net: nn.Module, facts: list[Any], program: Program, like: Tensor) -> None:
+def check_linear(
+    net: nn.Module, facts: list[Any], program: Program, like: Tensor, memory: int
+) -> None:
     """`NotAffine` if impulses at any site, or in the image, arrive otherwise than in the net.
 
     In double, once for a net with the same facts. A rule that loses a path, an operation that is
@@ -102,6 +111,18 @@ def check_linear(net: nn.Module, facts: list[Any], program: Program, like: Tenso
     """
     if _checked.get(net) == facts:
         return
+    weights = tree_leaves([
+        list(leaf.parameters()) if isinstance(leaf, nn.Module) else leaf
+        for leaf in tree_leaves((program.steps, program.constants))
+    ])  # fmt: skip
+    sites = sum(program.bytes_per_image[s.node] for s in program.activations)
+    needed = 2 * (1 + TOGETHER) * (peak_bytes(program) + sites)
+    needed += 2 * sum(t.nbytes for t in weights if isinstance(t, Tensor))
+    if needed > memory:
+        raise NotAffine(
+            f"its linear part is checked in double, which takes {needed / 2**20:,.0f} MiB, and "
+            f"{memory / 2**20:,.0f} MiB may be used; allow more with Engine(memory=...)"
+        )
     try:
         affine = AffineNet(_in_double(program))
         generator = torch.Generator().manual_seed(0)

@@ -23,7 +23,7 @@ from fastbcd.scoring.collapsed.patches import LARGE, ImpulseBatch, Positions, st
 from fastbcd.scoring.engine import Request
 from fastbcd.scoring.stacked import peak_bytes
 
-PIECE = 32  # images at a time through the affine net
+MOST = 1024  # impulses in a batch on a GPU, if an eighth of the memory holds them
 KERNELS = 2**25  # bytes: oneDNN compiles a kernel for each shape of patch, and keeps it
 BUILD_WEIGHT = 1.3  # time of a multiply-add of impulses, as measured (benchmarks/RESULTS.md)
 # By net: multiply-adds of an impulse, which hardly depend on the masks.
@@ -33,19 +33,22 @@ _impulse_costs: weakref.WeakKeyDictionary[nn.Module, dict] = weakref.WeakKeyDict
 class FormBuilder:
     """What is known before any impulse runs: the kept positions, and which sites affect which."""
 
-    def __init__(self, net: AffineNet, masks: MaskSet, like: Tensor) -> None:
-        """like: a tensor of the dtype and on the device of the values."""
-        self.net, self.like = net, like
+    def __init__(self, net: AffineNet, masks: MaskSet, like: Tensor, memory: int = 0) -> None:
+        """like: a tensor of the dtype and on the device of the values; memory: bytes."""
+        self.net, self.like, self.large = net, like, LARGE
+        if like.device.type != "cpu":
+            self.large = max(LARGE, min(MOST, memory // 8 // max(peak_bytes(net.program), 1)))
         image, logits = (torch.ones(net.program.shapes[node][1:], dtype=torch.bool)
                          for node in (net.program.placeholder, net.program.output))  # fmt: skip
         # Where values are read: at the sites and, as the last of these targets, the logits.
-        self.positions = [Positions(bits, like.device) for bits in (*masks.split(), logits)]
+        self.positions = [Positions(bits, like.device, self.large)
+                          for bits in (*masks.split(), logits)]  # fmt: skip
         sites = self.positions[:-1]
         nodes = [*(net.starts[s] for s in range(len(sites))), net.program.output]
         self.target = {node: s for s, node in enumerate(nodes)}
         pairs = zip(masks.sites, sites, strict=True)
         self.ids = torch.cat([site.start + places.flat for site, places in pairs])
-        self.sources = {**dict(enumerate(sites)), IMAGE: Positions(image, like.device)}
+        self.sources = {**dict(enumerate(sites)), IMAGE: Positions(image, like.device, self.large)}
         self.steps = {source: net.reached(source) for source in self.sources}
         self.counts = [places.count for places in self.positions]
         self.bounds = [sum(self.counts[:s]) for s in range(len(nodes) + 1)]
@@ -80,7 +83,7 @@ class FormBuilder:
         for s in range(len(between)):  # one at a time: the rows may be copied
             blocks.append(self.nonzero(all_sum(between[s]), s))
             between[s] = new(0)
-        constant = self.affine_part(torch.zeros_like(self.like[:1]))[0]
+        constant = self.affine_part(torch.zeros_like(self.like[:1]))[:, 0]
         return Form(self.ids, bounds, blocks, constant, all_sum(image) if with_image else None)
 
     def batches(self, with_image: bool) -> Iterable[tuple[int, ImpulseBatch]]:
@@ -106,12 +109,15 @@ class FormBuilder:
         return found if all(adds) else [b._replace(matrix=b.matrix.clone()) for b in found]
 
     def affine_part(self, x: Tensor) -> Tensor:
-        """Images [B, ...] through the affine net: z at the kept ReLUs, logits, [B, R + classes]."""
-        z = x.new_empty(len(x), self.bounds[-1])
-        for node, value in self.net.run(x):
-            s = self.target[node]
-            if self.counts[s]:
-                z[:, self.bounds[s] : self.bounds[s + 1]] = self.positions[s].gather(value)[1]
+        """Images [B, ...] through the affine net: z at the kept ReLUs, logits, [R + classes, B]."""
+        z = x.new_empty(self.bounds[-1], len(x))
+        for start in range(0, len(x), self.large // 2):
+            some = slice(start, start + self.large // 2)
+            for node, value in self.net.run(x[some]):
+                s = self.target[node]
+                if self.counts[s]:
+                    found = self.positions[s].gather(value)[1]
+                    z[self.bounds[s] : self.bounds[s + 1], some] = found.T
         return z
 
 
@@ -172,7 +178,8 @@ class CollapsedCost:
             return self.form_bytes
         rows = max(self.builder.numbers, default=0) * self.itemsize
         kernels = KERNELS if self.builder.like.device.type == "cpu" else 0
-        return self.form_bytes + LARGE * peak_bytes(self.builder.net.program) + rows + kernels
+        batch = self.builder.large * peak_bytes(self.builder.net.program)
+        return self.form_bytes + batch + rows + kernels
 
     def weighted(self) -> float:
         """Comparable with stacked's multiply-adds."""

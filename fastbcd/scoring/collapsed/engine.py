@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fastbcd.ops.kink import kink
-from fastbcd.scoring.collapsed.build import PIECE, FormBuilder
+from fastbcd.scoring.collapsed.build import FormBuilder
 from fastbcd.scoring.collapsed.form import Form, find
 from fastbcd.scoring.collapsed.linear_rules import NotAffine
 from fastbcd.scoring.engine import Request, difference_from_net
@@ -96,7 +96,7 @@ class Collapsed:
         if form.image is not None:
             z = torch.addmm(form.constant[:, None], form.image.T, x.movedim(1, -1).flatten(1).T)
         else:
-            z = torch.cat([self.builder.affine_part(piece).T for piece in x.split(PIECE)], 1)
+            z = self.builder.affine_part(x)
             z = z if self.order is None else z.index_select(0, self.order)
         if batch is not None:
             form.affine.add(batch, x, z)

@@ -143,7 +143,7 @@ class Positions:
         place = (y * width + x) * self.channels + c  # in channels_last memory
         order = torch.argsort(tile * math.prod(shape) + place)
         self.flat = flat[order]
-        self.c, self.y, self.x, self.place = (t[order].to(device) for t in (c, y, x, place))
+        self.c, self.y, self.x, self.place = torch.stack([c, y, x, place])[:, order].to(device)
         rows = torch.bincount(y // self.tile, minlength=-(-height // self.tile))
         self.row_starts = [0, *rows.cumsum(0).tolist()]  # positions before each row of tiles
         self.batches: list[ImpulseBatch] = []  # all positions in order; a batch shares a tile

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastbcd import Engine, MaskedReLU, MaskSet, masks, models, score, set_masks
+from fastbcd import Engine, MaskedReLU, MaskSet, bcd, masks, models, score, set_masks
 from fastbcd.scoring import plan
 from fastbcd.scoring.collapsed import build as building
 from fastbcd.scoring.collapsed import form as forms
@@ -240,6 +240,19 @@ def test_a_batch_is_found_by_its_number(monkeypatch) -> None:
     assert torch.allclose(found.loss, truth.loss, atol=1e-5)
 
 
+@pytest.mark.parametrize("when", ["every_step", "on_reject"])
+def test_the_form_is_released_before_training(builds, when) -> None:
+    """Its memory and that of its values; without training the form is kept."""
+    net, data = thinned(make("resnet"), 0.1), images(30)
+    held, kept = [], masks(net).count()
+    options = {"finetune": lambda net, step: held.append(net in forms._forms), "adt": 1000.0}
+    engine = Engine("collapsed", batch_size=10)
+    bcd(net, data, kept - 9, drc=3, rt=1, finetune_when=when, engine=engine, **options)
+    assert held == ([False] * 3 if when == "every_step" else [])
+    assert len(builds) == (3 if when == "every_step" else 1)
+    assert (net in forms._forms) == (when == "on_reject")
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("dense", "max_pool2d"), ("poly", "polynomial"), ("mixture", "site 'act' is polynomial")],
@@ -275,7 +288,9 @@ def test_nonlinear_steps_are_refused(function) -> None:
 def test_too_little_memory_is_refused_before_any_work(builds) -> None:
     net, data = make("resnet"), images(10)
     with pytest.raises(ValueError, match=r"form of 1,024 ReLUs takes .* MiB.*memory=.*stacked"):
-        score(net, torch.tensor([[0]]), data, Engine("collapsed", memory=2**20))
+        score(net, torch.tensor([[0]]), data, Engine("collapsed", memory=2**24))
+    with pytest.raises(ValueError, match=r"in double, which takes .* MiB.*memory=.*stacked"):
+        score(make("resnet"), torch.tensor([[0]]), data, Engine("collapsed", memory=2**16))
     assert not builds
 
 
