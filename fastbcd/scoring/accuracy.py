@@ -60,7 +60,8 @@ def check_metric(net: nn.Module, data: ImageData, criterion: Criterion, who: str
     """Refuse a net whose outputs do not fit the metric and the loss."""
     if criterion.metric is None:
         check_classes(net, data, who)
-        return
+        if criterion.loss is None:
+            return
     targets = next(data.batches(2, dtype=dtype_of(net)))[1]
     outputs = first_outputs(net, data, who, len(targets))
     criterion.check_targets(outputs, data.labels, who)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,10 +38,10 @@ class Criterion:
     loss: Loss | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("metric", self.metric), ("loss", self.loss)):
+        for name, value in vars(self).items():
             if value is not None and not callable(value):
                 raise TypeError(f"{name}={value!r}; it must be a callable (outputs, targets)")
-        assert self.points  # the bounds are checked
+        assert self.points  # which checks the bounds
 
     @cached_property
     def bounds(self) -> tuple[float, float] | None:
@@ -48,13 +49,11 @@ class Criterion:
         given = (0.0, 1.0) if self.metric is None else getattr(self.metric, "bounds", None)
         if given is None:
             return None
-        try:
+        with suppress(TypeError, ValueError):
             low, high = map(float, given)
-        except (TypeError, ValueError):
-            low = high = math.nan
-        if not (math.isfinite(high - low) and low < high):
-            raise ValueError(f"metric.bounds={given!r}; it must be two numbers (low, high)")
-        return low, high
+            if math.isfinite(high - low) and low < high:
+                return low, high
+        raise ValueError(f"metric.bounds={given!r}; it must be two numbers (low, high)")
 
     @property
     def points(self) -> float:
@@ -152,15 +151,9 @@ def _copy_of(outputs: Any, i: int) -> Any:
 
 
 def describe(value: Any) -> str:
-    """What a callable returned, for an error.
+    """Tensors as dtype and shape, anything else as it is.
 
     >>> describe({"a": torch.zeros(2, 3)})
-    "{'a': float32 [2, 3]}"
+    "{'a': 'float32 [2, 3]'}"
     """
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype)[6:]} {list(value.shape)}"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {describe(v)}" for key, v in value.items()) + "}"
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(describe, value))})"
-    return type(value).__name__
+    return str(tree_map_only(Tensor, lambda t: f"{str(t.dtype)[6:]} {list(t.shape)}", value))

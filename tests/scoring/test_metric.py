@@ -236,6 +236,21 @@ def test_top1_as_a_metric_of_ones_own() -> None:
     assert fastbcd.accuracy(net, data, metric=top1) == pytest.approx(fastbcd.accuracy(net, data))
 
 
+def test_top1_with_a_loss_of_ones_own() -> None:
+    net, data = thinned(make("resnet")), images(23)
+    removals = removals_of(net, 4, 9)
+    truth = score(net, removals, data)
+    found = score(net, removals, data, loss=F.cross_entropy)  # the mean of a batch
+    assert torch.equal(found.correct, truth.correct)
+    assert found.base_correct == truth.base_correct
+    torch.testing.assert_close(found.loss, truth.loss, rtol=0, atol=1e-5)
+    chosen = [choose(net, removals, data, adt=-200.0, loss=loss).number
+              for loss in (None, F.cross_entropy)]  # fmt: skip
+    assert chosen[0] == chosen[1]
+    with pytest.raises(ValueError, match=r"the loss returns float32 \[2, 5\] for a batch of 2"):
+        score(net, removals, data, loss=lambda outputs, targets: outputs)
+
+
 def test_accuracy_is_the_mean_of_the_metric() -> None:
     for name in TASKS:
         net, data, criterion = task(name)
@@ -271,9 +286,9 @@ def empty(outputs, targets):
     [
         ({"metric": scalar}, ValueError,
          r"the metric returns float32 \[\] for a batch of 2; .* a tensor \[2\]"),
-        ({"metric": lambda o, t: 0.5}, ValueError, "the metric returns float for a batch of 2"),
+        ({"metric": lambda o, t: 0.5}, ValueError, "the metric returns 0.5 for a batch of 2"),
         ({"metric": lambda o, t: (o, [t])}, ValueError,
-         r"returns \(float32 \[2, 3, 8, 8\], \(int64 \[2, 8, 8\]\)\)"),
+         r"returns \('float32 \[2, 3, 8, 8\]', \['int64 \[2, 8, 8\]'\]\)"),
         ({"metric": twice}, ValueError, r"2 invalid values \(1\.\d+ on average\) for the net .*"
          r"lie in its bounds \(0\.0, 1\.0\)"),
         ({"metric": undefined}, ValueError, r"2 invalid values \(not finite\) for the net"),
