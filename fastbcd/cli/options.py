@@ -30,6 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "formats": ("plain", "snl", "autorep", "relupruner"), "engines": ENGINES,
     "optimizers": OPTIMIZERS, "proposals": tuple(PROPOSALS), "protocols": tuple(private.PROTOCOLS),
     "replacements": ("identity", "poly"), "resume": ("auto", "must", "never"), "when": WHEN,
+    "precisions": ("float32", "tf32"),
     "temperature": (str(fastbcd.Saliency().temperature),),
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shlex
 import signal
@@ -231,6 +232,20 @@ def test_every_setting_of_the_fine_tuning_is_an_option() -> None:
     options = vars(parser_of("bcd").parse_args(["--budget", "3"]))
     fields = {field.name for field in dataclasses.fields(fastbcd.Finetune)}
     assert fields - options.keys() == {"teacher_cache"}
+
+
+def test_settings_of_the_engine_are_options(monkeypatch) -> None:
+    given = []
+
+    @functools.wraps(fastbcd.bcd)
+    def stopped(**arguments) -> None:
+        given.append(arguments["engine"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fastbcd, "bcd", stopped)
+    for options in ("", "--engine stacked --wave 3 --precision tf32"):
+        assert fastbcd_(f"{BCD} --quiet {options}") == 130
+    assert given == [fastbcd.Engine(), fastbcd.Engine("stacked", wave=3, tf32=True)]
 
 
 def test_an_adaptive_drc_follows_adt() -> None:
