@@ -63,6 +63,20 @@ def test_a_net_in_float64_is_scored(gpu) -> None:
     torch.testing.assert_close(found.loss, expected.loss)
 
 
+def test_masks_are_read_and_written_in_one_copy(gpu) -> None:
+    net = make("resnet").cuda()
+    gpu.reset()
+    masks = fastbcd.masks(net).copy()
+    assert gpu.counts["d2h"] == gpu.counts["sync"] == 1
+    gpu.reset()
+    fastbcd.set_masks(net, masks.without([1, 700]))
+    assert (gpu.counts["h2d"], gpu.counts["sync"]) == (1, 0)
+    net.get_submodule("7").to("cuda:1")
+    net.get_submodule("4").to("cuda:1")  # a net on two devices
+    assert not fastbcd.masks(net).bits[[1, 700]].any()
+    assert fastbcd.masks(net).count() == masks.count() - 2
+
+
 # ---------------------------------------------------------------------------------- training
 
 
@@ -191,24 +205,34 @@ def test_private(gpu) -> None:
 # ------------------------------------------------------------------------------- command line
 
 
-def test_the_command_line(gpu, tmp_path, capsys) -> None:
-    """bcd, the report and the cost of its run, by default on the GPU."""
-    data, run = write_images(tmp_path / "data.npz"), str(tmp_path / "run")
-    line = ["bcd", "--model", "helpers.start_cases:small_net", "--data", data, "--budget", "40"]
-    line += ["--drc", "5", "--rt", "2", "--epochs", "1", "--batch-size", "32", "--quiet"]
-    gpu.reset()
-    assert cli.main([*line, "--run-dir", run]) == 0
-    assert gpu.counts["launch"] > 100
-    assert cli.main(["cost", run]) == 0
-    assert "40 ReLUs" in capsys.readouterr().out
-    gpu.reset()
-    assert cli.main([*line, "--run-dir", str(tmp_path / "cpu"), "--device", "cpu"]) == 0
-    assert not gpu.counts
-    first, second = (
-        [json.loads(row) for row in (tmp_path / name / "history.jsonl").read_text().splitlines()]
-        for name in ("run", "cpu")
-    )
-    assert [row["chosen"] for row in first] == [row["chosen"] for row in second]
+NET = ["--model", "helpers.start_cases:small_net", "--quiet"]
+LINES = {
+    "train": ["--epochs", "1"],
+    "snl": ["--budget", "45", "--max-epochs", "1", "--finetune-epochs", "1"],
+    "autorep": ["--budget", "45", "--epochs", "1"],
+    "bcd": ["--budget", "40", "--drc", "5", "--rt", "2", "--epochs", "1"],
+}
+
+
+@pytest.mark.filterwarnings("ignore:after 1 epochs:RuntimeWarning")
+@pytest.mark.parametrize("command", LINES)
+def test_commands_run_on_the_gpu(gpu, tmp_path, capsys, command) -> None:
+    """By default; with --device cpu nothing does."""
+    data = write_images(tmp_path / "data.npz")
+    line = [command, *NET, *LINES[command], "--data", data, "--batch-size", "32"]
+    histories = []
+    for device in ("cuda", "cpu"):
+        run, more = tmp_path / device, ["--device", "cpu"] if device == "cpu" else []
+        gpu.reset()
+        assert cli.main([*line, *more, "--run-dir", str(run)]) == 0
+        assert (gpu.counts["launch"] > 50) == (device == "cuda")
+        rows = (run / "history.jsonl").read_text().splitlines()
+        histories.append([json.loads(row) for row in rows])
+    for a, b in zip(*histories, strict=True):
+        assert a.get("chosen", a.get("count")) == b.get("chosen", b.get("count"))
+    if command == "bcd":
+        assert cli.main(["cost", str(tmp_path / "cuda")]) == 0
+        assert "40 ReLUs" in capsys.readouterr().out
 
 
 def test_info(gpu, capsys) -> None:

@@ -213,7 +213,9 @@ class NetMasks(MaskSet):
 
     @property
     def bits(self) -> Tensor:
-        return torch.cat([m.mask.flatten().bool().cpu() for m in self.modules.values()])
+        parts = [m.mask.flatten().bool() for m in self.modules.values()]
+        one = len({t.device for t in parts}) == 1  # then one copy from the device
+        return torch.cat(parts if one else [t.cpu() for t in parts]).cpu()
 
 
 def masks(net: nn.Module) -> MaskSet:
@@ -238,8 +240,10 @@ def set_masks(net: nn.Module, masks: MaskSet) -> None:
     """
     own = NetMasks(net)
     own.check_same_sites(masks.sites, "this mask")
-    for module, bits in zip(own.modules.values(), masks.split(), strict=True):
-        module.mask.copy_(bits)
+    modules = list(own.modules.values())
+    bits = masks.bits.to(modules[0].mask.device)  # one copy to the device
+    for module, site in zip(modules, own.sites, strict=True):
+        module.mask.copy_(bits[site.start : site.start + site.numel].view(site.shape))
 
 
 def mask_modules(net: nn.Module) -> dict[str, MaskedActivation]:
