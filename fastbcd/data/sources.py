@@ -17,6 +17,7 @@ from fastbcd.data.cifar import CIFAR, HOME, Arrays, find_cifar, read_cifar
 from fastbcd.data.images import ImageData
 from fastbcd.data.stream import StreamData
 from fastbcd.data.tiny_imagenet import read_tiny_imagenet
+from fastbcd.runtime import ranks
 from fastbcd.runtime.limits import default_memory
 
 # Mean and std of the train set, and the number of classes, of the data known by name.
@@ -54,12 +55,16 @@ def as_data(data: Any) -> ImageData:
 
 
 def _fits(dataset: Any) -> bool:
-    """Does a Dataset fit into half of the free memory, shared by the ranks of this machine?"""
+    """Does a Dataset fit into half of the free memory, shared by the ranks of this machine?
+
+    Rank 0 answers for all ranks.
+    """
     if isinstance(dataset, torch_data.TensorDataset) or not getattr(dataset, "__len__", int)():
         return True
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     needed = len(dataset) * sum(array.nbytes for array in read_item(dataset, 0))
-    return needed <= default_memory(torch.device("cpu")) // ranks
+    fits = needed <= default_memory(torch.device("cpu")) // local
+    return bool(ranks.from_first(torch.tensor(fits)))
 
 
 def load(

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import fastbcd
+from fastbcd.data import sources
 from fastbcd.data.images import ImageData
 from fastbcd.descent import bcd as descent
 from fastbcd.runs import fingerprint as snapshots
@@ -152,6 +153,32 @@ def trained(folder: Path) -> Any:
     return {"state": state, "steps": len(run.history), "compared": compared}
 
 
+class Pairs(torch.utils.data.Dataset):
+    """A Dataset that is not a TensorDataset, so that it may be streamed."""
+
+    def __init__(self, x: torch.Tensor, labels: torch.Tensor) -> None:
+        self.x, self.labels = x, labels
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return self.x[i], int(self.labels[i])
+
+
+def streamed(folder: Path) -> Any:
+    """A run on a Dataset for which rank 0 has no memory; the last step's weights."""
+    sources.default_memory = lambda device: 2**40 if ranks.rank() else 0
+    net, data = problem("mlp", 25)
+    teacher, dataset = problem("mlp", 25)[0].eval(), Pairs(*data)
+    tuning = fastbcd.Finetune(epochs=1, batch_size=10, padding=0, flip=False)
+    options = {"drc": 7, "rt": 4, "finetune": tuning, "teacher": teacher}
+    run = fastbcd.bcd(net, dataset, 4, test=dataset, **options)
+    chosen = [(s.chosen, s.test_accuracy) for s in run.history]
+    state = ranks.digest(snapshots.take(run.model)).hex()
+    return {"kind": type(sources.as_data(dataset)).__name__, "state": state, "chosen": chosen}
+
+
 def different(folder: Path) -> Any:
     """Ranks that were given different arguments, one at a time."""
     r = ranks.rank()
@@ -258,6 +285,7 @@ def all_cases(folder: Path) -> dict[str, Any]:
     found = {c.__name__: on_ranks(c, folder, 2) for c in (collectives, different, late, full_disk)}
     for case in (scores, choices, untrained, salient, trained):
         found[case.__name__] = on_ranks(case, folder, 2) + on_ranks(case, folder, 1)
+    found["streamed"] = on_ranks(streamed, folder, 2)
     found["dies"] = on_ranks(dies, folder, 2)
     found["stood"] = read_state(folder / "died" / "state.safetensors").step
     small_run(folder / "died")  # on one rank, from the two ranks' directory

@@ -62,6 +62,13 @@ def test_real_fine_tuning_leaves_the_ranks_equal(found) -> None:
     assert first["compared"].count("the weights and masks") == 6
 
 
+def test_ranks_stream_alike(found) -> None:
+    first, second = found["streamed"]
+    assert first == second
+    assert first["kind"] == "StreamData"
+    assert len(first["chosen"]) > 3
+
+
 def test_ranks_that_were_given_different_arguments(found) -> None:
     """Every rank names the first difference; none waits for another."""
     expected = {
