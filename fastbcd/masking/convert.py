@@ -54,7 +54,8 @@ def convert(
         is_module = isinstance(entry, type) and issubclass(entry, nn.Module)
         if not isinstance(entry, str) and not is_module:
             raise TypeError(f"skip has {entry!r}; give names such as 'layer4.*', or module types")
-    twin, title = copy.deepcopy(unwrap(model)), type(model).__name__
+    twin = copy.deepcopy(unwrap(model))
+    title = type(twin).__name__
     if any(t.is_meta for t in (example_input, *twin.parameters(), *twin.buffers())):
         raise ConversionError(
             f"{title} or its example input is on the meta device, where tensors have no values: "
@@ -85,11 +86,12 @@ def convert(
         relu = next((op for op in ops if op.relu), None)
         kinds = {*kind.__mro__, *(relu.relu.__mro__ if relu and relu.relu else ())}
         if any(op.nonlinear for op in ops):
-            left[place] = any(
+            left[place] = left.get(place, False) or any(
                 fnmatchcase(place, entry) if isinstance(entry, str) else entry in kinds
                 for entry in entries
             )
-        if relu and len(ops) == 1 and place not in leaves:
+        own = place in leaves or hasattr(node.target, "own_gradient")
+        if relu and len(ops) == 1 and not own:
             relus[node] = relu
         elif relu and not left[place]:
             differs = "and something else in training than in evaluation " * (place in leaves)

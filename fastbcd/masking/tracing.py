@@ -208,6 +208,16 @@ class _Attribute(_Proxy, fx.proxy.Attribute):
     pass
 
 
+@functools.cache
+def _caller(cls: Any) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return cls.apply(*args)
+
+    call.__name__ = call.__qualname__ = cls.__name__
+    call.own_gradient = True  # type: ignore[attr-defined]
+    return call
+
+
 class _ExampleTracer(Tracer):
     """Traces forward(x), other arguments at their defaults, for inputs like the example.
 
@@ -245,9 +255,13 @@ class _ExampleTracer(Tracer):
                    inspect.getmembers(type(root), inspect.isfunction)
                    if name[0] != "_" and name not in known}  # fmt: skip
         vars(root).update({k: functools.partial(self._mark, k, m) for k, m in methods.items()})
+        function: Any = torch.autograd.Function
+        original = vars(function)["apply"]
+        function.apply = classmethod(lambda cls, *args: self._apply(original.__func__, cls, args))
         try:
             return super().trace(root, concrete_args)
         finally:
+            function.apply = original
             for name in methods:
                 del vars(root)[name]
 
@@ -257,6 +271,13 @@ class _ExampleTracer(Tracer):
             for key, proxy in (("given to", args[0]), ("returned by", result)):
                 proxy.node.meta.setdefault(key, set()).add(name)
         return result
+
+    def _apply(self, apply: Any, cls: Any, args: tuple[Any, ...]) -> Any:
+        """cls.apply(*args) of an autograd Function: one call, which keeps its own gradient."""
+        traced = any(isinstance(a, fx.Proxy) for a in args)
+        if not traced or any(map(inspect.isroutine, args)):  # such as checkpoint(function, x)
+            return apply(cls, *args)
+        return self.create_proxy("call_function", _caller(cls), args, {})
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 
@@ -125,6 +126,41 @@ def test_values_computed_from_buffers_follow_them(engine) -> None:
     assert torch.equal(net(data[0]), other(data[0]))
     found = fastbcd.score(net, [[0, 1]], data, engine=engine)
     assert found.base_correct == int((other(data[0]).argmax(1) == data[1]).sum())
+
+
+class StraightThrough(torch.autograd.Function):
+    """A rounding whose gradient is that of the identity."""
+
+    @staticmethod
+    def forward(ctx, x, step):
+        return (x / step).round() * step
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Clipped(StraightThrough):
+    """A ReLU with another gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clamp(min=0)
+
+
+def test_functions_keep_their_gradients() -> None:
+    model = Net(lambda net, x, y: StraightThrough.apply(y, 0.25))
+    x = torch.randn(2, 3, 8, 8)
+    with pytest.warns(UserWarning, match=r"StraightThrough \(round\): 256 elements"):
+        net = convert(model, x)
+    for m in (model, net, copy.deepcopy(net)):
+        m.zero_grad()
+        m(x).square().sum().backward()
+        assert m.conv.weight.grad.abs().sum() > 0
+        torch.testing.assert_close(m.conv.weight.grad, model.conv.weight.grad)
+    assert torch.autograd.Function.apply.__qualname__ == "Function.apply"
+    with pytest.raises(ConversionError, match=r"'Clipped' \(function\) computes clamp inside"):
+        convert(Net(lambda net, x, y: Clipped.apply(y)), x)
 
 
 class Optional(nn.Module):
