@@ -113,3 +113,16 @@ def repeatable_convolutions(tf32: bool | None = None) -> Iterator[None]:
     request = {} if tf32 is None else _convolutions(tf32)
     with _requested({**request, "enabled": True, "benchmark": False, "deterministic": True}):
         yield
+
+
+@contextmanager
+def fast_convolutions() -> Iterator[None]:
+    """cuDNN measures its algorithms and takes the fastest; TF32 is allowed.
+
+    >>> with fast_convolutions():
+    ...     torch.backends.cudnn.benchmark
+    True
+    """
+    request = {"enabled": True, "benchmark": True, "deterministic": False}
+    with _requested({**_convolutions(True), **request}):
+        yield

@@ -44,7 +44,7 @@ def check_number(
         raise ValueError(f"{name}={value}; it must be finite{bound}")
 
 
-def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     """Refuse a value that is none of the choices.
 
     >>> check_choice("optimizer", "lion", ("sgd", "adam"))
@@ -52,4 +52,4 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     ValueError: optimizer='lion'; choose from sgd, adam
     """
     if value not in (allowed := list(choices)):
-        raise ValueError(f"{name}={value!r}; choose from {', '.join(allowed)}")
+        raise ValueError(f"{name}={value!r}; choose from {', '.join(map(str, allowed))}")

@@ -149,7 +149,7 @@ class MaskTraining:
             check_classes(self.net, self.test, "the net, asked about the test set,")
         self.progress = self.progress and ranks.rank() == 0
         given = snapshots.take(self.net)
-        tuning = {k: v for k, v in dataclasses.asdict(self.tuning).items() if k != "teacher_cache"}
+        tuning = self.tuning.describe()
         common = {"batch_size": self.batch_size, "seed": self.seed, "finetune": tuning}
         opened = open_run(
             self.name, {**self.settings, **common}, self.net, data=self.data, test=self.test,

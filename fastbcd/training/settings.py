@@ -16,15 +16,20 @@ class Finetune:
     """Settings of the fine-tuning; the defaults are the paper's for ResNet18.
 
     Args:
-        epochs, lr: of one step; the learning rate falls from lr to 0 along a cosine.
-        optimizer: "sgd", or "adam", which ignores momentum.
-        momentum, weight_decay: of the optimizer.
-        batch_size: images per batch, over all ranks.
+        epochs, lr: the learning rate falls from lr to 0 on a cosine over the epochs of each step.
+        optimizer: "sgd", or "adam", which ignores `momentum`. weight_decay: of either.
+        batch_size: images of a batch, over all ranks.
         temperature, distill: T and the weight of the distillation, if there is a teacher.
-        padding, flip: random crops of images with so many zeros around them, random flips.
+        padding, flip: of random crops, and whether images are flipped at random.
         compile: torch.compile the forward and backward pass.
-        amp: bfloat16 autocast; None: on CUDA only.
-        teacher_cache: bytes for the teacher's logits; None: half the free memory.
+        amp: None: bfloat16 autocast on CUDA, none on a CPU. True or "bf16": bfloat16. "fp16":
+            float16, with the loss scaled so that gradients do not vanish; batches whose gradients
+            overflow are left out. False: none.
+        fast: let cuDNN choose its fastest algorithms, also ones that give other bits every time.
+            By default two runs on one GPU are the same where torch has deterministic algorithms.
+        sync_batch_norm: normalise over the batches of all ranks, on GPUs. By default each rank
+            normalises over its own part; running statistics are the mean over ranks either way.
+        teacher_cache: bytes of host memory for the teacher's logits; None: half of what is free.
 
     >>> Finetune(epochs=5, optimizer="adam", lr=3.5e-5).momentum
     0.9
@@ -41,12 +46,18 @@ class Finetune:
     padding: int = 4
     flip: bool = True
     compile: bool = False
-    amp: bool | None = None
+    amp: bool | str | None = None
+    fast: bool = False
+    sync_batch_norm: bool = False
     teacher_cache: int | None = None
 
     def describe(self) -> dict[str, Any]:
         """What config.json records: the settings that can change the outcome."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k != "teacher_cache"}
+        later = {"fast": False, "sync_batch_norm": False}  # runs begun before them lack them
+        return {
+            name: value for name, value in dataclasses.asdict(self).items()
+            if name != "teacher_cache" and (name not in later or value != later[name])
+        }  # fmt: skip
 
     def __post_init__(self) -> None:
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
@@ -58,7 +69,7 @@ class Finetune:
             raise ValueError(f"momentum={self.momentum}; it must be below 1")
         if self.temperature == 0:
             raise ValueError("temperature=0; it must be positive, the paper's is 4")
-        for name in ("flip", "compile", "amp"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "amp" and value is None):
+        check_choice("amp", self.amp, (None, True, False, "bf16", "fp16"))
+        for name in ("flip", "compile", "fast", "sync_batch_norm"):
+            if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r}; it must be True or False")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -31,7 +32,7 @@ from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runtime import ranks
 from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.module_mode import train_mode
-from fastbcd.runtime.tf32 import repeatable_convolutions
+from fastbcd.runtime.tf32 import fast_convolutions, repeatable_convolutions
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import check_classes, data_for, dtype_of, first_outputs
 from fastbcd.scoring.metric import Criterion, Loss, describe
@@ -69,6 +70,8 @@ class Trainer:
         self.dtype = training_dtype(net)
         self.trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
         self.model, self.memory_format = fused(net)
+        if settings.sync_batch_norm and ranks.world() > 1:
+            self._check_sync()
         if settings.compile:
             self.model.compile()
         self.teacher_seconds = 0.0
@@ -98,10 +101,23 @@ class Trainer:
 
     def _averaging(self) -> nn.Module:
         """The model, with gradients averaged over the ranks."""
+        if self.settings.sync_batch_norm:
+            self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
         with warnings.catch_warnings():  # its new name does something else
             warnings.filterwarnings("ignore", ".*broadcast_buffers", FutureWarning)
             return DistributedDataParallel(
                 self.model, broadcast_buffers=False, find_unused_parameters=self.model is self.net
+            )
+
+    def _check_sync(self) -> None:
+        """Refuse what torch's SyncBatchNorm cannot do."""
+        if self.data.device.type == "cpu":
+            raise ValueError("sync_batch_norm=True; torch synchronises batch norm on GPUs only")
+        if self.model is self.net:
+            name = type(self.net).__name__
+            raise ValueError(
+                f"sync_batch_norm=True; {name} cannot be traced, so its modules cannot be replaced "
+                f"without changing it: net = nn.SyncBatchNorm.convert_sync_batchnorm(net)"
             )
 
     @property
@@ -130,6 +146,8 @@ class Trainer:
             group["lr"] = lr
         targets = self._targets(step, epoch)
         amp = device.type == "cuda" if s.amp is None else s.amp
+        half = torch.float16 if amp == "fp16" else torch.bfloat16
+        scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
         losses: list[float] = []
         pending: list[Tensor] = []  # per batch: the loss, the largest gradient of each parameter
         batches = self.data.train_batches(
@@ -140,7 +158,7 @@ class Trainer:
         for number, (x, labels, indices, _) in enumerate(batches):
             if before_batch is not None:
                 before_batch(epoch * len(sizes) + number)
-            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+            with torch.autocast(device.type, half, enabled=bool(amp)):
                 outputs = self.parallel(x)
             torch.clear_autocast_cache()  # of weights, which only the outermost autocast clears
             outputs = tree_map_only(Tensor, _at_least_float32, outputs)
@@ -157,17 +175,27 @@ class Trainer:
             loss = loss if world == 1 else loss * (world * len(x) / sizes[number])
             loss = loss if penalty is None else loss + penalty()
             self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            scaler.scale(loss).backward()
+            scaler.unscale_(self.optimizer)
             grads = (p.new_zeros(()) if p.grad is None else p.grad for p in self.trained.values())
-            pending.append(torch.cat([loss.detach().double()[None] / world, _largest(grads)]))
+            largest = _largest(grads)
+            if scaler.is_enabled():  # which leaves out batches whose gradients are not finite
+                largest = largest.nan_to_num(posinf=0.0)
+            pending.append(torch.cat([loss.detach().double()[None] / world, largest]))
             # A check waits for the GPU, so there is not one per batch.
             if len(pending) == CHECK_EVERY or number + 1 == len(sizes):
                 losses += self._losses(pending, len(losses), f"{epoch}, batch {{}}, step {step}")
                 pending = []
-            self.optimizer.step()
+            scaler.step(self.optimizer)
+            scaler.update()
             if bar is not None:
                 bar.update()
         ranks.agree(self.net.buffers())  # statistics of batch norm: each rank saw its own images
+        if scaler.is_enabled() and scaler.get_scale() < 1:
+            raise FloatingPointError(
+                f"float16 gradients overflow at any scale in epoch {epoch}, step {step}; use "
+                f"amp=True (bfloat16), or look at the range of the activations"
+            )
         weights = _largest(p.detach() for p in self.trained.values()).tolist()
         names = (f"weight {name}" for name in self.trained)
         _check_finite(weights, names, f"{epoch}, after the last batch, step {step}")
@@ -275,7 +303,8 @@ class Finetuner(Trainer):
         result = {"epochs": float(epochs)}
         hidden = not progress or ranks.rank() > 0
         bar = tqdm(total=epochs * len(self.sizes), desc="fine-tune", leave=False, disable=hidden)
-        with bar, self.session(), repeatable(self.data.device, self.seed, step):
+        pinned = repeatable(self.data.device, self.seed, step, self.settings.fast)
+        with bar, self.session(), pinned:
             for epoch in range(epochs):
                 lr = cosine(self.settings.lr, epoch, epochs)
                 result["loss"] = self.epoch(epoch, lr, step=step, bar=bar)
@@ -321,11 +350,33 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def repeatable(device: torch.device, seed: int, number: int) -> Iterator[None]:
-    """Seed torch by (seed, number, rank) and use deterministic convolutions; restored on exit."""
+def repeatable(device: torch.device, seed: int, number: int, fast: bool = False) -> Iterator[None]:
+    """Seed torch by (seed, number, rank) and use deterministic algorithms; restored on exit.
+
+    fast: the fastest convolutions instead.
+    """
     seed = (seed * 1_000_003 + number) * 65_537 + ranks.rank()
-    with repeatable_convolutions(tf32=True), seeded(device, seed):
+    with fast_convolutions() if fast else _deterministic(device), seeded(device, seed):
         yield
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """Deterministic convolutions; on a GPU all algorithms that torch has, with a warning else."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    with repeatable_convolutions(tf32=True):
+        try:
+            if device.type != "cpu" and not before:
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
+                memory.fill_uninitialized_memory = False  # it costs time
+                torch.use_deterministic_algorithms(True, warn_only=True)
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warned)
+            memory.fill_uninitialized_memory = filled
 
 
 def check_trainable(

@@ -229,7 +229,7 @@ def test_a_teacher_that_is_not_finite_is_named() -> None:
         ({"momentum": 1.0}, "momentum=1.0"), ({"weight_decay": -1e-4}, "weight_decay"),
         ({"batch_size": 0}, "batch_size=0"), ({"temperature": 0}, "temperature=0"),
         ({"distill": -1}, "distill=-1"), ({"padding": -1}, "padding=-1"), ({"flip": 1}, "flip=1"),
-        ({"compile": None}, "compile=None"), ({"amp": "bf16"}, "amp='bf16'"),
+        ({"compile": None}, "compile=None"), ({"amp": "int8"}, "amp='int8'; choose"),
         ({"teacher_cache": -5}, "teacher_cache=-5"), ({"teacher_cache": 1e9}, "teacher_cache"),
     ],
 )  # fmt: skip

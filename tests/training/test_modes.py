@@ -1,0 +1,140 @@
+"""Precision, determinism and synchronised batch norm of the fine-tuning."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import fastbcd
+from fastbcd import Finetune, Finetuner
+from fastbcd.runtime import ranks
+from fastbcd.training import trainer
+from helpers.nets import images, make
+from helpers.train_cases import SMALL, assert_same, pair, weights
+
+
+def tuned(net: nn.Module, **changes) -> dict[str, float]:
+    return Finetuner(net, pair(), dataclasses.replace(SMALL, **changes)).run(step=0)
+
+
+def test_float16_is_close_to_float32_and_repeats() -> None:
+    net = make("mlp")
+    plain, half, again = (copy.deepcopy(net) for _ in range(3))
+    exact, found = tuned(plain), tuned(half, amp="fp16")
+    assert found["loss"] == pytest.approx(exact["loss"], rel=0.02)
+    assert any(not torch.equal(a, b) for a, b in zip(plain.parameters(), half.parameters(),
+                                                     strict=True))  # fmt: skip
+    tuned(again, amp="fp16")
+    assert_same(weights(half), weights(again))
+    bf16, same = copy.deepcopy(net), copy.deepcopy(net)
+    assert tuned(bf16, amp="bf16")["loss"] == tuned(same, amp=True)["loss"]
+
+
+class Overflows(torch.autograd.Function):
+    """The identity; in the calls that are listed, and in all of them if None is, g becomes inf."""
+
+    bad: list[int | None] = []  # noqa: RUF012
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        Overflows.calls += 1
+        wrong = Overflows.calls in Overflows.bad or None in Overflows.bad
+        return g * torch.inf if wrong else g
+
+
+def overflowing(bad: list[int | None]) -> nn.Module:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make("mlp")
+
+        def forward(self, x):
+            return self.net(Overflows.apply(x + 0 * self.net.get_parameter("1.weight").sum()))
+
+    Overflows.bad, Overflows.calls = bad, 0
+    return Net()
+
+
+@pytest.mark.filterwarnings("ignore:.*runs as it is, slower than it could")
+def test_batches_whose_gradients_overflow_in_float16_are_left_out() -> None:
+    """With bfloat16 they are an error, and in float16 too if no scale is small enough."""
+    net = overflowing([2])
+    tuned(net, amp="fp16")
+    assert all(p.isfinite().all() for p in net.parameters())
+    with pytest.raises(FloatingPointError, match=r"the gradient of net\.1\.weight is not finite"):
+        tuned(overflowing([2]), amp="bf16")
+    with pytest.raises(FloatingPointError, match="float16 gradients overflow at any scale in"):
+        tuned(overflowing([None]), amp="fp16", batch_size=2)
+
+
+def flags() -> tuple[bool, bool, bool, bool]:
+    cudnn = torch.backends.cudnn
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        cudnn.deterministic,
+        cudnn.benchmark,
+    )
+
+
+@pytest.mark.parametrize(("fast", "expected"), [(False, (True, True, True, False)),
+                                                (True, (False, False, False, True))])  # fmt: skip
+def test_algorithms_on_a_gpu(gpu, fast, expected, monkeypatch) -> None:
+    """Deterministic ones where torch has them, or the fastest; afterwards as before."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    before, seen = flags(), []
+    net = make("mlp").to("cuda")
+    net.register_forward_hook(lambda *_: seen.append(flags()))
+    settings = dataclasses.replace(SMALL, fast=fast, epochs=1, amp=False)
+    tuner = Finetuner(net, images(16), settings)
+    tuner.model.register_forward_hook(lambda *_: seen.append(flags()))
+    seen.clear()
+    tuner.run(step=0)
+    assert set(seen) == {expected}
+    assert flags() == before
+
+
+def test_strict_algorithms_of_the_user_stay(gpu) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        with trainer.repeatable(torch.device("cuda"), 0, 0):
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_fast_is_recorded_and_older_runs_resume_without_it() -> None:
+    assert Finetune(fast=True).describe()["fast"] is True
+    assert not {"fast", "sync_batch_norm", "teacher_cache"} & Finetune().describe().keys()
+
+
+def test_synchronised_batch_norm(gpu, monkeypatch) -> None:
+    """Each rank's model gets SyncBatchNorm with the net's own parameters; the net keeps its own."""
+    net = make("resnet").to("cuda")
+    settings = dataclasses.replace(SMALL, sync_batch_norm=True)
+    tuner = Finetuner(net, images(16), settings)
+    monkeypatch.setattr(ranks, "world", lambda: 2)
+    monkeypatch.setattr(trainer, "DistributedDataParallel", lambda model, **_: model)
+    found = [m for m in tuner._averaging().modules() if isinstance(m, nn.SyncBatchNorm)]
+    own = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert len(found) == len(own) > 0
+    assert {id(m.weight) for m in found} == {id(m.weight) for m in own}
+    assert {m.running_mean.data_ptr() for m in found} == {m.running_mean.data_ptr() for m in own}
+    with pytest.raises(ValueError, match="torch synchronises batch norm on GPUs only"):
+        Finetuner(make("resnet"), images(16), settings)
+
+
+def test_every_field_of_finetune_is_documented() -> None:
+    text = Finetune.__doc__ or ""
+    names = [field.name for field in dataclasses.fields(fastbcd.Finetune)]
+    assert [name for name in names if f"{name}" not in text.split(">>>")[0]] == []
