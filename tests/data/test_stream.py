@@ -269,3 +269,26 @@ def test_what_cannot_be_streamed_is_refused():
     data.images = [*data.images[:50], *data.images[50:, :, :5]]
     with pytest.raises(ValueError, match=r"image of item 50 .*\(3, 5, 6\), that of item 0 .*6, 6"):
         list(StreamData(data).batches(32))
+
+
+def test_maps_with_a_metric_are_streamed():
+    """Segmentation: the metric is the share of right pixels, the loss is cross-entropy."""
+    data = large(60)
+    data.labels = [(image[0] > 0).astype(np.int64) for image in data.images]
+
+    def pixels(outputs, targets):
+        return (outputs.argmax(1) == targets).double().flatten(1).mean(1)
+
+    pixels.bounds = (0.0, 1.0)
+    memory = torch.from_numpy(data.images), torch.from_numpy(np.stack(data.labels))
+    runs = []
+    for given in (StreamData(data), memory):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), fastbcd.MaskedReLU((4, 6, 6)), nn.Conv2d(4, 2, 1))
+        tuning = Finetune(epochs=1, padding=0, flip=False, batch_size=16)
+        engine = fastbcd.Engine(batch_size=16)
+        options = {"drc": 20, "rt": 2, "finetune": tuning, "metric": pixels, "engine": engine}
+        runs.append(fastbcd.bcd(model, given, 100, test=given, **options))
+    assert runs[0].masks == runs[1].masks
+    assert torch.equal(runs[0].model[0].weight, runs[1].model[0].weight)
+    assert runs[0].history[-1].test_accuracy == runs[1].history[-1].test_accuracy > 40
