@@ -9,6 +9,8 @@ from importlib import resources
 from itertools import cycle
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fastbcd.masking.masks import MaskSet
 from fastbcd.private.costs import Cost, si
 from fastbcd.report.published import Curve
@@ -180,8 +182,8 @@ def canvas(height: float, rows: int = 1, heights: Sequence[float] | None = None)
 
 
 def relu_axis(axes: Any) -> None:
-    """ReLUs on a log axis, labelled 500, 6K, 100K; linear near 0 if there is a 0."""
-    from matplotlib.ticker import LogLocator, NullLocator
+    """ReLUs on a log axis, labelled 500, 6k, 100k; linear near 0 if there is a 0."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
     if axes.dataLim.x0 <= 0:
         axes.set_xscale("symlog", linthresh=1, linscale=0.4)
@@ -190,41 +192,20 @@ def relu_axis(axes: Any) -> None:
         low, high = axes.get_xlim()
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 1e4 else (1,)))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(_thousands)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlabel("ReLUs kept (log axis)")
 
 
 def plot(axes: Any, points: Any, label: str, *, marks: int = 12, **look: Any) -> None:
-    """A line with markers at some of its points."""
+    """A line with at most so many markers, at its first and last point, too."""
     x, y = zip(*points, strict=True)
-    axes.plot(x, y, label=label, markevery=every(len(x), marks), **look)
+    marked = np.linspace(0, len(x) - 1, min(len(x), marks)).round().astype(int)
+    axes.plot(x, y, label=label, markevery=marked.tolist(), **look)
 
 
 def annotate(axes: Any, text: str, point: tuple[float, float], shift: int = 4, **look: Any) -> None:
     """Small text to the right of a point."""
     axes.annotate(text, point, (shift, 0), textcoords="offset points", va="center", size=8, **look)
-
-
-def every(points: int, most: int) -> list[int]:
-    """The points that get a marker, at most `most`, with the first and the last.
-
-    >>> every(5, most=12), every(850, most=3)
-    ([0, 1, 2, 3, 4], [0, 424, 849])
-    """
-    if points <= most:
-        return list(range(points))
-    return [round(i * (points - 1) / (most - 1)) for i in range(most)]
-
-
-def _thousands(value: float, place: Any = None) -> str:
-    """
-    >>> _thousands(15_000), _thousands(300), _thousands(2e6)
-    ('15K', '300', '2M')
-    """
-    for unit, letter in ((1e6, "M"), (1e3, "K")):
-        if value >= unit:
-            return f"{value / unit:g}{letter}"
-    return f"{value:g}"
 
 
 def with_legend(figure: Any, axes: Any, columns: int = 2) -> Any:
