@@ -171,7 +171,7 @@ def collapsed_plan(request: Request, program: Program, required: bool) -> Plan |
     of_stacked = stacked_multiply_adds(request, program)
     if not required and (of_stacked < WORTH or cost.trials >= of_stacked):
         return "the least multiply-adds"
-    check_linear(request.net, signature.facts, program, request.example, request.memory)
+    check_linear(request, signature.facts, program)
     fits = cost.peak_bytes <= request.memory
     if not required and (cost.weighted() >= of_stacked or not fits):
         ours = f"{cost.weighted() / 1e9:,.0f} G multiply-adds and {_mib(cost.peak_bytes)}"

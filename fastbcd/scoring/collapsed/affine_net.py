@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from fastbcd.ops import reference
 from fastbcd.scoring.collapsed.linear_rules import Context, NotAffine, Run, linear_part
 from fastbcd.scoring.collapsed.patches import Patch, Value, stored, whole
+from fastbcd.scoring.engine import Request
 from fastbcd.scoring.program import Activation, Call, Convolution, Program
 from fastbcd.scoring.stacked import peak_bytes
 
@@ -101,27 +102,22 @@ class AffineNet:
 _checked: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 
-def check_linear(
-    net: nn.Module, facts: list[Any], program: Program, like: Tensor, memory: int
-) -> None:
+def check_linear(request: Request, facts: list[Any], program: Program) -> None:
     """`NotAffine` if impulses at any site, or in the image, arrive otherwise than in the net.
 
     In double, once for a net with the same facts. A rule that loses a path, an operation that is
     not affine or that mixes the images of a batch: each gives a difference.
     """
+    net, like = request.net, request.example[:1]
     if _checked.get(net) == facts:
         return
-    weights = tree_leaves([
-        list(leaf.parameters()) if isinstance(leaf, nn.Module) else leaf
-        for leaf in tree_leaves((program.steps, program.constants))
-    ])  # fmt: skip
-    sites = sum(program.bytes_per_image[s.node] for s in program.activations)
-    needed = 2 * (1 + TOGETHER) * (peak_bytes(program) + sites)
-    needed += 2 * sum(t.nbytes for t in weights if isinstance(t, Tensor))
-    if needed > memory:
+    values = peak_bytes(program) + sum(program.bytes_per_image[s.node] for s in program.activations)
+    weights = sum(t.nbytes for t in (*net.parameters(), *net.buffers()))
+    needed = 2 * ((1 + TOGETHER) * values + weights)
+    if needed > request.memory:
         raise NotAffine(
             f"its linear part is checked in double, which takes {needed / 2**20:,.0f} MiB, and "
-            f"{memory / 2**20:,.0f} MiB may be used; allow more with Engine(memory=...)"
+            f"{request.memory / 2**20:,.0f} MiB may be used; allow more with Engine(memory=...)"
         )
     try:
         affine = AffineNet(_in_double(program))
@@ -132,7 +128,7 @@ def check_linear(
             random = tuple(int(torch.randint(n, (1,), generator=generator)) for n in shape)
             last, first = tuple(n - 1 for n in shape), (*random[:1], *(0 for _ in shape[1:]))
             cases += [(source, random), (source, last if number % 2 else first)]
-        image = torch.randn(like[:1].shape, generator=generator, dtype=torch.float64)
+        image = torch.randn(like.shape, generator=generator, dtype=torch.float64)
         for i in range(0, len(cases), TOGETHER):
             _compare(affine, image.to(like.device), cases[i : i + TOGETHER])
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:

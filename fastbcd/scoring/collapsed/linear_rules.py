@@ -207,9 +207,7 @@ def _functional_batch_norm(
     run: Any, x: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
     training: bool = False, momentum: float = 0.1, eps: float = 1e-5, **tracked: Any,
 ) -> Any:  # fmt: skip
-    norm = SimpleNamespace(running_mean=running_mean, running_var=running_var, weight=weight,
-                           bias=bias, eps=eps)  # fmt: skip
-    return _batch_norm(norm, x, training)
+    return _batch_norm(SimpleNamespace(**locals()), x, training)
 
 
 def _pad(run: Any, x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
