@@ -21,6 +21,7 @@ Offsets inside an item are int32; an item's own offset (trial * batch + b) * n i
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -63,13 +64,20 @@ def plan(g: Geometry, itemsize: int, reduces: bool = False) -> Plan:
     keeps every value in the thread that loaded it. Its accesses of 16-bit types are then 64 bits
     wide, and it takes twice the programs to have as many bytes under way.
     """
+    return _plan(g, itemsize, reduces, REDUCING if reduces else ELEMENTWISE, WARP_SIZE)
+
+
+@functools.lru_cache(maxsize=4096)  # calls repeat: computing a plan takes as long as a small call
+def _plan(
+    g: Geometry, itemsize: int, reduces: bool, limits: tuple[int, int], warp_size: int
+) -> Plan:
     n = g.channels * g.inner
-    per_warp = (4 if reduces else 16 // itemsize) * WARP_SIZE
-    num_warps = min(triton.next_power_of_2(triton.cdiv(n, per_warp)), THREADS // WARP_SIZE)
+    per_warp = (4 if reduces else 16 // itemsize) * warp_size
+    num_warps = min(triton.next_power_of_2(triton.cdiv(n, per_warp)), THREADS // warp_size)
     tiles = triton.cdiv(n, per_warp * num_warps)
     all_trials = g.x_shared or g.residual_shared
     rows = 1 if all_trials else g.trials
-    enough, largest = REDUCING if reduces else ELEMENTWISE
+    enough, largest = limits
     enough *= 4 // itemsize if reduces else 1
     chunk = max(1, min(tiles * rows * g.batch // enough, largest))
     slots = rows * triton.cdiv(g.batch, chunk)
