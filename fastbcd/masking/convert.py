@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from fastbcd.masking.activations import MaskedActivation, activation_type
 from fastbcd.masking.converted_net import ConvertedNet
-from fastbcd.masking.missed_relus import ConversionReport, Op, repeatable, run_watched
+from fastbcd.masking.missed_relus import ConversionReport, Op, Watch, repeatable, run_watched
 from fastbcd.masking.tracing import BY_HAND, ConversionError, call_path, replace_call, same_values
 from fastbcd.masking.tracing import trace_both_modes as trace
 
@@ -55,12 +55,13 @@ def convert(
         if not isinstance(entry, str) and not is_module:
             raise TypeError(f"skip has {entry!r}; give names such as 'layer4.*', or module types")
     twin = copy.deepcopy(unwrap(model))
-    title = type(twin).__name__
-    if any(t.is_meta for t in (example_input, *twin.parameters(), *twin.buffers())):
-        raise ConversionError(
-            f"{title} or its example input is on the meta device, where tensors have no values: "
-            f"build both on a real device, or use to_empty(device='cpu') and load the weights"
-        )
+    title, batch = type(twin).__name__, len(example_input)
+    is_meta = any(t.is_meta for t in (example_input, *twin.parameters(), *twin.buffers()))
+    _require(
+        not is_meta,
+        f"{title} or its example input is on the meta device, where tensors have no values: build "
+        f"both on a real device, or use to_empty(device='cpu') and load the weights",
+    )
     modes = {name: module.training for name, module in twin.named_modules()}
     try:
         with repeatable(example_input):
@@ -73,65 +74,19 @@ def convert(
     graph, leaves = trace(twin.eval(), example_input)
     net = ConvertedNet.of(twin, graph)
     before = run_watched(net, example_input)
-    if not same_values(before.output, expected):
-        raise ConversionError(
-            f"{title} as traced by torch.fx gives other outputs than its forward: that may test "
-            f"types (isinstance) or use data outside of tensors; {BY_HAND}"
+    _require(
+        same_values(before.output, expected),
+        f"{title} as traced by torch.fx gives other outputs than its forward: that may test types "
+        f"(isinstance) or use data outside of tensors; {BY_HAND}",
+    )
+    relus, skipped = _find_relus(twin, before, leaves, entries)
+    for node, op in relus.items():
+        shape = before.shapes[node]
+        _require(
+            len(shape) > 1 and shape[0] == batch,
+            f"the ReLU {call_path(node)!r} sees a tensor of shape {shape} for a batch of {batch}: "
+            f"its first dimension is not the batch, so it has no bit per neuron; {BY_HAND}",
         )
-    relus: dict[fx.Node, Op] = {}
-    left: dict[str, bool] = {}  # every nonlinear call, and whether skip names it
-    for node, ops in before.ops.items():
-        place = call_path(node)
-        kind = type(twin.get_submodule(place) if node.op == "call_module" else node.target)
-        relu = next((op for op in ops if op.relu), None)
-        kinds = {*kind.__mro__, *(relu.relu.__mro__ if relu and relu.relu else ())}
-        if any(op.nonlinear for op in ops):
-            left[place] = left.get(place, False) or any(
-                fnmatchcase(place, entry) if isinstance(entry, str) else entry in kinds
-                for entry in entries
-            )
-        own = place in leaves or hasattr(node.target, "own_gradient")
-        if relu and len(ops) == 1 and not own:
-            relus[node] = relu
-        elif relu and not left[place]:
-            differs = "and something else in training than in evaluation " * (place in leaves)
-            raise ConversionError(
-                f"a ReLU was not captured: {place!r} ({kind.__name__}) computes {relu.name} "
-                f"{differs}inside; {BY_HAND}"
-            )
-    for entry in entries:
-        if isinstance(entry, str) and not any(fnmatchcase(name, entry) for name in left):
-            names = list(dict.fromkeys(map(call_path, relus)))
-            raise ConversionError(
-                f"skip={entry!r} is the name of no ReLU; the ReLUs are "
-                f"{', '.join(names[:20])}{', …' * (len(names) > 20)}"
-            )
-    wanted = {node: op for node, op in relus.items() if not left[call_path(node)]}
-    relu6 = [call_path(node) for node, op in wanted.items() if op.relu is nn.ReLU6]
-    if relu6:
-        raise ConversionError(
-            f"{len(relu6)} ReLU6 calls cannot be masked, the first is {relu6[0]!r}: ReLU6 is "
-            f"bounded on both sides; train with ReLU, or leave them as they are: skip=[nn.ReLU6]"
-        )
-    if not wanted:
-        given = ", ".join(e if isinstance(e, str) else e.__name__ for e in entries)
-        besides = f" besides those skipped ({given})" if given else ""
-        others = before.nonlinear(without=relus)
-        clamps = bool(others) and all(op.kind.startswith("clamp") for op in others)
-        found = (
-            f"; its {'ReLUs are clamps' if clamps else 'nonlinear operations are'} "
-            f"{'; '.join(map(str, others[:3]))}; captured are relu, clamp(min=0) without max, "
-            f"threshold(0, 0) and maximum(x, zeros)"
-        )
-        raise ConversionError(f"{title} has no ReLU to mask{besides}{found * bool(others)}")
-    for node, op in wanted.items():
-        shape, batch = before.shapes[node], len(example_input)
-        if len(shape) < 2 or shape[0] != batch:
-            raise ConversionError(
-                f"the ReLU {call_path(node)!r} sees a tensor of shape {shape} for a batch of "
-                f"{batch}: its first dimension is not the batch, so it cannot have one bit per "
-                f"neuron; {BY_HAND}"
-            )
         masked: nn.Module = activation(shape[1:], device=example_input.device)
         source = next(n for n in node.all_input_nodes if n in before.shapes)
         new = replace_call(twin, node, masked, source=source, inplace=op.inplace)
@@ -141,18 +96,19 @@ def convert(
             masked.order = order
     graph.lint()
     net.recompile()
-    if not same_values(run_watched(net, example_input).output, before.output):
-        raise ConversionError(
-            f"{title} gives other outputs after conversion: an in-place ReLU changes a tensor that "
-            f"is used again through a view; use inplace=False, or {BY_HAND}"
-        )
+    _require(
+        same_values(run_watched(net, example_input).output, expected),
+        f"{title} gives other outputs after conversion: an in-place ReLU changes a tensor that is "
+        f"used again through a view; use inplace=False, or {BY_HAND}",
+    )
     for name, module in net.named_modules():  # a new module has the mode of its owner
         module.training = modes.setdefault(name, modes[name.rpartition(".")[0]])
     masks = [m.mask for m in net.modules() if isinstance(m, MaskedActivation)]
-    nonlinear = before.nonlinear(without=wanted)
-    report = ConversionReport(len(masks), sum(m.numel() for m in masks), nonlinear)
-    net.keep(conversion_report=report)
-    stays = [op for op in nonlinear if not left[op.name]]
+    nonlinear = before.nonlinear(without=relus)
+    net.keep(
+        conversion_report=ConversionReport(len(masks), sum(m.numel() for m in masks), nonlinear)
+    )
+    stays = [op for op in nonlinear if op.name not in skipped]
     if stays:
         more = f" and {len(stays) - 3} more" * (len(stays) > 3)
         count = f"{len(stays)} nonlinear operation{'s stay' if len(stays) > 1 else ' stays'}"
@@ -162,6 +118,66 @@ def convert(
             stacklevel=2,
         )
     return net
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConversionError(message)
+
+
+def _find_relus(
+    net: nn.Module, watch: Watch, leaves: set[str], entries: tuple[Skip, ...]
+) -> tuple[dict[fx.Node, Op], set[str]]:
+    """The ReLU calls to replace, and the names of the nonlinear calls that skip= names."""
+    relus: dict[fx.Node, Op] = {}
+    names: dict[str, bool] = {}  # of nonlinear calls, and whether they are skipped
+    for node, ops in watch.ops.items():
+        name = call_path(node)
+        kind = type(net.get_submodule(name) if node.op == "call_module" else node.target)
+        relu = next((op for op in ops if op.relu), None)
+        kinds = {*kind.__mro__, *(relu.relu.__mro__ if relu and relu.relu else ())}
+        if any(op.nonlinear for op in ops):
+            names[name] = names.get(name, False) or any(
+                fnmatchcase(name, entry) if isinstance(entry, str) else entry in kinds
+                for entry in entries
+            )
+        if relu and len(ops) == 1 and name not in leaves and not hasattr(node.target, "gradient"):
+            relus[node] = relu
+        elif relu:
+            differs = "and something else in training than in evaluation " * (name in leaves)
+            _require(
+                names[name],
+                f"a ReLU was not captured: {name!r} ({kind.__name__}) computes {relu.name} "
+                f"{differs}inside; {BY_HAND}",
+            )
+    known = list(dict.fromkeys(map(call_path, relus)))
+    for entry in entries:
+        _require(
+            not isinstance(entry, str) or any(fnmatchcase(name, entry) for name in names),
+            f"skip={entry!r} is the name of no ReLU; the ReLUs are "
+            f"{', '.join(known[:20])}{', …' * (len(known) > 20)}",
+        )
+    wanted = {node: op for node, op in relus.items() if not names[call_path(node)]}
+    relu6 = [call_path(node) for node, op in wanted.items() if op.relu is nn.ReLU6]
+    _require(
+        not relu6,
+        f"{len(relu6)} ReLU6 calls cannot be masked, the first is {min(relu6[:1], default='')!r}: "
+        f"ReLU6 is bounded on both sides; train with ReLU, or leave them: skip=[nn.ReLU6]",
+    )
+    besides = ", ".join(e if isinstance(e, str) else e.__name__ for e in entries)
+    others = watch.nonlinear(without=relus)
+    clamps = all(op.kind.startswith("clamp") for op in others)
+    found = (
+        f"; its {'ReLUs are clamps' if clamps else 'nonlinear operations are'} "
+        f"{'; '.join(map(str, others[:3]))}; captured are relu, clamp(min=0) without max, "
+        f"threshold(0, 0) and maximum(x, zeros)"
+    )
+    _require(
+        bool(wanted),
+        f"{type(net).__name__} has no ReLU to mask"
+        f"{f' besides those skipped ({besides})' * bool(besides)}{found * bool(others)}",
+    )
+    return wanted, {name for name, skipped in names.items() if skipped}
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -214,7 +214,7 @@ def _caller(cls: Any) -> Callable[..., Any]:
         return cls.apply(*args)
 
     call.__name__ = call.__qualname__ = cls.__name__
-    call.own_gradient = True  # type: ignore[attr-defined]
+    call.gradient = cls.backward  # type: ignore[attr-defined]
     return call
 
 
