@@ -268,7 +268,8 @@ class ImageData:
         elif (padding or flip) and len(targets) > 2:
             problem = f"would move the images but not their targets {targets}"
         elif padding and padding > max(inputs[2:]):
-            problem = f"leaves most crops of {inputs[2]}×{inputs[3]} empty"
+            most = max(inputs[2:])
+            problem = f"leaves most crops of {inputs[2]}×{inputs[3]} empty (at most {most})"
         if problem:
             raise ValueError(f"padding={padding}, flip={flip} {problem}: use padding=0, flip=False")
 

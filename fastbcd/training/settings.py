@@ -17,7 +17,8 @@ class Finetune:
 
     Args:
         epochs, lr: the learning rate falls from lr to 0 on a cosine over the epochs of each step.
-        optimizer: "sgd", or "adam", which ignores `momentum`. weight_decay: of either.
+        optimizer: "sgd", or "adam", which ignores `momentum`.
+        momentum, weight_decay: of the optimizer.
         batch_size: images of a batch, over all ranks.
         temperature, distill: T and the weight of the distillation, if there is a teacher.
         padding, flip: of random crops, and whether images are flipped at random.
