@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -10,6 +11,11 @@ from torch import nn
 
 import fastbcd
 from helpers import fake_cuda
+
+
+def test_it_is_there_on_a_cpu_build_with_a_compiler() -> None:
+    if not torch.backends.cuda.is_built() and shutil.which("g++"):
+        assert fake_cuda.REASON == ""
 
 
 def test_tensors_are_on_their_device(gpu) -> None:

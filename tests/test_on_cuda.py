@@ -107,15 +107,18 @@ def test_scoring_leaves_its_memory_to_the_training(gpu, engine) -> None:
     assert seen == [0, 0]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_bcd_in_mixed_precision(gpu, optimizer) -> None:
-    """The default on CUDA; weights stay in float32."""
-    tune = Finetune(epochs=1, lr=0.01, padding=1, batch_size=32, optimizer=optimizer)
+@pytest.mark.parametrize(
+    ("optimizer", "amp", "dtype"),
+    [("sgd", None, torch.bfloat16), ("adam", None, torch.bfloat16), ("sgd", "fp16", torch.float16)],
+)
+def test_bcd_in_mixed_precision(gpu, optimizer, amp, dtype) -> None:
+    """The default on CUDA is bfloat16; weights stay in float32."""
+    tune = Finetune(epochs=1, lr=0.01, padding=1, batch_size=32, optimizer=optimizer, amp=amp)
     net = make("resnet").cuda()
     seen = []
     net.get_submodule("0").register_forward_hook(lambda m, a, y: seen.append(y.dtype))
     run = two_steps(net, finetune=tune, teacher=make("resnet").cuda(), engine="sequential")
-    assert torch.bfloat16 in seen
+    assert dtype in seen
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
     assert all(p.isfinite().all() for p in run.model.parameters())
     check_device(net)
