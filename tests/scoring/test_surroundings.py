@@ -228,7 +228,7 @@ def test_building_a_form_stays_within_memory() -> None:
     fastbcd.set_masks(net, fastbcd.MaskSet(masks.sites, bits))
     with pytest.raises(ValueError, match="while it is built") as refused:
         score(net, torch.zeros(0, 1).long(), (x, torch.zeros(2).long()),
-              Engine("collapsed", memory=2**20))  # fmt: skip
+              Engine("collapsed", memory=2**24))  # fmt: skip
     needed = int(str(refused.value).split(" MiB while it is built")[0].split()[-1].replace(",", ""))
     memory = (needed + 1) * 2**20
     child = subprocess.run(

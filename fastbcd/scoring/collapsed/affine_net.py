@@ -117,7 +117,7 @@ def check_linear(request: Request, facts: list[Any], program: Program) -> None:
     if needed > request.memory:
         raise NotAffine(
             f"its linear part is checked in double, which takes {needed / 2**20:,.0f} MiB, and "
-            f"{request.memory / 2**20:,.0f} MiB may be used; allow more with Engine(memory=...)"
+            f"{request.memory / 2**20:,.0f} MiB may be used (Engine(memory=...) allows more)"
         )
     try:
         affine = AffineNet(_in_double(program))
