@@ -115,7 +115,8 @@ def stacked_plan(request: Request, program: Program, why: str) -> Plan:
     spent = stacked_multiply_adds(request, program)
     full = sum(program.multiply_adds.values()) * (1 + request.hypotheses) * request.images
     per_image = peak_bytes(program)
-    batch, lanes = portions(request, per_image, max(program.bytes_per_image.values()))
+    each = sum(program.multiply_adds.values()) / len(program.steps)
+    batch, lanes = portions(request, per_image, max(program.bytes_per_image.values()), each)
     saved = 1 - spent / full if full else 0.0
     details = f"prefix      {saved:.1%} of the multiply-adds saved by shared prefixes\n"
     return Plan(engine, why, request, batch, lanes, spent, per_image * batch * (1 + lanes), details)

@@ -30,6 +30,7 @@ from fastbcd.scoring.program import Activation, Call, NotTraceable, Program
 from fastbcd.scoring.sequential import Outputs
 
 BATCH = 32  # images at a time, unless memory or the user says otherwise
+STEP_WORK = 2e7  # multiply-adds of a step beside which the time of its call is small, on a CPU
 GPU_ITEMS = 4096  # images times hypotheses that run together on a GPU, if memory allows
 Values = dict[fx.Node, Any]
 
@@ -237,10 +238,13 @@ def peak_bytes(program: Program) -> int:
     return worst + extra
 
 
-def portions(request: Request, per_image: int, largest: int) -> tuple[int, int]:
+def portions(
+    request: Request, per_image: int, largest: int, work: float = torch.inf
+) -> tuple[int, int]:
     """(images, hypotheses) at a time.
 
-    per_image: bytes of all values alive at once, largest: bytes of the largest single value.
+    per_image: bytes of all values alive at once, largest: bytes of the largest single value,
+    work: multiply-adds of a step, each for one image.
     """
     together = max(1, request.memory // max(per_image, 1))
     hypotheses = max(request.hypotheses, 1)
@@ -248,8 +252,10 @@ def portions(request: Request, per_image: int, largest: int) -> tuple[int, int]:
         # A value written by one step should still be in the cache when the next one reads it,
         # and fresh memory beyond it costs more in page faults than the convolution; but a
         # convolution of fewer images than a batch is not efficient.
-        together = min(together, max(BATCH, cache_bytes() // (8 * largest)))
-        batch = min(BATCH, together)
+        # Steps with little work take more images, so that the time of their calls is small.
+        busy = min(128, STEP_WORK // max(work, 1))
+        together = min(together, max(BATCH, cache_bytes() // (8 * largest), 2 * int(busy)))
+        batch = min(max(BATCH, int(busy)), together)
     else:
         # A GPU is busy with many images at a time; a wave has few hypotheses.
         lanes = max(1, min(hypotheses, together // BATCH))

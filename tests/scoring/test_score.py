@@ -251,10 +251,10 @@ def test_explain_prints_the_plan(capsys) -> None:
 def test_portions_follow_cache_and_memory() -> None:
     net = make("mlp")
 
-    def cut(per_image, largest, hypotheses, batch_size, memory):
+    def cut(per_image, largest, hypotheses, batch_size, memory, work=1e9):
         masks, x = fastbcd.masks(net), images(2)[0]
         request = Request(net, masks, [], hypotheses, 1000, x, batch_size, memory)
-        return portions(request, per_image, largest)
+        return portions(request, per_image, largest, work)
 
     batch, lanes = cut(2**20, 2**18, 50, None, 2**40)
     assert batch * lanes >= 1
@@ -262,6 +262,9 @@ def test_portions_follow_cache_and_memory() -> None:
     assert small[0] * small[1] <= 4
     assert cut(2**20, 2**18, 50, 16, 2**22) == (16, 1)
     assert cut(10, 10, 3, 4, 2**40) == (4, 3)
+    assert cut(10, 2**40, 3, None, 2**40) == (32, 1)
+    assert cut(10, 2**40, 3, None, 2**40, work=1e4) == (128, 2)  # steps that are mostly calls
+    assert cut(10, 2**40, 3, None, 500, work=1e4) == (50, 1)
 
 
 def test_peak_bytes_counts_what_is_alive() -> None:
