@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 import warnings
 
 import torch
@@ -43,6 +44,7 @@ class TeacherLogits:
         self.first = rank * len(data) // world
         self.samples = (rank + 1) * len(data) // world - self.first
         self.used = self.computed = 0  # rows of the cache; images that went through the teacher
+        self.seconds = 0.0  # spent on logits
         views = data.view_count(self.padding)
         useful = self.samples * (views if settings.flip else views // 2)
         limit = 0 if data.streamed else settings.teacher_cache  # see `of`
@@ -61,12 +63,15 @@ class TeacherLogits:
     @torch.no_grad()
     def of(self, x: Tensor) -> Tensor:
         """The logits of a batch, not cached; for streamed data."""
+        begin = time.perf_counter()
         order = self.memory_format if x.ndim == 4 else torch.contiguous_format
-        return self.teacher(x.to(self.dtype, memory_format=order)).float()
+        logits = self.teacher(x.to(self.dtype, memory_format=order)).float()
+        self.seconds += time.perf_counter() - begin
+        return logits
 
     def epoch(self, views: Tensor) -> Tensor:
         """The logits of every sample in its view, views int64 [N] -> [N, classes, ...]."""
-        everyone = torch.zeros(len(self.data), *self.shape)
+        begin, everyone = time.perf_counter(), torch.zeros(len(self.data), *self.shape)
         mine = everyone[self.first : self.first + self.samples]
         sample = torch.arange(self.samples)
         view = views[self.first : self.first + self.samples].cpu()
@@ -85,6 +90,7 @@ class TeacherLogits:
                 f"the teacher gives non-finite logits for sample {int(bad[0])} in view "
                 f"{int(views[bad[0]])}; look at its weights"
             )
+        self.seconds += time.perf_counter() - begin
         return everyone
 
     def _cache(self, sample: Tensor, view: Tensor, logits: Tensor) -> None:

@@ -14,7 +14,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -70,11 +70,14 @@ class Trainer:
         self.dtype = training_dtype(net)
         self.trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
         self.model, self.memory_format = fused(net)
-        if settings.sync_batch_norm and ranks.world() > 1:
-            self._check_sync()
+        cannot = self.data.device.type == "cpu" or self.model is self.net
+        if settings.sync_batch_norm and ranks.world() > 1 and cannot:
+            raise ValueError(
+                "sync_batch_norm=True; torch has it for GPUs only, and fastbcd for nets that it "
+                "can trace: pass a net with nn.SyncBatchNorm, or sync_batch_norm=False"
+            )
         if settings.compile:
             self.model.compile()
-        self.teacher_seconds = 0.0
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -109,17 +112,6 @@ class Trainer:
                 self.model, broadcast_buffers=False, find_unused_parameters=self.model is self.net
             )
 
-    def _check_sync(self) -> None:
-        """Refuse what torch's SyncBatchNorm cannot do."""
-        if self.data.device.type == "cpu":
-            raise ValueError("sync_batch_norm=True; torch synchronises batch norm on GPUs only")
-        if self.model is self.net:
-            name = type(self.net).__name__
-            raise ValueError(
-                f"sync_batch_norm=True; {name} cannot be traced, so its modules cannot be replaced "
-                f"without changing it: net = nn.SyncBatchNorm.convert_sync_batchnorm(net)"
-            )
-
     @property
     def smallest(self) -> int:
         """The smallest batch: batch norm in train mode needs two samples on each rank."""
@@ -144,16 +136,19 @@ class Trainer:
         s, world, device, sizes = self.settings, ranks.world(), self.data.device, self.sizes
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        targets = self._targets(step, epoch)
+        which: Any = {"seed": self.seed, "step": step, "epoch": epoch}
+        which |= {"padding": s.padding, "flip": s.flip}
+        logits = None  # the teacher's, of this epoch's views; not kept for streams
+        if self.teacher is not None and not self.data.streamed:
+            logits = self.teacher.epoch(self.data.view_ids(**which))
         amp = device.type == "cuda" if s.amp is None else s.amp
         half = torch.float16 if amp == "fp16" else torch.bfloat16
         scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
         losses: list[float] = []
         pending: list[Tensor] = []  # per batch: the loss, the largest gradient of each parameter
         batches = self.data.train_batches(
-            s.batch_size, seed=self.seed, step=step, epoch=epoch, padding=s.padding, flip=s.flip,
-            rank=ranks.rank(), world=world, smallest=self.smallest,
-            memory_format=self.memory_format, dtype=self.dtype,
+            s.batch_size, rank=ranks.rank(), world=world, smallest=self.smallest,
+            memory_format=self.memory_format, dtype=self.dtype, **which,
         )  # fmt: skip
         for number, (x, labels, indices, _) in enumerate(batches):
             if before_batch is not None:
@@ -164,11 +159,10 @@ class Trainer:
             outputs = tree_map_only(Tensor, _at_least_float32, outputs)
             loss = (self.loss or F.cross_entropy)(outputs, labels).mean()
             if self.teacher is not None:  # weight · T² · KL, a mean over positions; in logarithms
+                given = self.teacher.of(x) if logits is None else logits[indices]
                 student = F.log_softmax(outputs / s.temperature, 1)
-                target = self._live_targets(x) if targets is None else targets[indices]
-                divergence = F.kl_div(
-                    student, target.to(student.dtype), reduction="batchmean", log_target=True
-                )
+                target = F.log_softmax(given / s.temperature, 1).to(student.dtype)
+                divergence = F.kl_div(student, target, reduction="batchmean", log_target=True)
                 positions = outputs[0, 0].numel()
                 loss = loss + s.distill * s.temperature**2 / positions * divergence
             # This rank holds len(x) of the batch's samples; gradients are averaged over ranks.
@@ -182,15 +176,18 @@ class Trainer:
             if scaler.is_enabled():  # which leaves out batches whose gradients are not finite
                 largest = largest.nan_to_num(posinf=0.0)
             pending.append(torch.cat([loss.detach().double()[None] / world, largest]))
-            # A check waits for the GPU, so there is not one per batch.
-            if len(pending) == CHECK_EVERY or number + 1 == len(sizes):
+            if len(pending) == CHECK_EVERY:  # it waits for the GPU
                 losses += self._losses(pending, len(losses), f"{epoch}, batch {{}}, step {step}")
                 pending = []
             scaler.step(self.optimizer)
             scaler.update()
             if bar is not None:
                 bar.update()
-        ranks.agree(self.net.buffers())  # statistics of batch norm: each rank saw its own images
+        if pending:
+            losses += self._losses(pending, len(losses), f"{epoch}, batch {{}}, step {step}")
+        # Statistics of batch norm: each rank saw its own images. Frozen ones stay as they are.
+        trained = (module for module in self.net.modules() if module.training)
+        ranks.agree(b for module in trained for b in module.buffers(recurse=False))
         if scaler.is_enabled() and scaler.get_scale() < 1:
             raise FloatingPointError(
                 f"float16 gradients overflow at any scale in epoch {epoch}, step {step}; use "
@@ -199,7 +196,7 @@ class Trainer:
         weights = _largest(p.detach() for p in self.trained.values()).tolist()
         names = (f"weight {name}" for name in self.trained)
         _check_finite(weights, names, f"{epoch}, after the last batch, step {step}")
-        return sum(map(operator.mul, losses, sizes)) / sum(sizes)
+        return sum(map(operator.mul, losses, sizes)) / sum(sizes[: len(losses)])
 
     def _losses(self, pending: list[Tensor], first: int, where: str) -> list[float]:
         """The losses of some batches; FloatingPointError if one or a gradient is not finite."""
@@ -209,27 +206,6 @@ class Trainer:
         for i, (loss, row) in enumerate(zip(losses, table[:, 1:].tolist(), strict=True)):
             _check_finite([loss, *row], [f"loss ({loss})", *gradients], where.format(first + i))
         return losses
-
-    def _live_targets(self, x: Tensor) -> Tensor:
-        """The teacher's log-probabilities for a batch of streamed data."""
-        assert self.teacher is not None
-        begin = time.perf_counter()
-        target = F.log_softmax(self.teacher.of(x) / self.settings.temperature, 1)
-        self.teacher_seconds += time.perf_counter() - begin
-        return target
-
-    def _targets(self, step: int, epoch: int) -> Tensor | None:
-        """The teacher's log-probabilities at temperature T for this epoch's views, [N, C, ...].
-
-        None without a teacher, or if the data is streamed: it has too many views to keep.
-        """
-        if self.teacher is None or self.data.streamed:
-            return None
-        s, begin, which = self.settings, time.perf_counter(), {"step": step, "epoch": epoch}
-        views = self.data.view_ids(seed=self.seed, padding=s.padding, flip=s.flip, **which)
-        targets = F.log_softmax(self.teacher.epoch(views) / s.temperature, 1)
-        self.teacher_seconds += time.perf_counter() - begin
-        return targets
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         s, trained = self.settings, list(self.trained.values())
@@ -299,7 +275,7 @@ class Finetuner(Trainer):
         epochs = self.settings.epochs if epochs is None else epochs
         check_whole("epochs", epochs, 0)
         check_whole("step", step, 0)
-        self.teacher_seconds, start = 0.0, time.perf_counter()
+        start, before = time.perf_counter(), self.teacher.seconds if self.teacher else 0.0
         result = {"epochs": float(epochs)}
         hidden = not progress or ranks.rank() > 0
         bar = tqdm(total=epochs * len(self.sizes), desc="fine-tune", leave=False, disable=hidden)
@@ -308,8 +284,8 @@ class Finetuner(Trainer):
             for epoch in range(epochs):
                 lr = cosine(self.settings.lr, epoch, epochs)
                 result["loss"] = self.epoch(epoch, lr, step=step, bar=bar)
-        seconds = time.perf_counter() - start
-        return {**result, "teacher_seconds": self.teacher_seconds, "seconds": seconds}
+        result["teacher_seconds"] = self.teacher.seconds - before if self.teacher else 0.0
+        return {**result, "seconds": time.perf_counter() - start}
 
 
 def training_dtype(net: nn.Module) -> torch.dtype:
@@ -363,20 +339,16 @@ def repeatable(device: torch.device, seed: int, number: int, fast: bool = False)
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
     """Deterministic convolutions; on a GPU all algorithms that torch has, with a warning else."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warned = torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
-    filled = memory.fill_uninitialized_memory
-    with repeatable_convolutions(tf32=True):
-        try:
-            if device.type != "cpu" and not before:
-                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
-                memory.fill_uninitialized_memory = False  # it costs time
-                torch.use_deterministic_algorithms(True, warn_only=True)
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before, warn_only=warned)
-            memory.fill_uninitialized_memory = filled
+    with repeatable_convolutions(tf32=True), ExitStack() as stack:
+        if device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
+            fill = memory.fill_uninitialized_memory  # it costs time
+            stack.callback(setattr, memory, "fill_uninitialized_memory", fill)
+            stack.callback(torch.use_deterministic_algorithms, False)
+            memory.fill_uninitialized_memory = False
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        yield
 
 
 def check_trainable(
