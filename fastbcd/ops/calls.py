@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from fastbcd.kernels.geometry import geometry
+from fastbcd.kernels.geometry import compute_dtype, dense_together, geometry
 
 
 class Call(NamedTuple):
@@ -57,3 +58,11 @@ def by_kernel(function: Callable[..., None], call: Call) -> None:
 def contiguous(t: Tensor | None) -> Any:
     """t as contiguous memory: what every per-channel argument of a kernel must be."""
     return None if t is None else t.contiguous()
+
+
+def backward_call(grad, x, mask, coef, residual, *flags, more=()) -> Call:
+    """The backward of an activation without trials: dx, more results, and a sum for each unit."""
+    mask, x, residual, grad = dense_together(mask, False, x, residual, grad)
+    sums = x.new_empty_strided(x.shape[1:], x.stride()[1:], dtype=compute_dtype(x.dtype))
+    inputs = (grad, x, mask, contiguous(coef), residual, *flags)
+    return Call([torch.empty_like(x), *more, sums], inputs, (x, mask))

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastbcd.kernels.geometry import compute_dtype, dense_together
-from fastbcd.ops.calls import Call, contiguous
+from fastbcd.kernels.geometry import compute_dtype
+from fastbcd.ops.calls import backward_call
 from fastbcd.ops.masked import masked_poly, masked_relu
 from fastbcd.ops.registry import define
 
@@ -67,16 +67,8 @@ class _Saliency(torch.autograd.Function):
         return None, dx, dx if ctx.needs_input_grad[2] else None, None, None, None, None
 
 
-def _backward_call(grad, x, mask, coef, residual, absolute) -> Call:
-    mask, x, grad, residual = dense_together(mask, False, x, grad, residual)
-    dtype = compute_dtype(x.dtype)
-    sums = x.new_empty_strided(x.shape[1:], x.stride()[1:], dtype=dtype)
-    inputs = (grad, x, mask, contiguous(coef), residual, absolute)
-    return Call([torch.empty_like(x), sums], inputs, (x, mask))
-
-
 saliency_backward = define(
     "saliency_backward(Tensor grad, Tensor x, Tensor mask, Tensor? coef, Tensor? residual, "
     "bool absolute) -> (Tensor dx, Tensor sums)",
-    _backward_call,
+    backward_call,
 )

@@ -18,7 +18,7 @@ from torch.nn.functional import softplus
 from fastbcd.kernels.geometry import compute_dtype, dense, dense_together, item_order
 from fastbcd.ops import reference
 from fastbcd.ops.arguments import check_arguments, check_items, check_small
-from fastbcd.ops.calls import Call, contiguous
+from fastbcd.ops.calls import Call, backward_call
 from fastbcd.ops.masked import masked_call
 from fastbcd.ops.registry import define
 
@@ -81,13 +81,6 @@ def _indicator_forward(x, mask, coef, aux, residual) -> Call:
     return masked_call(x, mask, coef, None, None, residual, False)  # no scale, no shift, no trials
 
 
-def _indicator_backward(grad, x, mask, coef, residual) -> Call:
-    mask, x, residual, grad = dense_together(mask, False, x, residual, grad)
-    dmask = x.new_empty_strided(x.shape[1:], x.stride()[1:], dtype=coef.dtype)
-    outputs = [torch.empty_like(x), coef.new_empty(coef.shape), dmask]
-    return Call(outputs, (grad, x, mask, contiguous(coef), residual), (x, mask))
-
-
 _soft_relu = define("soft_relu(Tensor x, Tensor alpha, Tensor? residual) -> Tensor", _soft_call)
 _soft_relu_backward = define(
     "soft_relu_backward(Tensor grad, Tensor x, Tensor alpha, Tensor? residual) "
@@ -102,7 +95,7 @@ _indicator_poly = define(
 _indicator_poly_backward = define(
     "indicator_poly_backward(Tensor grad, Tensor x, Tensor mask, Tensor coef, Tensor? residual) "
     "-> (Tensor dx, Tensor dcoef, Tensor dmask)",
-    _indicator_backward,
+    lambda *given: backward_call(*given, more=[given[3].new_empty(given[3].shape)]),
 )
 
 
