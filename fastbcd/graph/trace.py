@@ -14,7 +14,7 @@ from torch.fx import graph_module
 
 from fastbcd.masking.activations import MaskedActivation
 
-_LOCK = threading.RLock()
+LOCK = threading.RLock()
 _MAKERS = (torch.arange, torch.as_tensor, torch.empty, torch.eye, torch.full, torch.linspace,
            torch.ones, torch.rand, torch.randn, torch.tensor, torch.zeros)  # fmt: skip
 
@@ -43,7 +43,7 @@ class Tracer(fx.Tracer):
         return isinstance(m, MaskedActivation) or super().is_leaf_module(m, module_qualified_name)
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        with _LOCK:
+        with LOCK:
             graph = super().trace(root, concrete_args)
         for node in graph.nodes:
             if node.target in _MAKERS:

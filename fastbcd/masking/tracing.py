@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from fastbcd.graph.trace import Tracer
+from fastbcd.graph.trace import LOCK, Tracer
 
 _DROPOUTS: dict[Any, type[nn.Module]] = {
     F.dropout: nn.Dropout, F.dropout1d: nn.Dropout1d, F.dropout2d: nn.Dropout2d,
@@ -73,7 +73,10 @@ def trace_both_modes(net: nn.Module, example: Tensor) -> tuple[fx.Graph, set[str
     while True:
         trained, kind = copy.deepcopy(net).train(), type(net).__name__
         try:
-            graph, train_graph = (_ExampleTracer(example, leaves).trace(m) for m in (net, trained))
+            with LOCK:  # one thread at a time changes Function.apply
+                graph, train_graph = (
+                    _ExampleTracer(example, leaves).trace(m) for m in (net, trained)
+                )
         except Exception as error:  # the model's own forward may raise anything on fx proxies
             where = f"{_innermost_frame(error)}: {str(error) or type(error).__name__}"
             raise ConversionError(
@@ -191,17 +194,9 @@ class _Proxy(fx.Proxy):
     def __getattr__(self, k: str) -> _Attribute:
         return _Attribute(self, k)
 
-    def __len__(self) -> int:
-        return self.tracer.known(self.node, len)
 
-    def __index__(self) -> int:
-        return self.tracer.known(self.node, operator.index)
-
-    def __int__(self) -> int:
-        return self.tracer.known(self.node, int)
-
-    def __float__(self) -> float:
-        return self.tracer.known(self.node, float)
+for _name, _kind in (("len", len), ("index", operator.index), ("int", int), ("float", float)):
+    setattr(_Proxy, f"__{_name}__", lambda self, k=_kind: self.tracer.known(self.node, k))
 
 
 class _Attribute(_Proxy, fx.proxy.Attribute):

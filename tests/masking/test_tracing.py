@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -161,6 +162,15 @@ def test_functions_keep_their_gradients() -> None:
     assert torch.autograd.Function.apply.__qualname__ == "Function.apply"
     with pytest.raises(ConversionError, match=r"'Clipped' \(function\) computes clamp inside"):
         convert(Net(lambda net, x, y: Clipped.apply(y)), x)
+
+
+def test_threads_convert_at_once() -> None:
+    before = vars(torch.autograd.Function)["apply"]
+    model, x = Net(branches), torch.randn(2, 3, 8, 8)
+    with ThreadPoolExecutor(3) as pool:
+        nets = list(pool.map(lambda _: convert(model, x), range(6)))
+    assert all(torch.equal(net(x), model(x)) for net in nets)
+    assert vars(torch.autograd.Function)["apply"] is before
 
 
 class Optional(nn.Module):
