@@ -29,9 +29,13 @@ class ConvertedNet(fx.GraphModule):
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             setattr(net, name, getattr(original, name))
         net.register_load_state_dict_pre_hook(_strip_prefixes)
-        plain = {k: v for k, v in vars(original).items() if _is_plain(v) and not hasattr(net, k)}
-        plain.pop("arch", None)  # which is how `models.build` makes a net
-        net.keep(original_class=getattr(original, "original_class", type(original)), **plain)
+        own = {k: v for k, v in vars(original).items() if k[0] != "_" and not hasattr(net, k)}
+        own.pop("arch", None)  # which is how `models.build` makes a net
+        net.keep(
+            original_class=getattr(original, "original_class", type(original)),
+            left_out={k: type(v).__name__ for k, v in own.items() if not _is_plain(v)},
+            **{k: v for k, v in own.items() if _is_plain(v)},
+        )
         return net
 
     def keep(self, **attributes: Any) -> None:
@@ -54,7 +58,12 @@ class ConvertedNet(fx.GraphModule):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            original = vars(self).get("original_class")
+            original, left_out = vars(self).get("original_class"), vars(self).get("left_out", {})
+            if name in left_out:
+                raise AttributeError(
+                    f"the converted net has no {name!r}: numbers, strings and lists of them are "
+                    f"copied, not a {left_out[name]}; read it from the model that was converted"
+                ) from None
             if name[0] == "_" or name == "arch" or not hasattr(original, name):
                 raise
         found = inspect.getattr_static(original, name)

@@ -205,8 +205,8 @@ class _Attribute(_Proxy, fx.proxy.Attribute):
 
 @functools.cache
 def _caller(cls: Any) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        return cls.apply(*args)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return cls.apply(*args, **kwargs)
 
     call.__name__ = call.__qualname__ = cls.__name__
     call.gradient = cls.backward  # type: ignore[attr-defined]
@@ -252,7 +252,7 @@ class _ExampleTracer(Tracer):
         vars(root).update({k: functools.partial(self._mark, k, m) for k, m in methods.items()})
         function: Any = torch.autograd.Function
         original = vars(function)["apply"]
-        function.apply = classmethod(lambda cls, *args: self._apply(original.__func__, cls, args))
+        function.apply = classmethod(functools.partial(self._apply, original.__func__))
         try:
             return super().trace(root, concrete_args)
         finally:
@@ -267,12 +267,12 @@ class _ExampleTracer(Tracer):
                 proxy.node.meta.setdefault(key, set()).add(name)
         return result
 
-    def _apply(self, apply: Any, cls: Any, args: tuple[Any, ...]) -> Any:
+    def _apply(self, apply: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
         """cls.apply(*args) of an autograd Function: one call, which keeps its own gradient."""
-        traced = any(isinstance(a, fx.Proxy) for a in args)
+        traced = any(isinstance(a, fx.Proxy) for a in (*args, *kwargs.values()))
         if not traced or any(map(inspect.isroutine, args)):  # such as checkpoint(function, x)
-            return apply(cls, *args)
-        return self.create_proxy("call_function", _caller(cls), args, {})
+            return apply(cls, *args, **kwargs)
+        return self.create_proxy("call_function", _caller(cls), args, kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Proxy(node, self)

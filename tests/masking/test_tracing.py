@@ -297,8 +297,11 @@ def test_other_methods_say_why_not() -> None:
     net = convert(Timm(), torch.randn(2, 3, 8, 8))
     with pytest.raises(AttributeError, match=r"no 'pooled': Timm.forward does not call it exactly"):
         net.pooled(torch.randn(2, 3, 8, 8))
-    for name in ("callback", "nothing", "arch"):
-        assert not hasattr(net, name)
+    for twin in (net, copy.deepcopy(net)):
+        with pytest.raises(AttributeError, match=r"no 'callback': .* are copied, not a function"):
+            twin.callback()
+        assert not hasattr(twin, "nothing")
+        assert not hasattr(twin, "arch")
     sequential = convert(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3))
     assert sequential.original_class is nn.Sequential
     assert len(list(sequential.children())) == 2
