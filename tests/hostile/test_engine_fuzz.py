@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import fastbcd
@@ -60,3 +61,28 @@ def test_random_nets() -> None:
     found = [attack(seed, nonlinear=seed % 4 == 3) for seed in seeds(24)]
     taken = [sum(isinstance(f[e], float) for f in found) for e in ("stacked", "collapsed")]
     assert len(found) < 24 or min(taken) > len(found) // 2
+
+
+@pytest.mark.filterwarnings("ignore:fastbcd ")
+def test_random_nets_on_a_gpu(gpu) -> None:
+    """Every engine finds there what it finds on the CPU, or refuses on both."""
+    for seed in seeds(2):
+        data = (torch.randn(5, 4, 8, 8, generator=torch.Generator().manual_seed(seed)), range(5))
+        for engine in ("sequential", "stacked", "collapsed"):
+            here, there = (scored(seed, data, engine, device) for device in ("cpu", "cuda"))
+            assert type(here) is type(there), (engine, here, there)
+            if not isinstance(here, str):
+                torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
+
+
+def scored(seed: int, data: tuple, engine: str, device: str) -> torch.Tensor | str:
+    """The losses of random hypotheses in float32, or why the engine refused."""
+    net = random_net(seed, steps=4 + seed % 9, nonlinear=seed % 4 == 3).float()
+    net = thinned(net, (0.05, 0.2, 0.6)[seed % 3]).to(device)
+    masks = fastbcd.masks(net).copy()
+    size = max(1, masks.count() // 5)
+    removals = [masks.sample(size, seed=0, step=0, trial=t) for t in range(3)]
+    try:
+        return fastbcd.score(net, removals, data, engine=engine).loss
+    except ValueError as error:
+        return str(error)
