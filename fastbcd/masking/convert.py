@@ -141,7 +141,8 @@ def _find_relus(
                 fnmatchcase(name, entry) if isinstance(entry, str) else entry in kinds
                 for entry in entries
             )
-        if relu and len(ops) == 1 and name not in leaves and not hasattr(node.target, "gradient"):
+        own = name in leaves or hasattr(node.target, "gradient")
+        if relu and (kind is nn.ReLU or (len(ops) == 1 and not own)):  # hooks are kept
             relus[node] = relu
         elif relu:
             differs = "and something else in training than in evaluation " * (name in leaves)

@@ -33,7 +33,7 @@ class ConvertedNet(fx.GraphModule):
         own.pop("arch", None)  # which is how `models.build` makes a net
         net.keep(
             original_class=getattr(original, "original_class", type(original)),
-            left_out={k: type(v).__name__ for k, v in own.items() if not _is_plain(v)},
+            _left_out={k: type(v).__name__ for k, v in own.items() if not _is_plain(v)},
             **{k: v for k, v in own.items() if _is_plain(v)},
         )
         return net
@@ -58,7 +58,7 @@ class ConvertedNet(fx.GraphModule):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            original, left_out = vars(self).get("original_class"), vars(self).get("left_out", {})
+            original, left_out = vars(self).get("original_class"), vars(self).get("_left_out", {})
             if name in left_out:
                 raise AttributeError(
                     f"the converted net has no {name!r}: numbers, strings and lists of them are "

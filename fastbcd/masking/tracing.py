@@ -338,7 +338,11 @@ def replace_call(
     path, graph = call_path(node), node.graph
     owner, _, leaf = path.rpartition(".")
     parent, name, numbers = net.get_submodule(owner), leaf, itertools.count(2)
-    is_relu = node.op == "call_module" and type(parent.get_submodule(leaf)) is nn.ReLU
+    called: Any = parent.get_submodule(leaf) if node.op == "call_module" else None
+    is_relu = type(called) is nn.ReLU
+    for key in vars(called) if called else ():  # hooks of the module that is replaced
+        if key.startswith(("_forward_", "_backward_", "_is_full_backward")):
+            vars(module)[key] = copy.copy(vars(called)[key])
     while not is_relu and hasattr(parent, name):
         name = f"{leaf}_{next(numbers)}"
     parent.register_module(name, module)

@@ -651,6 +651,19 @@ def test_a_relu_of_a_relu() -> None:
     assert torch.equal(net(x), model(x))
 
 
+def test_hooks_of_relus() -> None:
+    model, x, seen = Mixed().eval(), torch.randn(2, 3, 6, 6), []
+    model.act.register_forward_hook(lambda module, args, y: seen.append(y.mean().item()))
+    net = convert(model, x)
+    seen.clear()
+    model(x)
+    by_model = [*seen]
+    net(x)
+    assert seen == [*by_model, *by_model]
+    model.act.register_forward_hook(lambda module, args, y: 2 * y)
+    assert torch.equal(convert(model, x)(x), model(x))
+
+
 def test_linear_operations_are_not_reported() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2),
