@@ -208,7 +208,7 @@ class Device(TorchDispatchMode):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of an operator: on the CPU tensors behind its arguments."""
-        if _composite(func):  # autograd is off; of other operators, which then come here
+        if _composite(func):  # it consists of other operators, which then come here
             with self:
                 return func.decompose(*args, **kwargs)
         leaves = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -234,6 +234,10 @@ class Device(TorchDispatchMode):
                 return registry.OPERATORS[name].run(*args, **kwargs)
         if name in SYNCHRONISING or (name in INDEXING and _by_mask(args[1])):
             self.count("sync")
+        if name in INDEXING and any(
+            isinstance(i, Tensor) and i.ndim and not i.is_cuda for i in args[1]
+        ):
+            self.count("h2d")
         if not func.is_view and name not in ALLOCATING:
             self.count("launch")
         device = wanted or fakes[0].device
