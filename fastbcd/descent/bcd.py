@@ -25,6 +25,7 @@ from fastbcd.masking.masks import MaskSet, masks, set_masks
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import RunDirectory, check_resume, open_run
 from fastbcd.runtime import ranks
+from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.module_mode import keep_mode
 from fastbcd.runtime.validate import check_choice, check_number, check_whole
 from fastbcd.scoring.accuracy import accuracy, check_metric, data_for
@@ -324,12 +325,24 @@ class Descent:
             return {**tuned, "finetune": self.finetune.describe()}
         return {**tuned, "finetune": self.finetune and _name_of(self.finetune)}
 
+    def _fix_memory(self, recorded: dict[str, int]) -> None:
+        """The engine's memory is one number for the whole run: plans and rounding depend on it.
+
+        recorded: bytes by type of device, from the start of the run; a smaller device takes less.
+        """
+        device = self.data.device
+        if self.engine.memory is None:
+            most = default_memory(device, whole=device.type in recorded)
+            memory = min(recorded.get(device.type, most), most)
+            self.engine = replace(self.engine, memory=max(memory, 1))
+
     def _resume(self, run: RunDirectory) -> dict[str, Tensor]:
         """Restore the last finished step, or save the start; the tensors of that state."""
+        self._fix_memory(run.start.get("memory", {}))  # older runs have none
         if run.state is None:
             tensors = snapshots.take(self.net)
             ranks.check_same("the weights and masks", tensors)
-            record = {}
+            record: dict[str, Any] = {"memory": {self.data.device.type: self.engine.memory}}
             if self.test is not None and self.run_dir is not None:
                 record["test_accuracy"] = accuracy(self.net, self.test, metric=self.metric)
             run.save(0, tensors, record)

@@ -49,6 +49,7 @@ class RunDirectory:
     ) -> None:
         self.path, self.on_disk = Path(path or ""), path is not None
         self.state: State | None = None
+        self.start: dict[str, Any] = {}  # the record of the state before the first step
         self.history: list[dict[str, Any]] = []
         self._lock = -1
         self._digest: str | None = None  # of the step before the next one; None in version 1
@@ -58,7 +59,7 @@ class RunDirectory:
         tensors: dict[str, Tensor] = {}  # read by rank 0
         opened = ranks.on_first(lambda: self._open(config, check_resume(resume), tensors))
         found = json.loads(opened)
-        self.history = found["history"]
+        self.start, self.history = found["start"], found["history"]
         for name, (dtype, shape) in found["tensors"].items():
             if ranks.rank():
                 tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -93,18 +94,20 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.path)
         try:
-            state, history = self._read(config, resume)
+            progress = self._read(config, resume)
         except BaseException:
             self.close()
             raise
-        found: dict[str, Any] = {"step": None, "tensors": {}, "history": history}
-        if state is not None:
+        found: dict[str, Any] = {"step": None, "tensors": {}, "start": {}, "history": []}
+        if progress is not None:
+            state = progress.state
             tensors.update(state.tensors)
             found |= {"step": state.step, "record": state.record}
+            found |= {"start": progress.start.record, "history": progress.records}
             found["tensors"] = {k: [str(t.dtype)[6:], list(t.shape)] for k, t in tensors.items()}
         return json.dumps(found)
 
-    def _read(self, config: dict[str, Any], resume: str) -> tuple[State | None, list[Any]]:
+    def _read(self, config: dict[str, Any], resume: str) -> files.Progress | None:
         """Write config.json or check it, and bring the history in line with the state."""
         names = sorted(p.name for p in self.path.iterdir() if p.name != ".lock")
         leftovers = [name for name in names if _LEFTOVER.fullmatch(name)]
@@ -130,13 +133,13 @@ class RunDirectory:
         if chained := version(old) > 1:
             self._digest = progress.digests[-1] if progress else files.config_digest(self.path)
         if progress is None:
-            return None, []
+            return None
         records, path = progress.records, self.path / "history.jsonl"
         digests = progress.digests[1:] if chained else [None] * len(records)
         new = b"".join(map(files.history_line, records, digests))
         if new != (path.read_bytes() if path.exists() else b""):
             write_atomically(path, lambda file: file.write(new))
-        return progress.state, records
+        return progress
 
     def _save(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> str:
         begin = time.perf_counter()

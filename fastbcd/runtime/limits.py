@@ -7,19 +7,22 @@ from pathlib import Path
 import torch
 
 
-def default_memory(device: torch.device) -> int:
+def default_memory(device: torch.device, *, whole: bool = False) -> int:
     """Bytes that values may take: 70 % of a GPU's free memory, or half of a CPU's.
 
-    >>> default_memory(torch.device("cpu")) > 0
+    whole: as if no memory was in use.
+
+    >>> 0 < default_memory(torch.device("cpu")) <= default_memory(torch.device("cpu"), whole=True)
     True
     """
     if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
         # Memory that torch reserved and does not use is free for its next tensors.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(0.7 * (torch.cuda.mem_get_info(device)[0] + unused))
+        return int(0.7 * (total if whole else free + unused))
     try:
         words = Path("/proc/meminfo").read_text().split()
-        return int(words[words.index("MemAvailable:") + 1]) * 1024 // 2
+        return int(words[words.index("MemTotal:" if whole else "MemAvailable:") + 1]) * 1024 // 2
     except (OSError, ValueError):
         return 2**31
 
