@@ -24,6 +24,8 @@ def input_tensor(images: Any, layout: str | None) -> Tensor:
     if not isinstance(images, Tensor):
         images = torch.from_numpy(np.require(images, requirements=("C", "W")))
     check_values("images", images)
+    if not images.ndim:
+        raise ValueError(f"images are one value, {images.item()!r}; expected [N,C,...]")
     if images.dtype in (torch.float16, torch.bfloat16):
         images = images.float()
     if images.dtype not in DTYPES:

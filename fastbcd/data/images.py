@@ -269,7 +269,10 @@ class ImageData:
             problem = f"would move the images but not their targets {targets}"
         elif padding and padding > max(inputs[2:]):
             most = max(inputs[2:])
-            problem = f"leaves most crops of {inputs[2]}×{inputs[3]} empty (at most {most})"
+            raise ValueError(
+                f"padding={padding} leaves most crops of {inputs[2]}×{inputs[3]} empty: use at "
+                f"most {most}"
+            )
         if problem:
             raise ValueError(f"padding={padding}, flip={flip} {problem}: use padding=0, flip=False")
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fastbcd.data.images import ImageData
 from fastbcd.descent.saliency import KINDS, saliency
 from fastbcd.masking.masks import masks
-from fastbcd.runtime.validate import check_choice, check_number
+from fastbcd.runtime.validate import check_choice
 from fastbcd.scoring.metric import Loss
 
 Draw = Callable[[int], Tensor]  # trial -> LongTensor[size] of kept ids, no repeats
@@ -90,8 +90,12 @@ class Saliency(Proposal):
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
-        if self.temperature != math.inf:
-            check_number("temperature", self.temperature, 0)
+        if self.temperature != math.inf and not (
+            isinstance(self.temperature, int | float) and self.temperature >= 0
+        ):
+            raise ValueError(
+                f"temperature={self.temperature!r}; it must be at least 0: 0 is greedy, inf uniform"
+            )
 
     @property
     def greedy(self) -> bool:

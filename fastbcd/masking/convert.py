@@ -47,8 +47,11 @@ def convert(
       1                 3          3 of         3  100.0%
     """
     activation = activation_type(replacement)
-    if not isinstance(example_input, Tensor) or example_input.ndim < 2:
-        raise ValueError("example_input must be a batch, a tensor of at least two dimensions")
+    if not isinstance(example_input, Tensor) or example_input.ndim < 2 or not len(example_input):
+        raise ValueError(
+            "example_input must be a batch of at least one sample, a tensor of at least two "
+            "dimensions"
+        )
     entries = (skip,) if isinstance(skip, str | type) else tuple(skip)
     for entry in entries:
         is_module = isinstance(entry, type) and issubclass(entry, nn.Module)

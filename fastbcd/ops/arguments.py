@@ -39,6 +39,8 @@ def infer_trials(x: Tensor, mask: Tensor, trials: bool | None) -> bool:
     Otherwise only that reading is compared: under torch.compile and torch.export each comparison
     of sizes becomes a condition on the batch.
     """
+    if not isinstance(trials, bool | None):
+        raise TypeError(f"trials={trials!r}; it must be True, False or None")
     plain = trials is not True and mask.ndim >= 1 and mask.shape == x.shape[1:]
     stacked = trials is not False and _fits_trials(x, mask)
     # A batch of 128 with 128 channels is an everyday size: images are read as images.

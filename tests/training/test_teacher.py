@@ -8,6 +8,7 @@ from torch import nn
 
 import fastbcd
 from fastbcd import Finetune, Finetuner
+from fastbcd.runtime import warn_once
 from fastbcd.training.teacher import BATCH, TeacherLogits
 from helpers import fake_cuda
 from helpers.nets import make
@@ -47,7 +48,8 @@ class Neighbours(nn.Module):
         return x.flatten(1)[:, :5] + 1e-6 * torch.arange(x.size(0)).unsqueeze(1)
 
 
-def test_a_teacher_with_dependent_rows_sees_images_one_at_a_time() -> None:
+def test_a_teacher_with_dependent_rows_sees_images_one_at_a_time(monkeypatch) -> None:
+    monkeypatch.setattr(warn_once, "_issued", set())
     data = pair(20)
     cache = TeacherLogits(Neighbours(), data, Finetune(padding=1))
     views = data.view_ids(seed=0, step=0, epoch=0, padding=1)
