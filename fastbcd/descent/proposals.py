@@ -90,11 +90,11 @@ class Saliency(Proposal):
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
-        if self.temperature != math.inf and not (
-            isinstance(self.temperature, int | float) and self.temperature >= 0
-        ):
+        if not isinstance(self.temperature, int | float):
+            raise TypeError(f"temperature={self.temperature!r}; it must be a number")
+        if not self.temperature >= 0:
             raise ValueError(
-                f"temperature={self.temperature!r}; it must be at least 0: 0 is greedy, inf uniform"
+                f"temperature={self.temperature}; it must be at least 0: 0 is greedy, inf uniform"
             )
 
     @property

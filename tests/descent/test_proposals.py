@@ -202,7 +202,7 @@ def test_what_config_says(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"temperature": -1}, ValueError, "temperature=-1; it must be finite and at least 0"),
+        ({"temperature": -1}, ValueError, "temperature=-1; it must be at least 0"),
         ({"temperature": math.nan}, ValueError, "temperature=nan"),
         ({"temperature": "hot"}, TypeError, "temperature='hot'"),
         ({"kind": "max"}, ValueError, "kind='max'; choose from"),
