@@ -274,13 +274,13 @@ class Descent:
                 metric=self.metric, loss=self.loss,
             )  # fmt: skip
         seconds["score"] -= seconds["propose"]
-        set_masks(self.net, current.without(c.removal))
+        set_masks(self.net, left := current.without(c.removal))
         step = Step(
             number=number, before=before, after=before - size, drc=size, chosen=c.number,
             tried=c.number + 1 if c.accepted else rt, accepted=c.accepted,
             drops=dict(sorted(c.drops.items())), engine=c.engine, seconds=seconds,
             base_accuracy=c.base_percent, base_loss=c.base_loss,
-            chosen_accuracy=c.percent, chosen_loss=c.loss,
+            chosen_accuracy=c.percent, chosen_loss=c.loss, sites=list(left.counts().values()),
         )  # fmt: skip
         step.unit = self.unit
         return step

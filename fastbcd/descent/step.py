@@ -37,6 +37,7 @@ class Step:
     chosen_accuracy: float  # after it, before any training
     chosen_loss: float
     engine: str
+    sites: list[int] | None = None  # ReLUs kept at each site after it; None in older records
     train_loss: float | None = None  # of the last epoch of the training, if it is known
     test_accuracy: float | None = None  # after the training, if there is test data
     seconds: dict[str, float] = field(default_factory=dict)  # by phase

@@ -44,6 +44,7 @@ _STEP: dict[str, Any] = {
     **dict.fromkeys(("train_loss", "test_accuracy"), f"{NUMBER} or null"),
     "accepted": "bool", "engine": "str", "drops": {"*": NUMBER}, "seconds": {"*": NUMBER},
 }  # fmt: skip
+_NEW_STEP = {"sites": "list or null"}  # those that records of older versions do not have
 _EPOCH: dict[str, Any] = {  # those that an epoch's record has
     **dict.fromkeys(("number", "count", "epoch"), "int"), "phase": "str", "loss": NUMBER,
     "lr": NUMBER, "test_accuracy": f"{NUMBER} or null", "accuracy": {"*": NUMBER},
@@ -86,8 +87,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 def check_record(record: Any, kind: str, where: str) -> None:
     """Refuse a record of a history that has missing, mistyped or unknown fields."""
     check(record, {"number": "int"}, where)
-    check(record, _STEP if kind == "bcd" else {k: _EPOCH[k] for k in _EPOCH if k in record}, where)
-    unknown = sorted(record.keys() - _STEP.keys()) if kind == "bcd" else []
+    needed, optional = (_STEP, _NEW_STEP) if kind == "bcd" else ({}, _EPOCH)
+    check(record, {**needed, **{k: optional[k] for k in optional if k in record}}, where)
+    unknown = sorted(record.keys() - needed.keys() - optional.keys()) if needed else []
     if unknown:
         raise ValueError(f"{where}: {unknown[0]!r} is not a field of a step's record")
     if not all(key.isdecimal() for key in record.get("drops", {})):
