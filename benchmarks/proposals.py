@@ -24,140 +24,45 @@ with both then reports.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
-
-import torch
-from safetensors.torch import load_file
-from torch import nn
+from typing import Any
 
 import fastbcd
+from arms import Arm, Problem, add_options, cifar10, fashion_mnist
 from fastbcd.runs.files import read_state
-from fastbcd.runtime.atomic_files import write_atomically
 from table import machine
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SHARES = (20_000 / 188_416, 8_000 / 188_416)
 REFERENCE = 40_000 / 188_416  # where SNL hands over to BCD: B_ref
 ARMS = ("uniform from SNL", "uniform", "saliency from SNL", "saliency", "SNL")
 MARKS = "o^sDv"  # of the arms
 
 
-class Problem(NamedTuple):
-    """What all arms begin with."""
-
-    dense: nn.Module
-    train: fastbcd.ImageData
-    test: fastbcd.ImageData
-
-
-# ------------------------------------------------------------------------------- beginnings
+def results(problem: Problem, o: argparse.Namespace, budgets: list[int]) -> Iterator[dict]:
+    """Seeds first: an interrupted experiment then has whole comparisons."""
+    for seed in o.seeds:
+        for budget in budgets:
+            for name in ARMS:
+                arm = Arm(problem, o, f"{name} {budget}", seed)
+                yield arm.result(lambda arm, name=name, budget=budget: work(arm, name, budget))
 
 
-def cifar10(o: argparse.Namespace) -> Problem:
-    folder = Path(os.environ["FASTBCD_DATA"])
-    net = fastbcd.models.resnet20(num_classes=10, image_size=32)
-    net.load_state_dict(load_file(folder / "resnet20-cifar10.safetensors"), strict=False)
-    train, test = (fastbcd.ImageData.from_npz(folder / "cifar10-12k.npz", s, mean=MEAN, std=STD)
-                   for s in ("train", "test"))  # fmt: skip
-    return Problem(net.eval(), train.first(o.images), test)
-
-
-def fashion_mnist(o: argparse.Namespace) -> Problem:
-    """A small ResNet, trained here first."""
-    torch.manual_seed(0)
-    train, test = (fastbcd.load("fashion-mnist-mini", split) for split in ("train", "test"))
-    train, test = train.first(min(o.images, len(train))), test.first(min(o.images, len(test)))
-    net = fastbcd.models.resnet20(image_size=28, in_channels=1, width=o.width, blocks=1)
-    fastbcd.train(net, train, epochs=o.dense_epochs, batch_size=64, run_dir=o.out / "dense")
-    return Problem(net.eval(), train, test)
-
-
-# ------------------------------------------------------------------------------------- arms
-
-
-class Arm:
-    """One arm: a name, a budget and a seed, and what it has used up so far."""
-
-    def __init__(self, problem: Problem, o: argparse.Namespace, name: str, budget: int, seed: int):
-        self.problem, self.o, self.name, self.budget, self.seed = problem, o, name, budget, seed
-        self.net = copy.deepcopy(problem.dense)
-        self.folder = o.out / f"{name.replace(' ', '-')}-{budget}-{seed}"
-        self.epochs, self.seconds = 0, 0.0
-        self.reference: float | None = None  # test accuracy where SNL handed over
-
-    def result(self) -> dict[str, Any]:
-        """What the arm came to; kept in a file, so that a finished arm is not run again."""
-        path = self.folder / "result.json"
-        if path.exists():
-            return json.loads(path.read_text())
-        budget = self.budget
-        if self.name == "SNL":
-            self.start(budget, self.o.epochs - self.o.final, None)
-        elif "SNL" in self.name:
-            reference = round(REFERENCE * fastbcd.masks(self.net).total)
-            self.start(reference, self.o.snl_epochs, self.settings(self.o.snl_tune))
-            self.reference = fastbcd.accuracy(self.net, self.problem.test)
-        if self.name != "SNL":
-            self.descend()
-        self.tune(self.o.epochs - self.epochs)
-        found = {
-            "arm": self.name, "budget": budget, "seed": self.seed, "epochs": self.epochs,
-            "relus": fastbcd.masks(self.net).count(), "seconds": self.seconds,
-            "accuracy": fastbcd.accuracy(self.net, self.problem.test), "reference": self.reference,
-        }  # fmt: skip
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, lambda file: file.write(json.dumps(found).encode()))
-        return found
-
-    def start(self, relus: int, epochs: int, tune: fastbcd.Finetune | None) -> None:
-        """SNL's mask training; arms that start alike share it, and each counts its time."""
-        o, folder = self.o, self.o.out / f"start-{relus}-{self.seed}"
-        found = fastbcd.snl(
-            self.net, self.problem.train, relus, teacher=self.problem.dense, lr=o.snl_lr,
-            lambda0=o.snl_lambda, kappa=o.snl_kappa, max_epochs=epochs,
-            batch_size=o.snl_batch, finetune=tune, seed=self.seed, run_dir=folder,
-            progress=o.progress,
-        )  # fmt: skip
-        records = found.history + found.finetune
-        self.epochs += len(records)
-        self.seconds += sum(sum(record["seconds"].values()) for record in records)
-        count = found.history[-1]["count"]
-        print(f"  SNL: {len(found.history)} epochs, {count:,} above the threshold", flush=True)
-
-    def descend(self) -> None:
-        """BCD with one epoch per step; each step removes a fraction of the ReLUs left."""
-        o, count = self.o, fastbcd.masks(self.net).count()
-        steps = o.epochs - o.final - self.epochs
-        share = 1 - (self.budget / count) ** (1 / steps)
-        # A little more, so that rounding does not ask for a step beyond the epochs.
-        drc = fastbcd.Fraction(min(1.0, share * 1.002), least=1)
-        run = fastbcd.bcd(
-            self.net, self.problem.train, self.budget, drc=drc, rt=o.rt, adt=o.adt,
-            finetune=self.settings(1), proposal=self.name.split()[0], teacher=self.problem.dense,
-            samples=min(o.samples, len(self.problem.train)), seed=self.seed,
-            run_dir=self.folder / "bcd", progress=o.progress,
-        )  # fmt: skip
-        self.epochs += len(run.history)
-        self.seconds += sum(sum(step.seconds.values()) for step in run.history)
-
-    def tune(self, epochs: int) -> None:
-        begun = time.perf_counter()
-        tuner = fastbcd.Finetuner(
-            self.net, self.problem.train, self.settings(epochs), self.problem.dense, seed=self.seed
-        )
-        tuner.run(step=10**6, progress=self.o.progress)  # views that no step has used
-        self.epochs += epochs
-        self.seconds += time.perf_counter() - begun
-
-    def settings(self, epochs: int) -> fastbcd.Finetune:
-        return fastbcd.Finetune(epochs=epochs, lr=self.o.lr, batch_size=self.o.batch)
+def work(arm: Arm, name: str, budget: int) -> dict[str, Any]:
+    """The way of an arm to its budget."""
+    facts: dict[str, Any] = {"arm": name, "budget": budget, "reference": None}
+    if name == "SNL":
+        arm.snl(budget, arm.o.epochs - arm.o.final)
+        return facts
+    if "SNL" in name:
+        reference = round(REFERENCE * fastbcd.masks(arm.net).total)
+        arm.snl(reference, arm.o.snl_epochs, arm.settings(arm.o.snl_tune))
+        facts["reference"] = fastbcd.accuracy(arm.net, arm.problem.test)
+    share = budget / fastbcd.masks(arm.net).count()
+    arm.descend(budget, share, proposal=name.split()[0])
+    return facts
 
 
 def curve(o: argparse.Namespace, name: str, budget: int, seed: int) -> list[tuple[int, float]]:
@@ -220,43 +125,13 @@ def plot(o: argparse.Namespace, results: list[dict[str, Any]], budgets: list[int
     return str(o.out / "proposals.png")
 
 
-def arms(problem: Problem, o: argparse.Namespace, budgets: list[int]) -> Iterator[Arm]:
-    """Seeds first: an interrupted experiment then has whole comparisons."""
-    for seed in o.seeds:
-        for budget in budgets:
-            for name in ARMS:
-                yield Arm(problem, o, name, budget, seed)
-
-
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--data", choices=("cifar10", "fashion-mnist"), default="cifar10")
-    add("--quick", action="store_true", help="a smoke test: tiny, on the embedded images")
-    add("--out", type=Path, help="run directories (runs/proposals-DATA)")
-    add("--images", type=int, default=2_000, help="to train on (%(default)s)")
-    add("--samples", type=int, default=1_000, help="to score on (%(default)s)")
-    add("--epochs", type=int, default=15, help="of an arm in all (%(default)s)")
-    add("--final", type=int, default=3, help="of them after the last removal (%(default)s)")
-    add("--lr", type=float, default=0.01, help="of the fine-tuning (%(default)s)")
-    add("--batch", type=int, default=128, help="(%(default)s)")
-    add("--rt", type=int, default=4, help="hypotheses at most a step (%(default)s)")
-    add("--adt", type=float, default=0.3, help="percentage points (%(default)s)")
-    add(
-        "--snl-epochs",
-        type=int,
-        default=6,
-        help="of SNL's masks down to B_ref at most (%(default)s)",
-    )
+    add_options(parser, batch=128)
+    add("--snl-epochs", type=int, default=6, help="of SNL down to B_ref at most (%(default)s)")
     add("--snl-tune", type=int, default=2, help="epochs at B_ref before BCD (%(default)s)")
-    add("--snl-lr", type=float, default=4e-3, help="(%(default)s)")
-    add("--snl-lambda", type=float, default=6e-3, help="(%(default)s)")
-    add("--snl-kappa", type=float, default=1.5, help="(%(default)s)")
-    add("--snl-batch", type=int, default=25, help="(%(default)s)")
-    add("--seeds", type=int, nargs="+", default=[0, 1], help="(%(default)s)")
-    add("--width", type=int, default=8, help="of the net for Fashion-MNIST (%(default)s)")
-    add("--dense-epochs", type=int, default=20, help="of that net (%(default)s)")
-    add("--progress", action="store_true", help="bars, and one line per step")
     o = parser.parse_args()
     if o.quick:
         vars(o).update(
@@ -271,20 +146,22 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     o = options()
-    problem = cifar10(o) if o.data == "cifar10" else fashion_mnist(o)
+    if o.data == "cifar10":
+        problem = cifar10(o.images)
+    else:
+        problem = fashion_mnist(o.images, width=o.width, epochs=o.dense_epochs, out=o.out)
     total = fastbcd.masks(problem.dense).total
     budgets = [round(share * total) for share in SHARES]
     print(machine())
     print(f"{total:,} ReLUs, {fastbcd.accuracy(problem.dense, problem.test):.2f} % on "
           f"{len(problem.test):,} test images; {vars(o)}", flush=True)  # fmt: skip
-    results = []
-    for arm in arms(problem, o, budgets):
-        found = arm.result()
+    every = []
+    for found in results(problem, o, budgets):
         print(f"{found['arm']:<20} {found['budget']:>7,} ReLUs, seed {found['seed']}: "
               f"{found['accuracy']:.2f} %, {found['seconds']:.0f} s", flush=True)  # fmt: skip
-        results.append(found)
-    print_table(results, budgets)
-    print(f"\n{plot(o, results, budgets)}")
+        every.append(found)
+    print_table(every, budgets)
+    print(f"\n{plot(o, every, budgets)}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,157 @@
+"""Shared by experiments that compare ways from one dense net to few ReLUs, at equal epochs.
+
+A way is an arm: it trains masks by SNL, descends by BCD with one epoch per step, or both, and ends
+with a fine-tune. Its runs have directories of their own and its result is kept in a file, so that
+the same command resumes an experiment, also after some of its seeds ran elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import fastbcd
+from fastbcd.runtime.atomic_files import write_atomically
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Problem(NamedTuple):
+    """What all arms begin with."""
+
+    dense: nn.Module
+    train: fastbcd.ImageData
+    test: fastbcd.ImageData
+
+
+def cifar10(images: int) -> Problem:
+    """ResNet-20 and CIFAR-10 from $FASTBCD_DATA."""
+    folder = Path(os.environ["FASTBCD_DATA"])
+    net = fastbcd.models.resnet20(num_classes=10, image_size=32)
+    net.load_state_dict(load_file(folder / "resnet20-cifar10.safetensors"), strict=False)
+    train, test = (fastbcd.ImageData.from_npz(folder / "cifar10-12k.npz", s, mean=MEAN, std=STD)
+                   for s in ("train", "test"))  # fmt: skip
+    return Problem(net.eval(), train.first(images), test)
+
+
+def fashion_mnist(images: int, *, width: int, epochs: int, out: Path) -> Problem:
+    """A small ResNet on the embedded images, trained here first."""
+    torch.manual_seed(0)
+    train, test = (fastbcd.load("fashion-mnist-mini", split) for split in ("train", "test"))
+    train, test = train.first(min(images, len(train))), test.first(min(images, len(test)))
+    net = fastbcd.models.resnet20(image_size=28, in_channels=1, width=width, blocks=1)
+    fastbcd.train(net, train, epochs=epochs, batch_size=64, run_dir=out / "dense")
+    return Problem(net.eval(), train, test)
+
+
+def add_options(parser: argparse.ArgumentParser, batch: int) -> None:
+    """The options that `Arm` reads; batch: the default of --batch."""
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a smoke test: tiny, on the embedded images")
+    add("--out", type=Path, help="run directories (runs/NAME)")
+    add("--images", type=int, default=2_000, help="to train on (%(default)s)")
+    add("--samples", type=int, default=1_000, help="to score on (%(default)s)")
+    add("--epochs", type=int, default=15, help="of an arm in all (%(default)s)")
+    add("--final", type=int, default=3, help="of them after the last removal (%(default)s)")
+    add("--lr", type=float, default=0.01, help="of the fine-tuning (%(default)s)")
+    add("--batch", type=int, default=batch, help="(%(default)s)")
+    add("--rt", type=int, default=4, help="hypotheses at most a step (%(default)s)")
+    add("--adt", type=float, default=0.3, help="percentage points (%(default)s)")
+    add("--snl-lr", type=float, default=4e-3, help="(%(default)s)")
+    add("--snl-lambda", type=float, default=6e-3, help="(%(default)s)")
+    add("--snl-kappa", type=float, default=1.5, help="(%(default)s)")
+    add("--snl-batch", type=int, default=25, help="(%(default)s)")
+    add("--seeds", type=int, nargs="+", default=[0, 1], help="(%(default)s)")
+    add("--width", type=int, default=8, help="of the net for Fashion-MNIST (%(default)s)")
+    add("--dense-epochs", type=int, default=20, help="of that net (%(default)s)")
+    add("--progress", action="store_true", help="bars, and one line per step")
+
+
+class Arm:
+    """One way with one seed, its net, and what it has used up so far; o: see `add_options`."""
+
+    def __init__(self, problem: Problem, o: argparse.Namespace, name: str, seed: int) -> None:
+        self.problem, self.o, self.name, self.seed = problem, o, name, seed
+        self.net = copy.deepcopy(problem.dense)
+        self.folder = o.out / f"{name.replace(' ', '-')}-{seed}"
+        self.epochs, self.seconds = 0, 0.0
+
+    def result(self, work: Callable[[Arm], dict[str, Any]]) -> dict[str, Any]:
+        """What the arm came to after `work`, a fine-tune with the epochs left, and a test.
+
+        It is kept in result.json beside masks.safetensors: a finished arm is not run again. work
+        returns more facts to keep.
+        """
+        path = self.folder / "result.json"
+        if path.exists():
+            return json.loads(path.read_text())
+        facts = work(self)
+        self.tune(self.o.epochs - self.epochs)
+        masks = fastbcd.masks(self.net)
+        found = {
+            "arm": self.name, "seed": self.seed, "epochs": self.epochs, "relus": masks.count(),
+            "seconds": self.seconds, "accuracy": fastbcd.accuracy(self.net, self.problem.test),
+            **facts,
+        }  # fmt: skip
+        self.folder.mkdir(parents=True, exist_ok=True)
+        masks.save(self.folder / "masks.safetensors")
+        write_atomically(path, lambda file: file.write(json.dumps(found).encode()))
+        return found
+
+    def snl(self, relus: int, epochs: int, tune: fastbcd.Finetune | None = None) -> None:
+        """SNL's mask training; arms that start alike share it, and each counts its time."""
+        o, folder = self.o, self.o.out / f"start-{relus}-{self.seed}"
+        found = fastbcd.snl(
+            self.net, self.problem.train, relus, teacher=self.problem.dense, lr=o.snl_lr,
+            lambda0=o.snl_lambda, kappa=o.snl_kappa, max_epochs=epochs,
+            batch_size=o.snl_batch, finetune=tune, seed=self.seed, run_dir=folder,
+            progress=o.progress,
+        )  # fmt: skip
+        records = found.history + found.finetune
+        self.epochs += len(records)
+        self.seconds += sum(sum(record["seconds"].values()) for record in records)
+        count = found.history[-1]["count"]
+        print(f"  SNL: {len(found.history)} epochs, {count:,} above the threshold", flush=True)
+
+    def steps(self) -> int:
+        """Steps of one epoch that leave --final epochs."""
+        return self.o.epochs - self.o.final - self.epochs
+
+    def descend(self, budget: Any, share: float, **settings: Any) -> None:
+        """BCD to a budget with one epoch per step, each of which removes a share of what is left.
+
+        share: what `steps()` steps leave of the start. settings: of `bcd`.
+        """
+        o = self.o
+        # A little more, so that rounding does not ask for a step beyond the epochs.
+        part = min(1.0, (1 - share ** (1 / self.steps())) * 1.002)
+        run = fastbcd.bcd(
+            self.net, self.problem.train, budget, drc=fastbcd.Fraction(part, least=1), rt=o.rt,
+            adt=o.adt, finetune=self.settings(1), teacher=self.problem.dense,
+            samples=min(o.samples, len(self.problem.train)), seed=self.seed,
+            run_dir=self.folder / "bcd", progress=o.progress, **settings,
+        )  # fmt: skip
+        self.epochs += len(run.history)
+        self.seconds += sum(sum(step.seconds.values()) for step in run.history)
+
+    def tune(self, epochs: int) -> None:
+        begun = time.perf_counter()
+        tuner = fastbcd.Finetuner(
+            self.net, self.problem.train, self.settings(epochs), self.problem.dense, seed=self.seed
+        )
+        tuner.run(step=10**6, progress=self.o.progress)  # views that no step has used
+        self.epochs += epochs
+        self.seconds += time.perf_counter() - begun
+
+    def settings(self, epochs: int) -> fastbcd.Finetune:
+        return fastbcd.Finetune(epochs=epochs, lr=self.o.lr, batch_size=self.o.batch)
