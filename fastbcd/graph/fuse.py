@@ -38,7 +38,7 @@ class NormActivation(nn.Module):
         same = residual is None or (_suits(residual) and x.shape == residual.shape)
         plain = self.act.saliency_pass is None and not torch.compiler.is_compiling()
         if not (norm.training and plain and _suits(x) and same):
-            return self.act(norm(x), residual)
+            return self.act.forward(norm(x), residual)  # hooks are called for the pair, once
         y, (mean, variance) = ops_norm.norm_relu(
             x, norm.weight, norm.bias, self.act.mask, residual, eps=norm.eps
         )

@@ -178,7 +178,8 @@ class MaskTraining:
             snapshots.restore(self.net, begin)
         if not self._phase(FINAL):
             teacher = self.net if self.teacher is None else self.teacher  # it is copied
-            logits = TeacherLogits(teacher, self.data, self.tuning) if self.tuning.distill else None
+            needed = self.tuning.distill or self.tuning.mismatch
+            logits = TeacherLogits(teacher, self.data, self.tuning) if needed else None
             self.trainer = partial(
                 training.Trainer, teacher=logits, seed=self.seed, fused_optimizer=False
             )

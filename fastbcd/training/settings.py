@@ -21,6 +21,8 @@ class Finetune:
         momentum, weight_decay: of the optimizer.
         batch_size: images of a batch, over all ranks.
         temperature, distill: T and the weight of the distillation, if there is a teacher.
+        mismatch: β, adds β/2 · Σ over sites of the mean over the batch of ‖a/‖a‖ - t/‖t‖‖ to the
+            loss, a the net's activations and t the teacher's. The teacher then runs in every batch.
         padding, flip: of random crops, and whether images are flipped at random.
         compile: torch.compile the forward and backward pass.
         amp: None: bfloat16 autocast on CUDA, none on a CPU. True or "bf16": bfloat16. "fp16":
@@ -44,6 +46,7 @@ class Finetune:
     batch_size: int = 128
     temperature: float = 4.0
     distill: float = 1.0
+    mismatch: float = 0.0
     padding: int = 4
     flip: bool = True
     compile: bool = False
@@ -54,7 +57,8 @@ class Finetune:
 
     def describe(self) -> dict[str, Any]:
         """What config.json records: the settings that can change the outcome."""
-        later = {"fast": False, "sync_batch_norm": False}  # runs begun before them lack them
+        # Runs begun before these existed lack them.
+        later = {"fast": False, "sync_batch_norm": False, "mismatch": 0.0}
         return {
             name: value for name, value in dataclasses.asdict(self).items()
             if name != "teacher_cache" and (name not in later or value != later[name])
@@ -64,12 +68,14 @@ class Finetune:
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         for name, least in (("epochs", 0), ("batch_size", 1), ("padding", 0), ("teacher_cache", 0)):
             check_whole(name, getattr(self, name), least, optional=name == "teacher_cache")
-        for name in ("lr", "momentum", "weight_decay", "temperature", "distill"):
+        for name in ("lr", "momentum", "weight_decay", "temperature", "distill", "mismatch"):
             check_number(name, getattr(self, name), 0)
         if self.momentum >= 1:
             raise ValueError(f"momentum={self.momentum}; it must be below 1")
         if self.temperature == 0:
             raise ValueError("temperature=0; it must be positive, the paper's is 4")
+        if self.mismatch and self.compile:
+            raise ValueError(f"mismatch={self.mismatch} needs compile=False: it reads activations")
         check_choice("amp", self.amp, (None, True, False, "bf16", "fp16"))
         for name in ("flip", "compile", "fast", "sync_batch_norm"):
             if not isinstance(value := getattr(self, name), bool):

@@ -3,7 +3,8 @@
 A sample has (2·padding+1)²·2 views (162 for padding 4), so in a long run most logits of an epoch
 are cached already. Cached and computed logits are equal to the last bit: the teacher always sees
 batches of one shape, in which a row depends on its own image alone; the first call checks that.
-With several ranks each computes and caches the logits of its part of the samples.
+With several ranks each computes and caches the logits of its part of the samples. Activations are
+too large to cache: with `Finetune.mismatch`, which compares them, the teacher runs in every batch.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ import copy
 import os
 import time
 import warnings
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
 from fastbcd.graph.fuse import fused
+from fastbcd.masking.activations import MaskedActivation
+from fastbcd.masking.convert import convert
 from fastbcd.runtime import ranks
 from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.warn_once import warn_once
 from fastbcd.scoring.accuracy import dtype_of, first_outputs
+from fastbcd.training.mismatch import direction, site_outputs
 from fastbcd.training.settings import Finetune
 
 BATCH = 128  # images per batch of the teacher
@@ -37,8 +42,13 @@ class TeacherLogits:
     def __init__(self, teacher: nn.Module, data: ImageData, settings: Finetune) -> None:
         self.shape = first_outputs(teacher, data, "the teacher", 1).shape[1:]
         frozen = copy.deepcopy(teacher).eval().requires_grad_(False)
-        self.teacher, self.memory_format = fused(frozen, train=False)
         self.data, self.padding, self.dtype = data, settings.padding, dtype_of(teacher)
+        masked = any(isinstance(module, MaskedActivation) for module in frozen.modules())
+        if settings.mismatch and not masked:
+            frozen = convert(frozen, next(data.batches(1, dtype=self.dtype))[0])
+        self.frozen, self.matched = frozen, settings.mismatch > 0
+        self.per_batch = data.streamed or self.matched
+        self.teacher, self.memory_format = fused(frozen, train=False)
         self.batch, self.checked = BATCH, False  # halved where it does not fit
         rank, world = ranks.rank(), ranks.world()
         self.first = rank * len(data) // world
@@ -47,7 +57,7 @@ class TeacherLogits:
         self.seconds = 0.0  # spent on logits
         views = data.view_count(self.padding)
         useful = self.samples * (views if settings.flip else views // 2)
-        limit = 0 if data.streamed else settings.teacher_cache  # see `of`
+        limit = 0 if self.per_batch else settings.teacher_cache
         if limit is None:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             limit = default_memory(torch.device("cpu")) // local
@@ -61,13 +71,16 @@ class TeacherLogits:
         self.rows = torch.empty(self.capacity, *self.shape)
 
     @torch.no_grad()
-    def of(self, x: Tensor) -> Tensor:
-        """The logits of a batch, not cached; for streamed data."""
+    def of(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The logits of a batch and the directions of its activations, not cached."""
         begin = time.perf_counter()
-        order = self.memory_format if x.ndim == 4 else torch.contiguous_format
-        logits = self.teacher(x.to(self.dtype, memory_format=order)).float()
+        order, directions = self.memory_format if x.ndim == 4 else torch.contiguous_format, []
+        with ExitStack() as stack:
+            if self.matched:
+                directions = stack.enter_context(site_outputs(self.teacher, direction))
+            logits = self.teacher(x.to(self.dtype, memory_format=order)).float()
         self.seconds += time.perf_counter() - begin
-        return logits
+        return logits, directions
 
     def epoch(self, views: Tensor) -> Tensor:
         """The logits of every sample in its view, views int64 [N] -> [N, classes, ...]."""

@@ -1,9 +1,10 @@
 """The training loop of `Finetuner`, `train`, `snl` and `autorep`.
 
-    loss = CE(s, labels) + distill · T² · KL(softmax(t/T) ‖ softmax(s/T)) + penalty
+    loss = CE(s, labels) + distill · T² · KL(softmax(t/T) ‖ softmax(s/T)) + β/2 · mismatch + penalty
 
 s are the net's logits and t the teacher's; CE, or a loss of the user's, and KL are means over the
-batch. Where the outputs are maps, they are means over the positions too.
+batch. Where the outputs are maps, they are means over the positions too. β is `Finetune.mismatch`,
+and the mismatch that of training/mismatch.py.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tqdm import tqdm
 from fastbcd.data.arrays import are_indices
 from fastbcd.data.images import ImageData
 from fastbcd.graph.fuse import fused
+from fastbcd.masking.masks import masks
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runtime import ranks
 from fastbcd.runtime.malloc import kept_memory
@@ -36,6 +38,7 @@ from fastbcd.runtime.tf32 import fast_convolutions, repeatable_convolutions
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import check_classes, data_for, dtype_of, first_outputs
 from fastbcd.scoring.metric import Criterion, Loss, describe
+from fastbcd.training.mismatch import mismatch, site_outputs
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
 
@@ -62,8 +65,12 @@ class Trainer:
         if not isinstance(teacher, TeacherLogits):
             check_trainable(net, self.data, settings, teacher, loss)
             given, teacher = teacher, None
-            if given is not None and settings.distill:
+            if given is not None and (settings.distill or settings.mismatch):
                 teacher = TeacherLogits(given, self.data, settings)
+        if settings.mismatch:
+            if teacher is None:
+                raise ValueError(f"mismatch={settings.mismatch} compares with a teacher: give one")
+            masks(net).check_same_sites(masks(teacher.frozen).sites, "the teacher")
         if settings.batch_size < ranks.world():
             raise ValueError(f"batch_size={settings.batch_size}; there are {ranks.world()} ranks")
         self.teacher, self.fused_optimizer = teacher, fused_optimizer
@@ -86,7 +93,9 @@ class Trainer:
         narrow = [(t, t.dtype) for t in tensors if t.dtype in (torch.float16, torch.bfloat16)]
         turned = [p for p in self.net.parameters() if p.ndim == 4 and p.is_contiguous()]
         own_precision = torch.autocast(self.data.device.type, enabled=False)
-        with kept_memory(), own_precision, train_mode(self.net, self.model):
+        with kept_memory(), own_precision, train_mode(self.net, self.model), ExitStack() as stack:
+            if self.settings.mismatch:
+                self.seen = stack.enter_context(site_outputs(self.model))
             try:
                 for t, _ in narrow:
                     t.data = t.data.float()
@@ -138,9 +147,9 @@ class Trainer:
             group["lr"] = lr
         which: Any = {"seed": self.seed, "step": step, "epoch": epoch}
         which |= {"padding": s.padding, "flip": s.flip}
-        logits = None  # the teacher's, of this epoch's views; not kept for streams
-        if self.teacher is not None and not self.data.streamed:
-            logits = self.teacher.epoch(self.data.view_ids(**which))
+        logits = None  # the teacher's, of this epoch's views
+        if (teacher := self.teacher) is not None and not teacher.per_batch:
+            logits = teacher.epoch(self.data.view_ids(**which))
         amp = device.type == "cuda" if s.amp is None else s.amp
         half = torch.float16 if amp == "fp16" else torch.bfloat16
         scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
@@ -153,18 +162,21 @@ class Trainer:
         for number, (x, labels, indices, _) in enumerate(batches):
             if before_batch is not None:
                 before_batch(epoch * len(sizes) + number)
+            if teacher is not None:
+                given, directions = teacher.of(x) if logits is None else (logits[indices], [])
             with torch.autocast(device.type, half, enabled=bool(amp)):
                 outputs = self.parallel(x)
             torch.clear_autocast_cache()  # of weights, which only the outermost autocast clears
             outputs = tree_map_only(Tensor, _at_least_float32, outputs)
             loss = (self.loss or F.cross_entropy)(outputs, labels).mean()
-            if self.teacher is not None:  # weight · T² · KL, a mean over positions; in logarithms
-                given = self.teacher.of(x) if logits is None else logits[indices]
+            if teacher is not None and s.distill:  # weight · T² · KL, a mean over positions
                 student = F.log_softmax(outputs / s.temperature, 1)
                 target = F.log_softmax(given / s.temperature, 1).to(student.dtype)
                 divergence = F.kl_div(student, target, reduction="batchmean", log_target=True)
                 positions = outputs[0, 0].numel()
                 loss = loss + s.distill * s.temperature**2 / positions * divergence
+            if s.mismatch:
+                loss = loss + s.mismatch / 2 * mismatch(self.seen, directions)
             # This rank holds len(x) of the batch's samples; gradients are averaged over ranks.
             loss = loss if world == 1 else loss * (world * len(x) / sizes[number])
             loss = loss if penalty is None else loss + penalty()

@@ -39,10 +39,11 @@ def result(net: torch.nn.Module, **more: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------- on two ranks
 
 
-def finetuned(folder: Path, name: str = "mlp") -> Any:
+def finetuned(folder: Path, name: str = "mlp", **changes: Any) -> Any:
     net, teacher = thinned(make(name)), make(name)
     # 41 samples: shares of 8 and 8, and in the last batch of 4 and 5.
-    tuner = Finetuner(net, pair(41), SMALL, teacher, seed=1)
+    settings = dataclasses.replace(SMALL, **changes)
+    tuner = Finetuner(net, pair(41), settings, teacher, seed=1)
     losses = [tuner.run(step=s)["loss"] for s in range(2)]
     computed = int(ranks.all_sum(torch.tensor(tuner.teacher.computed)))
     return result(net, loss=losses, computed=computed, accuracy=accuracy(net, pair(41)))
@@ -50,6 +51,10 @@ def finetuned(folder: Path, name: str = "mlp") -> Any:
 
 def finetuned_resnet(folder: Path) -> Any:
     return finetuned(folder, "resnet")
+
+
+def mismatch(folder: Path) -> Any:
+    return finetuned(folder, mismatch=0.5)
 
 
 def dense(folder: Path) -> Any:
@@ -107,7 +112,7 @@ def killed(folder: Path) -> None:
 
 
 def all_cases(folder: Path) -> dict[str, Any]:
-    cases = (finetuned, finetuned_resnet, dense, snl, autorep)
+    cases = (finetuned, finetuned_resnet, mismatch, dense, snl, autorep)
     # One rank alone first: the forked processes then find every module imported.
     alone = [case(folder) for case in cases]
     ranked = [on_ranks(case, folder, 2) for case in cases]

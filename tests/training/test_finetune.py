@@ -16,8 +16,18 @@ from torch import nn
 
 import fastbcd
 from fastbcd import Finetune, Finetuner
+from fastbcd.masking.activations import MaskedActivation
 from helpers.nets import TRACEABLE, images, make, thinned
 from helpers.train_cases import SMALL, assert_same, pair, weights
+
+
+def activations(net: nn.Module) -> list[torch.Tensor]:
+    """Filled with the output of every site, one row per sample, when the net is called."""
+    seen: list[torch.Tensor] = []
+    for module in net.modules():
+        if isinstance(module, MaskedActivation):
+            module.register_forward_hook(lambda m, given, output: seen.append(output.flatten(1)))
+    return seen
 
 
 def plain_trainer(net, data, s: Finetune, teacher, seed: int, step: int) -> float:
@@ -32,6 +42,7 @@ def plain_trainer(net, data, s: Finetune, teacher, seed: int, step: int) -> floa
     optimizer = make_optimizer[s.optimizer](net.parameters())
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, s.epochs)
     divergence = nn.KLDivLoss(reduction="batchmean")
+    own, given = (activations(n) if s.mismatch else [] for n in (net, teacher))
     for epoch in range(s.epochs):
         total = 0.0
         batches = data.train_batches(
@@ -45,6 +56,11 @@ def plain_trainer(net, data, s: Finetune, teacher, seed: int, step: int) -> floa
                     truth = F.softmax(teacher(x) / s.temperature, 1)
                 student = F.log_softmax(logits / s.temperature, 1)
                 loss = loss + s.distill * s.temperature**2 * divergence(student, truth)
+            for a, t in zip(own, given, strict=True):
+                distance = (F.normalize(a) - F.normalize(t)).norm(dim=1).mean()
+                loss = loss + s.mismatch / 2 * distance
+            own.clear()
+            given.clear()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -63,16 +79,17 @@ def without_dropout(net: nn.Module) -> nn.Module:
 # -------------------------------------------------------------------------- what it computes
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize(("optimizer", "mismatch"), [("sgd", 0.0), ("adam", 0.0), ("sgd", 0.7)])
 @pytest.mark.parametrize("name", [*TRACEABLE, "untraceable"])
 @pytest.mark.filterwarnings("ignore:.*torch.fx cannot trace:RuntimeWarning")
-def test_equals_the_plain_trainer(name, optimizer) -> None:
+def test_equals_the_plain_trainer(name, optimizer, mismatch) -> None:
     net = without_dropout(thinned(make(name)))
     start = weights(net)
     twin, teacher, data = copy.deepcopy(net), make(name), pair()
     with torch.no_grad():
         teacher.get_parameter(next(iter(dict(teacher.named_parameters())))).mul_(1.3)
-    s = dataclasses.replace(SMALL, optimizer=optimizer, lr=0.05 if optimizer == "sgd" else 1e-3)
+    lr = 0.05 if optimizer == "sgd" else 1e-3
+    s = dataclasses.replace(SMALL, optimizer=optimizer, lr=lr, mismatch=mismatch)
     result = Finetuner(net, data, s, teacher, seed=3).run(step=2)
     truth = plain_trainer(twin, data, s, teacher.eval(), seed=3, step=2)
     assert result["loss"] == pytest.approx(truth, rel=1e-3)

@@ -115,7 +115,9 @@ def test_strict_algorithms_of_the_user_stay(gpu) -> None:
 
 def test_fast_is_recorded_and_older_runs_resume_without_it() -> None:
     assert Finetune(fast=True).describe()["fast"] is True
-    assert not {"fast", "sync_batch_norm", "teacher_cache"} & Finetune().describe().keys()
+    assert (
+        not {"fast", "mismatch", "sync_batch_norm", "teacher_cache"} & Finetune().describe().keys()
+    )
 
 
 def test_synchronised_batch_norm(gpu, monkeypatch) -> None:

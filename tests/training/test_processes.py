@@ -21,7 +21,9 @@ def found(tmp_path_factory) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("case", ["finetuned", "finetuned_resnet", "dense", "snl", "autorep"])
+@pytest.mark.parametrize(
+    "case", ["finetuned", "finetuned_resnet", "mismatch", "dense", "snl", "autorep"]
+)
 def test_two_ranks_train_as_one(found, case) -> None:
     first, second, alone = found[case]
     assert "failed" not in first, first["failed"]

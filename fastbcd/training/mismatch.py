@@ -1,0 +1,74 @@
+"""The activation mismatch: the angle between a net's activations and the teacher's, at each site.
+
+    Σ over sites of the mean over the batch of ‖a/‖a‖ - t/‖t‖‖
+
+a and t are one sample's outputs of a masked activation in the net and in the teacher.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastbcd.graph.fuse import NormActivation
+from fastbcd.masking.activations import MaskedActivation
+
+
+@contextmanager
+def site_outputs(
+    model: nn.Module, use: Callable[[Tensor], Tensor] = lambda a: a
+) -> Iterator[list[Tensor]]:
+    """A list to which each masked activation of a net adds use(its output), as it is called.
+
+    >>> net = nn.Sequential(nn.Flatten(), fastbcd.MaskedReLU(2))
+    >>> with site_outputs(net) as seen:
+    ...     _ = net(torch.tensor([[-1.0, 2.0]]))
+    >>> seen
+    [tensor([[0., 2.]])]
+    """
+    seen: list[Tensor] = []
+
+    def add(module: nn.Module, given: Any, output: Tensor) -> None:
+        seen.append(use(output))
+
+    sites = [m for m in model.modules() if isinstance(m, MaskedActivation | NormActivation)]
+    handles = [site.register_forward_hook(add) for site in sites]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def direction(a: Tensor) -> Tensor:
+    """Each sample of [B, ...] divided by its norm, in float32 or wider; zeros stay zeros."""
+    a = a.to(torch.promote_types(a.dtype, torch.float32))
+    norm = _norm(a)
+    return a / norm.masked_fill(norm == 0, math.inf)
+
+
+def _norm(a: Tensor) -> Tensor:
+    """Of each sample, [B, ...] -> [B, 1, ...]; unlike flatten, it copies nothing."""
+    return torch.linalg.vector_norm(a, dim=tuple(range(1, a.ndim)), keepdim=True)
+
+
+def mismatch(seen: list[Tensor], directions: list[Tensor]) -> Tensor:
+    """The sum over sites; seen: the net's outputs, directions: of the teacher's. Empties both.
+
+    >>> mismatch([torch.tensor([[3.0, 0.0]])], [torch.tensor([[0.0, 1.0]])])
+    tensor(1.4142)
+    """
+    if len(seen) != len(directions):
+        raise ValueError(
+            f"the net called {len(seen)} masked activations and the teacher {len(directions)} for "
+            f"one batch, so they cannot be compared; use mismatch=0"
+        )
+    total = torch.zeros((), device=seen[0].device)
+    while seen:
+        total = total + _norm(direction(seen.pop()) - directions.pop()).mean()
+    return total
