@@ -1,4 +1,4 @@
-"""The torch.fx graph of a network, and that graph without in-place operations."""
+"""The torch.fx graph of a network, without in-place operations, without emptied sites."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import copy
 import linecache
 import operator
 import threading
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx import graph_module
 
-from fastbcd.masking.activations import MaskedActivation
+from fastbcd.masking.activations import MaskedActivation, MaskedReLU
 
 LOCK = threading.RLock()
 _MAKERS = (torch.arange, torch.as_tensor, torch.empty, torch.eye, torch.full, torch.linspace,
@@ -105,6 +106,18 @@ def without_inplace(net: nn.Module, original: fx.Graph) -> fx.Graph:
                     f"node {node.name!r} writes into memory that is read later as {other.name!r}"
                 )
     return graph
+
+
+def drop_emptied(net: nn.Module, graph: fx.Graph) -> None:
+    """Erase the sites that keep no ReLU and are the identity: their readers read their input."""
+    acts = [module for module in net.modules() if type(module) is MaskedReLU]
+    kept = [act.mask.any().to(acts[0].mask.device) for act in acts]
+    used = set(compress(acts, torch.stack(kept).tolist())) if acts else set()
+    for node in graph.find_nodes(op="call_module"):
+        module, inputs = _module(net, node), (*node.args, *node.kwargs.values())
+        if type(module) is MaskedReLU and module not in used and len(inputs) == 1:
+            node.replace_all_uses_with(inputs[0])
+            graph.erase_node(node)
 
 
 def pure_module(module: nn.Module) -> nn.Module:

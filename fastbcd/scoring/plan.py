@@ -115,7 +115,7 @@ def stacked_plan(request: Request, program: Program, why: str) -> Plan:
     spent = stacked_multiply_adds(request, program)
     full = sum(program.multiply_adds.values()) * (1 + request.hypotheses) * request.images
     per_image = peak_bytes(program)
-    each = sum(program.multiply_adds.values()) / len(program.steps)
+    each = sum(program.multiply_adds.values()) / max(len(program.steps), 1)
     batch, lanes = portions(request, per_image, max(program.bytes_per_image.values()), each)
     saved = 1 - spent / full if full else 0.0
     details = f"prefix      {saved:.1%} of the multiply-adds saved by shared prefixes\n"
@@ -172,7 +172,7 @@ def collapsed_plan(request: Request, program: Program, required: bool) -> Plan |
     of_stacked = stacked_multiply_adds(request, program)
     if not required and (of_stacked < WORTH or cost.trials >= of_stacked):
         return "the least multiply-adds"
-    check_linear(request, signature.facts, program)
+    check_linear(request, [*signature.facts, *builder.sources], program)
     fits = cost.peak_bytes <= request.memory
     if not required and (cost.weighted() >= of_stacked or not fits):
         ours = f"{cost.weighted() / 1e9:,.0f} G multiply-adds and {_mib(cost.peak_bytes)}"

@@ -2,8 +2,11 @@
 
     act(bn(x) + r)  ->  masked_relu(x, mask, scale, shift, residual=r)
     bn(conv(x))     ->  conv'(x), if no activation follows directly
+    conv(bn(x))     ->  conv'(x), if the convolution does not pad
 
-The weights are read when the program is made, so a program is valid for one call of `score`.
+A site that keeps no ReLU is the identity, and no step: hypotheses only remove ReLUs.
+
+Weights and masks are read when the program is made, so it is valid for one call of `score`.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastbcd import ops
-from fastbcd.graph.trace import pure_module, trace, without_inplace
+from fastbcd.graph.trace import drop_emptied, pure_module, trace, without_inplace
 from fastbcd.masking.activations import MaskedActivation, MaskedPoly
 from fastbcd.masking.masks import mask_modules
 
@@ -60,9 +63,15 @@ def scale_and_shift(norm: Any) -> tuple[Tensor, Tensor]:
     return scale.to(dtype), shift.to(dtype)
 
 
-def _folded(conv: nn.Conv2d, norm: Any) -> Convolution:
-    """conv(x), or norm(conv(x)), as one convolution."""
+def _folded(conv: nn.Conv2d, norm: Any = None, first: Any = None) -> Convolution:
+    """conv(x), norm(conv(x)) or conv(first(x)) as one convolution."""
     weight, bias = conv.weight.detach(), None if conv.bias is None else conv.bias.detach()
+    if first is not None:
+        # w*bn(x) + b = (w*scale)*x + (w*shift + b), without padding, which bn would shift
+        scale, shift = (s.reshape(conv.groups, 1, -1, 1, 1) for s in scale_and_shift(first))
+        grouped = weight.unflatten(0, (conv.groups, -1))
+        more = (grouped * shift).sum((2, 3, 4)).flatten()
+        weight, bias = (grouped * scale).flatten(0, 1), more if bias is None else bias + more
     if norm is not None:
         # bn(w*x + b) = (scale*w)*x + (scale*b + shift)
         scale, shift = scale_and_shift(norm)
@@ -118,6 +127,7 @@ class Program(NamedTuple):
     """The steps in order of execution, and facts about their values for one image."""
 
     steps: list[Activation | Call]
+    source: list[Any]  # the traced net, whichever sites are emptied: nodes and what they call
     placeholder: fx.Node
     output: Any  # one node, or nodes in the structure that the net returns
     constants: dict[fx.Node, Any]  # values that do not depend on the images
@@ -135,7 +145,7 @@ class Program(NamedTuple):
 
     @property
     def activations(self) -> list[Activation]:
-        """In the order of their sites."""
+        """Those that keep a ReLU, or are quadratics, in the order of their sites."""
         found = [step for step in self.steps if isinstance(step, Activation)]
         return sorted(found, key=lambda step: step.site)
 
@@ -150,6 +160,12 @@ def make_program(net: nn.Module, image: Tensor) -> Program:
         graph = without_inplace(net, trace(net))
     except Exception as error:  # whatever the net's own forward raises on fx proxies
         raise NotTraceable(f"torch.fx cannot trace it ({error})") from error
+    calls = Counter(net.get_submodule(n.target) for n in graph.find_nodes(op="call_module"))
+    if any(calls[module] != 1 for module in modules.values()):
+        raise NotTraceable("a masked activation is called more than once, or not at all")
+    source = [(n.name, n.op, net.get_submodule(n.target) if n.op == "call_module" else n.target,
+               n.args, n.kwargs) for n in graph.nodes]  # fmt: skip
+    drop_emptied(net, graph)
     nodes = list(graph.nodes)
     inputs = [n for n in nodes if n.op == "placeholder"]
     output = nodes[-1].args[0]
@@ -159,8 +175,6 @@ def make_program(net: nn.Module, image: Tensor) -> Program:
     fusion = _Fusion(net, graph, modules.values())
     fusion.run(image)
     steps = fusion.steps(nodes)
-    if sorted(s.site for s in steps if isinstance(s, Activation)) != list(range(len(modules))):
-        raise NotTraceable("a masked activation is called more than once, or not at all")
     for node in _nodes(output):
         if fusion.shapes.get(node, ())[:1] != image.shape[:1]:
             raise NotTraceable(f"its output {node.name!r} is not a tensor with one row per image")
@@ -170,7 +184,7 @@ def make_program(net: nn.Module, image: Tensor) -> Program:
     constants = {n: fusion.env[n] for n in nodes if n in fusion.fixed}
     fresh = {s.node for s in steps if uses.get(s.node) == 1 and fusion.is_fresh(s.node)}
     return Program(
-        steps, inputs[0], output, constants, uses, fresh, _sizes_travel(nodes),
+        steps, source, inputs[0], output, constants, uses, fresh, _sizes_travel(nodes),
         fusion.shapes, fusion.tuples, fusion.bytes, fusion.multiply_adds,
     )  # fmt: skip
 
@@ -258,12 +272,17 @@ class _Fusion(fx.Interpreter):
             run = getattr(Tensor, str(node.target))
         elif node.op == "call_module":
             module, source = self.called(node), _first_argument(node)
-            if self.is_norm(node) and self.is_conv(source) and len(source.users) == 1:
+            alone = isinstance(source, fx.Node) and len(source.users) == 1
+            if self.is_norm(node) and self.is_conv(source) and alone:
                 self.absorbed.add(source)
                 self.multiply_adds[node] += self.multiply_adds.pop(source)
                 run = _folded(self.called(source), module)
                 return Call(node, run, source.args, {})
-            run = _folded(module, None) if self.is_conv(node) else pure_module(module)
+            if self.is_conv(node) and self.is_norm(source) and alone and not any(module.padding):
+                self.absorbed.add(source)
+                run = _folded(module, first=self.called(source))
+                return Call(node, run, source.args, {})
+            run = _folded(module) if self.is_conv(node) else pure_module(module)
         return Call(node, run, node.args, dict(node.kwargs))
 
     def is_addition(self, node: Any) -> bool:

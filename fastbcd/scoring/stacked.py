@@ -43,7 +43,7 @@ class LaneGroup:
     count: dict[fx.Node, int]  # how many lanes a value has
     reads: set[fx.Node]  # values of the base that lanes read
     removals: list[Tensor]  # ids by lane
-    masks: list[Tensor]  # uint8 [lanes, *shape] by site; made when they are needed
+    masks: dict[int, Tensor]  # uint8 [lanes, *shape] by site; made when they are needed
     keep: set[fx.Node]  # values that are read after the last step
 
 
@@ -76,20 +76,21 @@ class Stacked:
 
     def __init__(self, program: Program, masks: MaskSet) -> None:
         self.program, self.masks = program, masks
-        self.site_masks = [step.module.mask for step in program.activations]
-        self.bits = masks.bits.to(self.site_masks[0].device, torch.uint8)
+        self.site_masks = {step.site: step.module.mask for step in program.activations}
+        device = next((mask.device for mask in self.site_masks.values()), None)
+        self.bits = masks.bits.to(device, torch.uint8)
         self.base_masks = self.lane_masks([torch.empty(0, dtype=torch.int64)])
 
-    def lane_masks(self, removals: list[Tensor]) -> list[Tensor]:
-        """[lanes, *shape] uint8 by site: the base's bits less what each lane removes."""
+    def lane_masks(self, removals: list[Tensor]) -> dict[int, Tensor]:
+        """[lanes, *shape] uint8 by site in use: the base's bits less what each lane removes."""
         lanes = self.bits.repeat(len(removals), 1)
         for lane, ids in zip(lanes, removals, strict=True):
             lane.index_fill_(0, ids.to(lane.device), 0)
-        parts = lanes.split([mask.numel() for mask in self.site_masks], dim=1)
-        return [
-            channels_last(part.reshape(-1, *mask.shape).to(mask.device))
-            for part, mask in zip(parts, self.site_masks, strict=True)
-        ]
+        parts = lanes.split([site.numel for site in self.masks.sites], dim=1)
+        return {
+            site: channels_last(parts[site].reshape(-1, *mask.shape).to(mask.device))
+            for site, mask in self.site_masks.items()
+        }
 
     def prepare(self, removals: dict[int, Tensor], lanes: int) -> list[LaneGroup]:
         """Hypotheses by number, cut into groups of at most `lanes` that begin near each other."""
@@ -100,7 +101,7 @@ class Stacked:
             numbers = order[i : i + lanes]
             count, reads = lane_counts(self.program, [begin[k] for k in numbers])
             ids = [removals[k].to(self.bits.device) for k in numbers]
-            groups.append(LaneGroup(numbers, count, reads, ids, [], set()))
+            groups.append(LaneGroup(numbers, count, reads, ids, {}, set()))
         return groups
 
     def logits(
@@ -129,7 +130,7 @@ class Stacked:
             group.masks = group.masks or self.lane_masks(group.removals)
             own = self.run(group, own, values)
             if len(groups) > 1:
-                group.masks = []  # the memory holds the masks of one group at a time
+                group.masks = {}  # the memory holds the masks of one group at a time
             yield group.numbers, fx.node.map_arg(program.output, output)
 
     def run(self, group: LaneGroup, values: Values, base: Values) -> Values:

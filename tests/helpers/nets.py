@@ -158,3 +158,14 @@ def thinned(net: nn.Module, keep: float = 0.6) -> nn.Module:
     gone = masks.sample(int((1 - keep) * masks.total), seed=7, step=0, trial=0)
     fastbcd.set_masks(net, masks.without(gone))
     return net
+
+
+def emptied(net: nn.Module, seed: int) -> nn.Module:
+    """Some sites keep no ReLU any more, at random; at least one keeps its own."""
+    masks, g = fastbcd.masks(net).copy(), torch.Generator().manual_seed(seed)
+    chosen = torch.rand(len(masks.sites), generator=g) < 0.5
+    chosen[torch.randint(len(chosen), (1,), generator=g)] = False
+    for site, empty in zip(masks.sites, chosen.tolist(), strict=True):
+        masks.bits[site.start : site.start + site.numel] &= not empty
+    fastbcd.set_masks(net, masks)
+    return net

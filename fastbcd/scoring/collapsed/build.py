@@ -44,19 +44,20 @@ class FormBuilder:
         self.positions = [Positions(bits, like.device, self.large)
                           for bits in (*masks.split(), logits)]  # fmt: skip
         sites = self.positions[:-1]
-        nodes = [*(net.starts[s] for s in range(len(sites))), net.program.output]
-        self.target = {node: s for s, node in enumerate(nodes)}
+        self.target = {node: s for s, node in net.starts.items() if s != IMAGE}
+        self.target[net.program.output] = len(sites)
         pairs = zip(masks.sites, sites, strict=True)
         self.ids = torch.cat([site.start + places.flat for site, places in pairs])
-        self.sources = {**dict(enumerate(sites)), IMAGE: Positions(image, like.device, self.large)}
+        pixels = Positions(image, like.device, self.large)
+        self.sources = {s: pixels if s == IMAGE else sites[s] for s in net.starts}  # no emptied
         self.steps = {source: net.reached(source) for source in self.sources}
         self.counts = [places.count for places in self.positions]
-        self.bounds = [sum(self.counts[:s]) for s in range(len(nodes) + 1)]
+        self.bounds = [sum(self.counts[:s]) for s in range(len(sites) + 2)]
         # rows[s]: the sites whose kinks act on target s, and the first row of each in H_s
         reached = {r: {step.node for step in steps} for r, steps in self.steps.items()}
-        self.rows: list[dict[int, int]] = [{} for _ in nodes]
-        self.heights = [0] * len(nodes)
-        for s, node in enumerate(nodes):
+        self.rows: list[dict[int, int]] = [{} for _ in self.positions]
+        self.heights = [0] * len(self.positions)
+        for node, s in self.target.items():
             for r, m in enumerate(self.counts[:-1]):
                 if self.counts[s] and m and node in reached[r]:
                     self.rows[s][r] = self.heights[s]

@@ -120,7 +120,7 @@ class AffineCache:
 
 
 class Signature:
-    """Everything that a program reads, apart from the bits of its masks.
+    """Everything that a program's net reads, apart from the bits of its masks.
 
     Tensors (weights, statistics, buffers of every kind) are compared number by number, the rest
     (structure, eps, strides, numbers in the code) as text: any change counts.
@@ -129,7 +129,7 @@ class Signature:
     def __init__(self, program: Program) -> None:
         self.facts: list[Any] = []
         self.tensors: list[Tensor] = []
-        self._add((program.steps, program.constants, program.output))
+        self._add((program.source, program.constants))
 
     def _add(self, values: Any) -> None:
         leaves, structure = tree_flatten(values)
