@@ -1,4 +1,4 @@
-"""What SNL and AutoReP have in common: train masks, decide on the bits, fine-tune, save.
+"""What starting points have in common: train masks, decide on the bits, fine-tune, save.
 
 A `Method` defines how an epoch trains and which ReLUs are kept; `MaskTraining.run` does the rest.
 With a run directory every epoch is saved with the optimizer's state, and the same call resumes
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -76,17 +76,23 @@ class Method:
     """How masks are trained.
 
     s: the settings. start: the masks at the start. model: the net's own weights with trainable
-    activations `acts`, which `activation` makes of the net's. A subclass has prepare(net), which
-    returns the net whose masks are trained; done(history); epoch(trainer, epoch, bar), which
-    returns the epoch's record with "count", "lambda" and "loss"; bits(), the current mask, bool
-    [total]; and decide(history), the MaskSet that is kept.
+    activations `acts`, which `activation` makes of the net's; without it, the net itself. A
+    subclass has prepare(net), which returns the net whose masks are trained; done(history);
+    epoch(trainer, epoch, bar), which returns the epoch's record with "count" and "loss"; bits(),
+    the current mask, bool [total]; and decide(history), the MaskSet that is kept. optimizer:
+    changes to the fine-tune's settings for these epochs. matched: trainer.teacher is needed, with
+    the net's sites.
     """
 
+    optimizer: ClassVar[dict[str, Any]] = {"optimizer": "adam", "weight_decay": 0.0}
+    matched = False
+
     def __init__(
-        self, net: nn.Module, s: SimpleNamespace, activation: Callable[[Any], MaskedActivation]
-    ) -> None:
+        self, net: nn.Module, s: SimpleNamespace,
+        activation: Callable[[Any], MaskedActivation] | None = None,
+    ) -> None:  # fmt: skip
         self.s, self.start = s, masks(net).copy()
-        self.model = twin(net, activation)
+        self.model = net if activation is None else twin(net, activation)
         self.acts: list[Any] = list(mask_modules(self.model).values())
 
     def begin(self, history: History) -> None:
@@ -143,6 +149,9 @@ class MaskTraining:
         self.data = data_for(self.net, self.data)
         self.tuning = Finetune(epochs=0) if self.finetune is None else self.finetune
         training.check_trainable(self.net, self.data, self.tuning, self.teacher)
+        self.matched = self.method.matched or self.tuning.mismatch > 0
+        if self.teacher is not None and self.matched:
+            training.check_same_sites(self.net, self.data, self.teacher)
         self.measured = self.data  # what accuracies are measured on
         if self.test is not None:
             self.measured = self.test = data_for(self.net, self.test)
@@ -178,8 +187,9 @@ class MaskTraining:
             snapshots.restore(self.net, begin)
         if not self._phase(FINAL):
             teacher = self.net if self.teacher is None else self.teacher  # it is copied
-            needed = self.tuning.distill or self.tuning.mismatch
-            logits = TeacherLogits(teacher, self.data, self.tuning) if needed else None
+            logits = None
+            if self.tuning.distill or self.matched:
+                logits = TeacherLogits(teacher, self.data, self.tuning, matched=self.matched)
             self.trainer = partial(
                 training.Trainer, teacher=logits, seed=self.seed, fused_optimizer=False
             )
@@ -196,9 +206,7 @@ class MaskTraining:
     def _train_masks(self) -> None:
         """Train the masks to the end and write the bits into the net."""
         method = self.method(self.net, SimpleNamespace(**self.settings, seed=self.seed))
-        settings = dataclasses.replace(
-            self.tuning, optimizer="adam", weight_decay=0.0, batch_size=self.batch_size
-        )
+        settings = dataclasses.replace(self.tuning, **method.optimizer, batch_size=self.batch_size)
         trainer = self.trainer(method.model, self.data, settings)
         history, state, seen = self.history, self.directory.state, Overlaps(masks(self.net).total)
 
@@ -257,8 +265,8 @@ class MaskTraining:
         if self.progress:
             what = f"lr {record.get('lr', 0):.3g}"
             if "count" in record:
-                what = f"{record['count']:,} ReLUs ({-record['decrease']:+,}), "
-                what += f"λ {record['lambda']:.4g}"
+                what = f"{record['count']:,} ReLUs ({-record['decrease']:+,})"
+                what += f", λ {record['lambda']:.4g}" if "lambda" in record else ""
             tqdm.write(training.epoch_line(f"epoch {record['epoch']}: {what}", record))
         self._save(record, lambda: {**trainer.state(), **more()})
 

@@ -36,18 +36,20 @@ class TeacherLogits:
     """The teacher's logits by (sample, view), computed when they are first needed.
 
     Without settings.teacher_cache, half of the free memory is shared by the ranks of this machine.
-    The teacher is copied, so later changes to it have no effect.
+    The teacher is copied, so later changes to it have no effect. matched: `of` also gives the
+    directions of its activations, as it does with settings.mismatch.
     """
 
-    def __init__(self, teacher: nn.Module, data: ImageData, settings: Finetune) -> None:
+    def __init__(
+        self, teacher: nn.Module, data: ImageData, settings: Finetune, *, matched: bool = False
+    ) -> None:
         self.shape = first_outputs(teacher, data, "the teacher", 1).shape[1:]
         frozen = copy.deepcopy(teacher).eval().requires_grad_(False)
         self.data, self.padding, self.dtype = data, settings.padding, dtype_of(teacher)
-        masked = any(isinstance(module, MaskedActivation) for module in frozen.modules())
-        if settings.mismatch and not masked:
-            frozen = convert(frozen, next(data.batches(1, dtype=self.dtype))[0])
-        self.frozen, self.matched = frozen, settings.mismatch > 0
-        self.per_batch = data.streamed or self.matched
+        self.matched = matched or settings.mismatch > 0
+        self.per_batch = data.streamed or settings.mismatch > 0
+        if self.matched:
+            frozen = with_sites(frozen, data)
         self.teacher, self.memory_format = fused(frozen, train=False)
         self.batch, self.checked = BATCH, False  # halved where it does not fit
         rank, world = ranks.rank(), ranks.world()
@@ -174,3 +176,10 @@ class TeacherLogits:
         alone = self._forward(samples[half:], views[half:])
         same = torch.equal(straight, turned) and torch.equal(straight[half:], alone)
         return same or not straight.isfinite().all()  # `epoch` reports what is not finite
+
+
+def with_sites(teacher: nn.Module, data: ImageData) -> nn.Module:
+    """The teacher, converted if it has no masked activations."""
+    if any(isinstance(module, MaskedActivation) for module in teacher.modules()):
+        return teacher
+    return convert(teacher, next(data.batches(1, dtype=dtype_of(teacher)))[0])

@@ -40,7 +40,7 @@ from fastbcd.scoring.accuracy import check_classes, data_for, dtype_of, first_ou
 from fastbcd.scoring.metric import Criterion, Loss, describe
 from fastbcd.training.mismatch import mismatch, site_outputs
 from fastbcd.training.settings import Finetune
-from fastbcd.training.teacher import TeacherLogits
+from fastbcd.training.teacher import TeacherLogits, with_sites
 
 CHECK_EVERY = 32  # batches between two checks that losses and gradients are finite
 NET, OPTIMIZER = "net.", "optimizer."  # prefixes of tensor names in `Trainer.state`
@@ -67,10 +67,10 @@ class Trainer:
             given, teacher = teacher, None
             if given is not None and (settings.distill or settings.mismatch):
                 teacher = TeacherLogits(given, self.data, settings)
-        if settings.mismatch:
-            if teacher is None:
-                raise ValueError(f"mismatch={settings.mismatch} compares with a teacher: give one")
-            masks(net).check_same_sites(masks(teacher.frozen).sites, "the teacher")
+            if settings.mismatch:
+                if given is None:
+                    raise ValueError(f"mismatch={settings.mismatch} needs a teacher: give one")
+                check_same_sites(net, self.data, given)
         if settings.batch_size < ranks.world():
             raise ValueError(f"batch_size={settings.batch_size}; there are {ranks.world()} ranks")
         self.teacher, self.fused_optimizer = teacher, fused_optimizer
@@ -413,6 +413,11 @@ def check_same_classes(net: nn.Module, data: ImageData, teacher: nn.Module) -> N
         if isinstance(other, Tensor) and own.ndim == other.ndim == 2:
             raise ValueError(f"the teacher has {other.shape[1]} classes and the net {own.shape[1]}")
         raise ValueError(f"the teacher returns {describe(other)} and the net {describe(own)}")
+
+
+def check_same_sites(net: nn.Module, data: ImageData, teacher: nn.Module) -> None:
+    """Refuse a teacher whose activations cannot be compared with the net's."""
+    masks(net).check_same_sites(masks(with_sites(teacher, data)).sites, "the teacher")
 
 
 def _at_least_float32(t: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def test_streamed_images_train_as_those_in_memory() -> None:
 
 def test_what_cannot_be_compared_is_refused() -> None:
     net = make("mlp")
-    with pytest.raises(ValueError, match=r"mismatch=0\.7 compares with a teacher: give one"):
+    with pytest.raises(ValueError, match=r"mismatch=0\.7 needs a teacher: give one"):
         Finetuner(net, pair(), MATCHED)
     with pytest.raises(ValueError, match="the teacher belongs to another network: site 0 is"):
         Finetuner(net, pair(), MATCHED, make("resnet"))
