@@ -31,6 +31,7 @@ from fastbcd.masking.masks import masks as masks_of
 from fastbcd.masking.missed_relus import NonlinearOp
 
 LAN_BANDWIDTH, LAN_RTT = 1e9, 1e-3  # bits per second, seconds
+TERMS = {"rounds": "latency", "bytes": "transfer", "computation": "compute"}  # of a site's seconds
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,10 @@ class Cost:
             constants = {k: c for k, c in constants.items() if not k.startswith("square")}
         width, wide = max(len(row[0]) for row in rows), max(map(len, constants))
         notes: dict[str, list[str]] = {}  # by their title
+        if self.known_seconds:
+            named = ", ".join(f"{mark} {name}" for mark, name in zip(MARKS, TERMS, strict=True))
+            known = "" if self.seconds is not None else ", as far as it is known"
+            notes[f"time by site{known}: {named}"] = _bars(self.sites)
         if self.setup:
             notes[f"{si(self.setup, 's')} of the total is set-up"] = []
         if self.seconds is None:
@@ -282,6 +287,24 @@ def _cells(site: SiteCost) -> list[str]:
     times = (si(t, "s") for t in (site.compute, site.transfer, site.latency, site.seconds))
     counts = (f"{n:,}" for n in (site.relus, site.units, site.squares))
     return [site.name, *counts, si(site.bytes, "B"), si(site.rounds), *times]
+
+
+MARKS = "█▒░"  # of the terms, in a bar of text
+
+
+def _bars(sites: Iterable[SiteCost], width: int = 40) -> list[str]:
+    """The known seconds of each site as a bar; the longest has `width` characters.
+
+    >>> _bars(cost(fastbcd.MaskSet.full({"a": (4000,), "b": (8000,)}), "crypten").sites, width=20)
+    ['a  32.6 ms  ███▒▒▒▒▒░░░', 'b  56.3 ms  ███▒▒▒▒▒▒▒▒▒▒▒░░░░░░']
+    """
+    terms = {s.name: [getattr(s, term) or 0.0 for term in TERMS.values()] for s in sites}
+    scale = width / (max(map(sum, terms.values())) or 1.0)
+    long, lines = max(map(len, terms)), []
+    for name, several in terms.items():
+        bar = "".join(m * round(scale * t) for m, t in zip(MARKS, several, strict=True))
+        lines.append(f"{name:<{long}}  {si(sum(several), 's'):>7}  {bar}".rstrip())
+    return lines
 
 
 def si(value: float | None, unit: str = "") -> str:

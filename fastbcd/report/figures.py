@@ -3,49 +3,67 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import resources
-from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastbcd.masking.masks import MaskSet
-from fastbcd.private.costs import Cost, si
+from fastbcd.private.costs import TERMS, Cost, si
 from fastbcd.report.published import Curve
 from fastbcd.runs.read import SavedRun
 
 HERE = resources.files("fastbcd.report")
 LOOKS = json.loads((HERE / "figures.json").read_text("utf-8"))
+RELUS = "ReLUs kept"
 
 
 class Line(NamedTuple):
-    """The points (ReLUs, percent) of a run, or a single one such as the dense net."""
+    """The points (ReLUs or seconds, percent) of a run; a dense net or a start is a single one."""
 
     label: str
-    points: Sequence[tuple[int, float]]
+    method: str
+    points: Sequence[tuple[float, float]]
 
 
 def accuracy(
-    runs: Sequence[Line], single: Sequence[Line], published: Sequence[Curve], *, label: str
+    lines: Sequence[Line], published: Sequence[Curve] = (), *, label: str, axis: str = RELUS
 ) -> Any:
-    """Accuracy against ReLU count on a log axis; published curves thin, runs thick and black."""
-    figure, axes = canvas(4.0 + 0.2 * ((len(runs) + len(single) + len(published) + 1) // 2))
-    marks = 5 if published else 12
-    for (name, points), look in zip(runs, cycle(LOOKS["runs"]), strict=False):
-        plot(axes, points, name, marks=marks, marker="o", linewidth=1.7, markersize=5.5, zorder=5,
-             **look)  # fmt: skip
-    for (name, points), look in zip(single, cycle(LOOKS["points"]), strict=False):
-        plot(axes, points, name, linestyle="none", markersize=8, markeredgewidth=1.4, zorder=6,
-             **look)  # fmt: skip
+    """Accuracy on a log axis: one colour and mark per method, published curves thin.
+
+    Runs of one method differ in their dashes; its single points have one entry in the legend.
+    """
+    names = {line.label if len(line.points) > 1 else line.method for line in lines}
+    figure, axes = canvas(4.0 + 0.2 * ((len(names) + len(published) + 1) // 2))
+    seen: Counter[str] = Counter()
+    for name, method, points in sorted(lines, key=lambda line: len(line.points) == 1):
+        look = look_of(method)
+        if len(points) == 1:
+            known = axes.get_legend_handles_labels()[1]
+            plot(axes, points, f"_{name}" if method in known else method, linestyle="none",
+                 markersize=8, markeredgewidth=1.4, zorder=6, **look)  # fmt: skip
+            continue
+        dashes = LOOKS["runs"][seen[method] % len(LOOKS["runs"])]
+        seen[method] += 1
+        plot(axes, points, f"{method}: {name}", marks=5 if published else 12, linewidth=1.7,
+             markersize=5.5, zorder=5, **{**look, **dashes, "markerfacecolor": look["color"]},
+        )  # fmt: skip
     for curve in published:
-        look = LOOKS["methods"].get(curve.method, LOOKS["other method"])
-        plot(axes, curve.points, f"paper: {curve.method}", marks=99, linewidth=1,
-             markerfacecolor=look["color"], **look)  # fmt: skip
-    relu_axis(axes)
+        dashes = LOOKS["methods"].get(curve.method, LOOKS["other method"])["published"]
+        plot(axes, curve.points, f"paper: {curve.method}", marks=99, linewidth=0.9,
+             **look_of(curve.method), dashes=dashes)  # fmt: skip
+    log_axis(axes, axis)
     axes.set_ylabel(label)
     return with_legend(figure, axes)
+
+
+def look_of(method: str) -> dict[str, Any]:
+    """Colour and mark of a method."""
+    look = LOOKS["methods"].get(method, LOOKS["other method"])
+    return {name: look[name] for name in ("color", "marker")}
 
 
 def sites(start: MaskSet, now: MaskSet) -> Any:
@@ -68,6 +86,24 @@ def sites(start: MaskSet, now: MaskSet) -> Any:
     return with_legend(figure, axes, columns=3)
 
 
+def site_seconds(cost: Cost) -> Any:
+    """The seconds of each site in private inference: rounds, bytes and computation in one bar."""
+    figure, axes = canvas(1.5 + 0.27 * len(cost.sites))
+    places, ends = range(len(cost.sites)), np.zeros(len(cost.sites))
+    for (name, term), look in zip(TERMS.items(), LOOKS["terms"], strict=True):
+        widths = np.array([getattr(site, term) or 0.0 for site in cost.sites])
+        axes.barh(places, widths, 0.7, left=ends, label=name, **look)
+        ends += widths
+    for place, site in enumerate(cost.sites):
+        known = si(ends[place], "s") + ("" if site.seconds is not None else " and more")
+        annotate(axes, known if site.relus or site.squares else "emptied", (ends[place], place))
+    axes.set(xlabel="seconds", xlim=(0, 1.3 * max(ends.max(), 1e-9)))
+    axes.set_yticks(places, [site.name for site in cost.sites])
+    axes.set_ylim(len(places) - 0.4, -0.6)  # execution order from the top
+    axes.grid(False, axis="y")
+    return with_legend(figure, axes, columns=3)
+
+
 def overlaps(bcd: SavedRun | None, start: SavedRun | None) -> Any:
     """IoU of masks: the paper's score of consecutive masks, and the overlap with the start."""
     figure, axes = canvas(3.6)
@@ -81,7 +117,7 @@ def overlaps(bcd: SavedRun | None, start: SavedRun | None) -> Any:
              marker="o", markerfacecolor="black")  # fmt: skip
         plot(axes, [(n, n / max(counts[0], 1)) for n in counts],
              "BCD, with its start: |both| / |either|", marker="s", linestyle="--")  # fmt: skip
-    relu_axis(axes)
+    log_axis(axes, RELUS)
     axes.set(ylim=(0, 1.06), ylabel="overlap of masks")
     return with_legend(figure, axes, columns=1)
 
@@ -181,19 +217,19 @@ def canvas(height: float, rows: int = 1, heights: Sequence[float] | None = None)
     return figure, figure.subplots(rows, 1, height_ratios=heights)
 
 
-def relu_axis(axes: Any) -> None:
-    """ReLUs on a log axis, labelled 500, 6k, 100k; linear near 0 if there is a 0."""
+def log_axis(axes: Any, label: str) -> None:
+    """A log axis, labelled 500, 6k, 100k; linear near 0 if there is a 0."""
     from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
     if axes.dataLim.x0 <= 0:
-        axes.set_xscale("symlog", linthresh=1, linscale=0.4)
+        axes.set_xscale("symlog", linthresh=min(1, axes.dataLim.minposx), linscale=0.4)
     else:
         axes.set_xscale("log")
         low, high = axes.get_xlim()
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 1e4 else (1,)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_xlabel("ReLUs kept (log axis)")
+    axes.set_xlabel(f"{label} (log axis)")
 
 
 def plot(axes: Any, points: Any, label: str, *, marks: int = 12, **look: Any) -> None:

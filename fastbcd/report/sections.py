@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from fastbcd import private
 from fastbcd.masking.masks import MaskSet
@@ -15,7 +18,7 @@ from fastbcd.private.costs import si
 from fastbcd.report import figures, published
 from fastbcd.report.figures import Line
 from fastbcd.report.subject import Subject, setting_text, title_of
-from fastbcd.runs.read import SavedRun, Stages
+from fastbcd.runs.read import Point, SavedRun, Stages
 
 WORDS = json.loads((resources.files("fastbcd.report") / "sections.json").read_text("utf-8"))
 
@@ -60,14 +63,20 @@ def _section(
 
 @dataclass(frozen=True)
 class Network:
-    """The connection between the two parties of private inference.
+    """The connection between the two parties of private inference, and their protocol.
 
     >>> Network(rtt=0.04)
-    Network(bandwidth=1000000000.0, rtt=0.04)
+    Network(bandwidth=1000000000.0, rtt=0.04, protocol='crypten')
     """
 
     bandwidth: float = private.costs.LAN_BANDWIDTH  # bits per second
     rtt: float = private.costs.LAN_RTT  # seconds
+    protocol: str | private.Protocol = "crypten"  # whose seconds are drawn
+
+    def cost(self, masks: MaskSet, poly: Sequence[str], protocol: Any = None) -> private.Cost:
+        """What these masks cost here; protocol: another one."""
+        chosen = self.protocol if protocol is None else protocol
+        return private.cost(masks, chosen, bandwidth=self.bandwidth, rtt=self.rtt, poly=poly)
 
 
 def title(runs: Sequence[Stages], about: Subject) -> str:
@@ -99,39 +108,117 @@ def unfinished(run: Stages) -> str | None:
 # ------------------------------------------------------------------------------- accuracy
 
 
-def accuracy(runs: Sequence[Stages], about: Subject) -> Section:
-    """Test accuracy against ReLU count, beside the published curves; else train accuracy."""
-    lines = [Line(run.name, run.curve()) for run in runs if run.curve()]
-    single = _single_points(runs)
-    if lines or single:
-        return _curves("accuracy", about, lines, single)
-    lines = [Line(run.name, run.train_curve()) for run in runs if run.train_curve()]
-    return _curves("train accuracy", about, lines) if lines else _section("no accuracy")
+class Way(NamedTuple):
+    """The nets of one run with their accuracies; a dense net or a start is one net."""
+
+    label: str
+    method: str
+    run: Stages
+    stage: SavedRun
+    points: list[Point]
+
+    def by_relus(self) -> Line:
+        return Line(self.label, self.method, [(p.relus, p.accuracy) for p in self.points])
+
+
+def accuracy(runs: Sequence[Stages], about: Subject, network: Network) -> list[Section]:
+    """Test accuracy against ReLUs, beside the published curves, and seconds; else train accuracy.
+
+    They stand beside each other.
+    """
+    for name, found in (("accuracy", _tested(runs)), ("train accuracy", _trained(runs))):
+        if found:
+            lines = [way.by_relus() for way in found]
+            timed = seconds(found, network, label=_label(name, about))
+            return [_curves(name, about, lines), *timed]
+    return [_section("no accuracy")]
+
+
+def _tested(runs: Sequence[Stages]) -> list[Way]:
+    """The ways of BCD, dense nets and starting points whose test accuracy is known."""
+    found = []
+    for run in runs:
+        where = "" if len(runs) == 1 else f", {run.name}"
+        for stage in (run.dense, run.start):
+            if stage is not None and (point := stage.point()) is not None:
+                own = stage is run.last or stage.kind == "dense"
+                name = stage.title if own else f"start ({stage.title})"
+                found.append(Way(name + where, stage.title, run, stage, [point]))
+        if run.bcd and (curve := run.curve()):
+            found.append(Way(run.name, run.method, run, run.bcd, curve))
+    return found
+
+
+def _trained(runs: Sequence[Stages]) -> list[Way]:
+    found = [(run, run.bcd, run.train_curve()) for run in runs]
+    return [Way(r.name, r.method, r, bcd, curve) for r, bcd, curve in found if bcd and curve]
 
 
 def relative(runs: Sequence[Stages], about: Subject, given: float | None) -> Section | None:
     """Accuracy as a share of the dense net's, as in the paper's comparison with SENet."""
-    drawn = [(run, baseline(run, runs, given)) for run in runs if run.curve()]
-    known = [(run, dense) for run, dense in drawn if dense]
-    lines = [Line(run.name, [(n, 100 * y / d) for n, y in run.curve()]) for run, d in known]
+    ways = [way for way in _tested(runs) if way.stage.kind != "dense"]
+    drawn = [(way, baseline(way.run, runs, given)) for way in ways]
+    lines = [
+        Line(way.label, way.method, [(p.relus, 100 * p.accuracy / dense) for p in way.points])
+        for way, dense in drawn
+        if dense
+    ]
     if not lines:
         return _section("no baseline") if drawn else None
     return _curves("relative", about, lines)
 
 
-def _curves(name: str, about: Subject, lines: list[Line], single: Sequence[Line] = ()) -> Section:
+def _curves(name: str, about: Subject, lines: list[Line]) -> Section:
     """Runs and single points, beside the published curves."""
-    metric, label = (WORDS["sections"][name].get(key) for key in ("metric", "label"))
+    metric = WORDS["sections"][name].get("metric")
     curves = about.curves(metric) if metric else []
     rows = [
         [c.method, n, y, f"{c.source}; {c.note}" if c.note else c.source]
         for c in curves
         for n, y in c.points
     ]
-    label = label.replace("accuracy, %", about.metric) if about.metric else label
     sources = "" if name == "relative" and None in about[:2] else _sources(about, curves)
-    figure = figures.accuracy(lines, single, curves, label=label)
-    return _section(name, rows, figure=figure, sources=sources, ranges=_ranges([*lines, *single]))
+    figure = figures.accuracy(lines, curves, label=_label(name, about))
+    return _section(name, rows, figure=figure, sources=sources, ranges=_ranges(lines))
+
+
+def _label(name: str, about: Subject) -> str:
+    """What the vertical axis shows."""
+    label = WORDS["sections"][name]["label"]
+    return label.replace("accuracy, %", about.metric) if about.metric else label
+
+
+def seconds(ways: Sequence[Way], network: Network, *, label: str) -> list[Section]:
+    """Accuracy against the seconds of private inference, and the cost of each result."""
+    lines, rows, missing = [], [], 0
+    for way in ways:
+        known = [p for p in way.points if p.sites is not None]
+        missing += len(way.points) - len(known)
+        some = np.linspace(0, len(known) - 1, min(len(known), 200)).round().astype(int)
+        if len(known := [known[i] for i in some]):
+            costs = [_cost_of(way.stage, point, network) for point in known]
+            points = [(c.known_seconds, p.accuracy) for p, c in zip(known, costs, strict=True)]
+            lines.append(Line(way.label, way.method, points))
+            c, used = costs[-1], sum(site.relus > 0 for site in costs[-1].sites)
+            rows.append([way.label, way.method, c.relus, used, si(c.rounds), si(c.bytes, "B"),
+                         figures.seconds_text(c), known[-1].accuracy])  # fmt: skip
+    if not rows:
+        return []
+    least = "" if c.seconds is not None else " at least: a value of the protocol is unknown"
+    old = f"{missing} nets are left out: older versions did not record their sites."
+    return [_section(
+        "seconds", rows, protocol=c.protocol.name, bandwidth=si(c.bandwidth, "bit/s"),
+        figure=figures.accuracy(lines, label=label, axis=f"{c.protocol.name}, seconds{least}"),
+        rtt=si(c.rtt, "s"), old=old if missing else "",
+        ranges="; ".join(f"{r[0]}: {r[-1]:.2f} % at {r[-2]}" for r in rows),
+    )]  # fmt: skip
+
+
+def _cost_of(stage: SavedRun, point: Point, network: Network) -> private.Cost:
+    """The cost of a net, which depends on how many ReLUs each site keeps and not on which."""
+    kept = zip(stage.start.sites, point.sites or (), strict=True)
+    bits = torch.cat([torch.arange(site.numel) < n for site, n in kept])
+    return network.cost(MaskSet(stage.start.sites, bits), stage.poly)
 
 
 def baseline(run: Stages, runs: Sequence[Stages], given: float | None) -> float | None:
@@ -147,18 +234,6 @@ def baseline(run: Stages, runs: Sequence[Stages], given: float | None) -> float 
     return given
 
 
-def _single_points(runs: Sequence[Stages]) -> list[Line]:
-    """Dense nets and starting points, one point each."""
-    found = []
-    for run in runs:
-        where = "" if len(runs) == 1 else f", {run.name}"
-        for stage in (run.dense, run.start):
-            if stage is not None and stage.done and stage.accuracy is not None:
-                name = "dense" if stage.kind == "dense" else f"start ({stage.title})"
-                found.append(Line(name + where, [(stage.count, stage.accuracy)]))
-    return found
-
-
 def _sources(about: Subject, curves: list[published.Curve]) -> str:
     if about.arch is None or about.data is None:
         what = "data set (use --data)" if about.arch else "net (use --arch)"
@@ -171,11 +246,11 @@ def _sources(about: Subject, curves: list[published.Curve]) -> str:
 
 def _ranges(lines: Sequence[Line]) -> str:
     """
-    >>> _ranges([Line("15k", [(30_000, 70.0), (15_000, 68.85)])])
+    >>> _ranges([Line("15k", "BCD", [(30_000, 70.0), (15_000, 68.85)])])
     '15k: from 70.00 % at 30,000 ReLUs to 68.85 % at 15,000 ReLUs'
     """
     texts = []
-    for name, points in lines:
+    for name, _, points in lines:
         ends = [f"{y:.2f} % at {n:,} ReLUs" for n, y in (points[0], points[-1])]
         texts.append(f"{name}: " + (f"from {ends[0]} to " if len(points) > 1 else "") + ends[1])
     return "; ".join(texts)
@@ -201,6 +276,7 @@ def _facts(run: Stages, about: Subject, dense: float | None) -> dict[str, str]:
     shape = data.get("shape") or [data["channels"], data["height"], data["width"]]
     values = {
         "last": last, "state": "finished" if last.done else "not finished", "data": data,
+        "method": run.method,
         "share": last.count / last.start.total, "accuracy": _percent(last.accuracy),
         "dense": _percent(dense), "net": title_of(about.arch), "sites": len(last.start.sites),
         "name": title_of(about.data), "size": "×".join(map(str, shape)), "start": start,
@@ -250,6 +326,7 @@ def of_run(run: Stages, network: Network, prefix: str = "") -> list[Section]:
     last, found = run.last, []
     if last.masks is not None:
         found += [sites(last.start, last.masks), cost(last, last.masks, network)]
+        found += [site_seconds(network.cost(last.masks, last.poly))]
     found += [section for section in (steps(run.bcd), time(run), overlaps(run)) if section]
     return [section._replace(name=prefix + section.name) for section in found]
 
@@ -353,7 +430,7 @@ def cost(stage: SavedRun, now: MaskSet, network: Network) -> Section:
     if stage.start.count() == full.count():
         del sets["start"]
     found = {
-        name: [private.cost(m, p, **asdict(network), poly=stage.poly) for p in private.PROTOCOLS]
+        name: [network.cost(m, stage.poly, p) for p in private.PROTOCOLS]
         for name, m in sets.items()
     }
     rows = [
@@ -370,7 +447,21 @@ def cost(stage: SavedRun, now: MaskSet, network: Network) -> Section:
     empty = ", ".join(s.name for s in found["now"][0].emptied)
     return _section(
         "cost", rows, constants, figure=figures.costs(found),
-        bandwidth=si(network.bandwidth, "bit/s"), rtt=si(network.rtt, "s"),
+        bandwidth=si(found["now"][0].bandwidth, "bit/s"), rtt=si(found["now"][0].rtt, "s"),
         emptied=f"Emptied sites, whose rounds are saved: {empty}." if empty else "",
         seconds="; ".join(f"{r[0]}, {r[1]}: {r[5]}" for r in rows),
+    )  # fmt: skip
+
+
+def site_seconds(cost: private.Cost) -> Section:
+    """The seconds of each site, split into rounds, bytes and computation."""
+    rows = [
+        [s.name, s.relus, si(s.rounds), si(s.bytes, "B"), si(s.latency, "s"), si(s.transfer, "s"),
+         si(s.compute, "s"), si(s.seconds, "s")]
+        for s in (*cost.sites, cost.total)
+    ]  # fmt: skip
+    return _section(
+        "site-seconds", rows, figure=figures.site_seconds(cost), protocol=cost.protocol.name,
+        bandwidth=si(cost.bandwidth, "bit/s"), rtt=si(cost.rtt, "s"),
+        total=figures.seconds_text(cost), sites=len(cost.sites) - len(cost.emptied),
     )  # fmt: skip

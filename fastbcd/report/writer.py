@@ -36,11 +36,11 @@ def write(
     """Write the report on some runs into the folder `out`; returns the path of the page.
 
     Args:
-        runs: run directories of bcd, train, snl or autorep, or a recipe's folder with its stages;
-            the first one decides which published curves are drawn.
+        runs: any number of run directories, or a recipe's folders with its stages; the first one
+            decides which published curves are drawn. A method has one colour and mark.
         arch, data: names of the net and the data set, if the run did not record them.
         baseline: test accuracy of the dense net in percent, if none of the runs has it.
-        network: bandwidth and round trip for the cost of private inference; 1 Gbit/s, 1 ms.
+        network: bandwidth, round trip and protocol of private inference; 1 Gbit/s, 1 ms, CrypTen.
 
     >>> write(["runs/15k"], "runs/15k/report")  # doctest: +SKIP
     PosixPath('runs/15k/report/report.html')
@@ -54,16 +54,16 @@ def write(
         subjects = [subject(run, arch, data) for run in found]
         about, network, several = subjects[0], network or Network(), len(found) > 1
         shared: list[Section | None] = [
-            sections.accuracy(found, about), sections.relative(found, about, baseline),
+            sections.relative(found, about, baseline),
             sections.summary(found, subjects, baseline), sections.between(found),
         ]  # fmt: skip
-        parts = [("", [section for section in shared if section])]
+        parts = [("", sections.accuracy(found, about, network)), ("", list(filter(None, shared)))]
         for number, run in enumerate(found, 1):
             own = sections.of_run(run, network, prefix=f"{number}-" if several else "")
             if several:
                 parts.append((run.name, own))
             else:
-                parts[0][1].extend(own)
+                parts[-1][1].extend(own)
         folder = _writable(Path(out))
         images = {s.name: _png(s.figure) for _, part in parts for s in part if s.figure}
     notices = [text for run in found if (text := sections.unfinished(run))]

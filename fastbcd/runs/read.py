@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,14 @@ from fastbcd.runs.config import KINDS, RECIPE, kind_of, read_config
 from fastbcd.runs.files import State, read_progress
 
 TITLES = {"bcd": "BCD", "dense": "dense", "snl": "SNL", "autorep": "AutoReP"}
+
+
+class Point(NamedTuple):
+    """A net on the way of a run, with its accuracy in percent."""
+
+    relus: int
+    accuracy: float
+    sites: list[int] | None  # ReLUs kept at each site; None: older versions did not record it
 
 
 @dataclass
@@ -105,6 +113,19 @@ class SavedRun:
         last = self.history[-1]
         return last["accuracy"].get("final") if "accuracy" in last else last.get("test_accuracy")
 
+    def point(self) -> Point | None:
+        """The run's result; None if it is not finished or was not tested."""
+        if self.masks is None or not self.done or self.accuracy is None:
+            return None
+        return Point(self.count, self.accuracy, list(self.masks.counts().values()))
+
+    def sites(self) -> list[list[int] | None]:
+        """ReLUs kept at each site before the first step of BCD and after each one."""
+        kept = [list(self.start.counts().values()), *(s.get("sites") for s in self.history)]
+        if self.masks is not None and self.history:
+            kept[-1] = list(self.masks.counts().values())
+        return kept
+
     def seconds(self) -> dict[str, float]:
         """Seconds spent, by phase, over all finished steps."""
         spent: Counter[str] = Counter()
@@ -145,7 +166,8 @@ class Stages:
 
     @property
     def start(self) -> SavedRun | None:
-        return self.stage("snl", "autorep")
+        """The stage that trained the masks that BCD started from."""
+        return next((s for s in self.stages if s.kind not in ("dense", "bcd")), None)
 
     @property
     def bcd(self) -> SavedRun | None:
@@ -155,20 +177,31 @@ class Stages:
     def last(self) -> SavedRun:
         return self.stages[-1]
 
-    def curve(self) -> list[tuple[int, float]]:
-        """(ReLUs, test accuracy) of the start, if it was measured, and after each step of BCD."""
-        bcd, start = self.bcd, self.start
-        tested = [s for s in (bcd.history if bcd else ()) if s["test_accuracy"] is not None]
-        curve = [(step["after"], step["test_accuracy"]) for step in tested]
-        if curve and bcd and bcd.start_accuracy is not None:
-            curve.insert(0, (bcd.start.count(), bcd.start_accuracy))
-        elif curve and start and start.done and start.accuracy is not None:
-            curve.insert(0, (start.count, start.accuracy))
-        return curve
+    @property
+    def method(self) -> str:
+        """The published method that the last stage is of."""
+        on = self.last.kind == "bcd" and self.start is not None and self.start.kind == "autorep"
+        return "BCD on AutoReP" if on else self.last.title
 
-    def train_curve(self) -> list[tuple[int, float]]:
-        """(ReLUs, accuracy on the train images that score), before each step of BCD."""
-        return [(s["before"], s["base_accuracy"]) for s in (self.bcd.history if self.bcd else ())]
+    def curve(self) -> list[Point]:
+        """The start, if it was tested, and the net after each step of BCD."""
+        if self.bcd is None:
+            return []
+        sites = self.bcd.sites()
+        curve = [
+            Point(step["after"], step["test_accuracy"], kept)
+            for step, kept in zip(self.bcd.history, sites[1:], strict=True)
+            if step["test_accuracy"] is not None
+        ]
+        start = self.start.point() if self.start else None
+        if self.bcd.start_accuracy is not None:
+            start = Point(self.bcd.start.count(), self.bcd.start_accuracy, sites[0])
+        return [start, *curve] if curve and start else curve
+
+    def train_curve(self) -> list[Point]:
+        """The net before each step of BCD, with its accuracy on the train images that score."""
+        steps = zip(self.bcd.history, self.bcd.sites(), strict=False) if self.bcd else ()
+        return [Point(step["before"], step["base_accuracy"], kept) for step, kept in steps]
 
 
 def load_run(path: str | os.PathLike[str], model: nn.Module | None = None) -> SavedRun:

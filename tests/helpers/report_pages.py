@@ -77,6 +77,7 @@ def large_run(place: Path, arch: str, data: str) -> Path:
             "chosen": 6, "accepted": True, "drops": {}, "base_accuracy": 80.0, "base_loss": 1.0,
             "chosen_accuracy": 79.9, "chosen_loss": 1.0, "engine": "stacked", "train_loss": None,
             "test_accuracy": 70.0 - number, "seconds": {"score": 5.0, "finetune": 40.0},
+            "sites": list(kept.counts().values()),
         }  # fmt: skip
         tensors = {f"{s.name}.mask": b for s, b in zip(kept.sites, kept.split(), strict=True)}
         run.save(number, tensors, record if number else {})

@@ -5,15 +5,29 @@ from __future__ import annotations
 import base64
 import re
 import shutil
+from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import fastbcd
 from fastbcd import report
-from fastbcd.report import figures
-from fastbcd.runs.read import read
+from fastbcd.report import figures, published, sections, subject
+from fastbcd.runs.read import TITLES, read
 from helpers.report_pages import PNG, Page
 from helpers.run_cases import records, small_net, small_run
+
+DATA = torch.randn(30, 1, 2, 2, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 3
+
+
+def two_sites() -> nn.Module:
+    """Two sites with 60 and 40 ReLUs."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(4, 60), fastbcd.MaskedReLU(60), nn.Linear(60, 40),
+        fastbcd.MaskedReLU(40), nn.Linear(40, 3),
+    )  # fmt: skip
 
 
 def test_numbers_are_those_of_the_history(finished, page_of) -> None:
@@ -54,7 +68,7 @@ def test_a_page_loads_nothing_else(stages, tmp_path, drawn) -> None:
     assert "viewport" in page.source
     files = {p.read_bytes() for p in folder.glob("*.png")}
     shown = [base64.b64decode(i["src"].partition("base64,")[2]) for i in page.images]
-    assert len(shown) == len(files) == 7
+    assert len(shown) == len(files) == 9
     assert set(shown) == files
     assert all(content.startswith(PNG) for content in shown)
     assert all(len(i["alt"]) > 20 for i in page.images)
@@ -102,7 +116,7 @@ def test_the_start_is_on_the_curve(finished, page_of) -> None:
     net, data = small_net(), fastbcd.load("fashion-mnist-mini").first(48)
     run = read(finished)
     start = run.curve()[0]
-    assert start == (98, fastbcd.accuracy(net, data.first(20)))
+    assert start == (98, fastbcd.accuracy(net, data.first(20)), [98])
     page, _ = page_of(finished)
     alt = next(i["alt"] for i in page.images if i["alt"].startswith("Test accuracy"))
     assert f"from {start[1]:.2f} % at 98 ReLUs to" in alt
@@ -113,7 +127,7 @@ def test_starting_points_and_dense_nets_alone(stages, page_of) -> None:
     alt = next(i["alt"] for i in page.images if i["alt"].startswith("Test accuracy"))
     final = records(stages / "2-snl")[-1]["accuracy"]["final"]
     dense = records(stages / "1-dense")[-1]["test_accuracy"]
-    assert f"start (SNL), 2-snl: {final:.2f} % at 60 ReLUs" in alt
+    assert f"SNL, 2-snl: {final:.2f} % at 60 ReLUs" in alt
     assert f"dense, 1-dense: {dense:.2f} % at 98 ReLUs" in alt
     assert "Steps" not in page.words
 
@@ -123,19 +137,24 @@ def test_an_unfinished_run_is_named_first(cut_short, page_of) -> None:
     begin = page.source.index("<h1>")
     assert begin < page.source.index("step 2 of about 5") < page.source.index("<section>")
     assert page.row("state")[1] == "not finished"
-    assert len(page.images) == 6
+    assert len(page.images) == 8
 
 
 def test_one_run_is_one_block_of_cards(finished, cut_short, page_of) -> None:
-    """So that the two columns of the page are equally long; several runs have a block each."""
-    assert page_of(finished)[0].source.count('<div class="cards">') == 1
-    assert page_of(finished, cut_short)[0].source.count('<div class="cards">') == 3
+    """So that the two columns of the page are equally long; several runs have a block each.
+
+    The first block has accuracy against ReLUs and against seconds, which are beside each other.
+    """
+    source = page_of(finished)[0].source
+    assert source.count('<div class="cards">') == 2
+    assert source.split('<div class="cards">')[1].count("<section>") == 2
+    assert page_of(finished, cut_short)[0].source.count('<div class="cards">') == 4
 
 
 def test_several_runs(finished, cut_short, page_of) -> None:
     page, folder = page_of(finished, cut_short)
     iou = read(finished).last.masks.iou(read(cut_short).last.masks)
-    assert page.row("whole")[1:] == ["8", "1.000", f"{iou:.3f}"]
+    assert ["whole", "8", "1.000", f"{iou:.3f}"] in page.rows
     assert {"1-steps.png", "2-steps.png", "accuracy.png"} <= {p.name for p in folder.iterdir()}
     assert page.row("state")[1:] == ["finished", "not finished"]
 
@@ -169,6 +188,77 @@ def test_shares_have_linear_bars(finished) -> None:
     assert axes.get_xscale() == "linear"
     assert axes.get_xlim()[0] == 0
     assert [round(bar.get_width(), 2) for bar in axes.patches] == [100, 8.16]
+
+
+def test_seconds_are_those_of_the_masks_after_each_step(tmp_path) -> None:
+    """Accuracy against seconds, from the ReLUs of each site that every step recorded."""
+    seen = [fastbcd.masks(two_sites()).copy()]
+    network = report.Network(1e8, 0.04, protocol="delphi-gc")
+    fastbcd.bcd(
+        two_sites(), DATA, 10, drc=50, rt=2, test=DATA, run_dir=tmp_path,
+        finetune=lambda net, step: seen.append(fastbcd.masks(net).copy()),
+    )  # fmt: skip
+    run = read(tmp_path)
+    with figures.style():
+        relus, timed = sections.accuracy([run], subject.subject(run), network)
+    (line,) = timed.figure.axes[0].lines
+    costs = [fastbcd.private.cost(m, "delphi-gc", bandwidth=1e8, rtt=0.04) for m in seen]
+    assert line.get_xdata() == pytest.approx([cost.seconds for cost in costs])
+    assert list(line.get_ydata()) == list(relus.figure.axes[0].lines[0].get_ydata())
+    assert timed.figure.axes[0].get_xlabel() == "delphi-gc, seconds (log axis)"
+    assert "delphi-gc, 100 Mbit/s, round trip 40.0 ms" in timed.text
+    used = sum(n > 0 for n in seen[-1].counts().values())
+    assert timed.tables[0].rows[0][2:5] == [10, used, str(used)]
+
+
+def test_steps_without_their_sites_are_left_out_of_the_seconds(tmp_path) -> None:
+    """A run of version 0.1: the start was not tested, and step 2 of 2 has its masks."""
+    old = Path(__file__).parents[1] / "runs" / "old_run" / "bcd"
+    page = Page(report.write([old], tmp_path))
+    assert "1 nets are left out: older versions did not record their sites." in page.text
+
+
+def test_the_time_of_each_site_is_a_bar_of_rounds_bytes_and_computation() -> None:
+    kept = fastbcd.MaskSet.full({"a": (100,), "b": (50,), "c": (10,)}).without(range(60, 150))
+    cost = fastbcd.private.cost(kept, "crypten", bandwidth=1e6, rtt=0.01)
+    with figures.style():
+        (axes,) = figures.site_seconds(cost).axes
+    widths = [[bar.get_width() for bar in bars] for bars in axes.containers]
+    starts = [[bar.get_x() for bar in bars] for bars in axes.containers]
+    for found, term in zip(widths, ("latency", "transfer", "compute"), strict=True):
+        assert found == pytest.approx([getattr(site, term) for site in cost.sites])
+    assert starts[2] == pytest.approx([s.latency + s.transfer for s in cost.sites])
+    assert [text.get_text() for text in axes.texts][1] == "emptied"
+    assert [t.get_text() for t in axes.figure.legends[0].texts] == [
+        "rounds",
+        "bytes",
+        "computation",
+    ]
+
+
+def test_a_method_has_one_colour_and_mark(finished, cut_short, stages, resnet18) -> None:
+    """Its runs differ in their dashes, published curves are thin, single points share a name."""
+    looks = figures.LOOKS["methods"].values()
+    assert len({look["color"] for look in looks}) == len({look["marker"] for look in looks})
+    assert len({look["color"] for look in looks}) == len(looks)
+    assert set(TITLES.values()) | {c.method for c in published.every_curve()} <= {
+        *figures.LOOKS["methods"]
+    }
+    runs = [read(p) for p in (resnet18, finished, cut_short, stages, stages / "2-snl")]
+    with figures.style():
+        section, _ = sections.accuracy(runs, subject.subject(runs[0]), report.Network())
+    lines = section.figure.axes[0].lines
+    by_method = {m: [x for x in lines if f"{m}: " in f"{x.get_label()}: "] for m in ("BCD", "SNL")}
+    assert len(by_method["BCD"]) == 5, "four runs and the paper's curve"
+    for method, found in by_method.items():
+        look = figures.look_of(method)
+        assert {(x.get_color(), x.get_marker()) for x in found} == {(look["color"], look["marker"])}
+    assert {x.get_linewidth() for x in by_method["BCD"]} == {1.7, 0.9}
+    names = [text.get_text() for text in section.figure.legends[0].texts]
+    assert names.count("SNL") == names.count("dense") == 1
+    assert {"BCD: whole", "BCD: stages", "paper: SNL", "paper: SENet"} - {*names} == {
+        "paper: SENet"
+    }
 
 
 def test_without_a_test_set_nothing_published_is_drawn(tmp_path) -> None:

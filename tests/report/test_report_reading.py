@@ -99,10 +99,9 @@ def test_a_run_with_a_metric_of_its_own(tmp_path) -> None:
     assert "The paper has no such curve for ResNet18 on CIFAR-10, judged by certainty." in page.text
     assert not [row for row in page.rows if row[0] == "SNL"]
     with figures.style():
-        section = sections.accuracy(
-            [read(tmp_path / "run")], subject.subject(read(tmp_path / "run"))
-        )
-    assert section.figure.axes[0].get_ylabel() == "test certainty"
+        run = read(tmp_path / "run")
+        both = sections.accuracy([run], subject.subject(run), report.Network())
+    assert [s.figure.axes[0].get_ylabel() for s in both] == ["test certainty"] * 2
 
 
 def certainty(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,7 @@ def test_damaged_states_are_refused(finished, tmp_path) -> None:
         ({"arch": "resnet81"}, "arch='resnet81'; choose from resnet18"),
         ({"data": "mnist"}, "data='mnist'; choose from cifar10"),
         ({"network": report.Network(bandwidth=0)}, "bandwidth=0"),
+        ({"network": report.Network(protocol="cripten")}, "there is no protocol 'cripten'"),
     ],
 )
 def test_bad_options(finished, tmp_path, options, message) -> None:
@@ -91,10 +92,11 @@ def test_without_matplotlib(finished, tmp_path, monkeypatch, capsys) -> None:
 
 def test_the_command(stages, tmp_path, capsys) -> None:
     shutil.copytree(stages, tmp_path / "run")
-    assert cli.main(["report", str(tmp_path / "run"), "--rtt", "40ms"]) == 0
+    line = ["report", str(tmp_path / "run"), "--rtt", "40ms", "--protocol", "delphi-gc"]
+    assert cli.main(line) == 0
     page = tmp_path / "run" / "report" / "report.html"
-    assert f"{page}: open it in a browser; its 7 figures" in capsys.readouterr().out
-    assert "round trip 40.0 ms" in page.read_text(encoding="utf-8")
+    assert f"{page}: open it in a browser; its 9 figures" in capsys.readouterr().out
+    assert "delphi-gc, 1.00 Gbit/s, round trip 40.0 ms" in page.read_text(encoding="utf-8")
     assert read(tmp_path / "run").bcd.done, "the report is no stage"
     assert cli.main(["report", str(tmp_path / "nothing")]) == 2
     error = capsys.readouterr().err

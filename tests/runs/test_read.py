@@ -22,7 +22,8 @@ def test_a_finished_run(finished) -> None:
     assert stage.start.count() == 98
     assert stage.history == records(finished)
     steps = [(r["after"], r["test_accuracy"]) for r in records(finished)]
-    assert found.curve() == [(98, stage.start_accuracy), *steps]
+    assert [point[:2] for point in found.curve()] == [(98, stage.start_accuracy), *steps]
+    assert [point.sites for point in found.curve()] == [[98], [78], [58], [38], [18], [8]]
 
 
 def test_an_unfinished_run(cut_short) -> None:
@@ -79,7 +80,7 @@ def test_stages_of_a_chain(stages) -> None:
     assert all(stage.done for stage in found.stages)
     assert found.dense is not None
     final = records(stages / "2-snl")[-1]["accuracy"]["final"]
-    assert found.curve()[0] == (60, final)
+    assert found.curve()[0] == (60, final, [60])
     assert found.dense.accuracy == records(stages / "1-dense")[-1]["test_accuracy"]
 
 
