@@ -6,6 +6,7 @@ import copy
 import linecache
 import operator
 import threading
+from collections.abc import Container
 from itertools import compress
 from typing import Any
 
@@ -112,10 +113,15 @@ def drop_emptied(net: nn.Module, graph: fx.Graph) -> None:
     """Erase the sites that keep no ReLU and are the identity: their readers read their input."""
     acts = [module for module in net.modules() if type(module) is MaskedReLU]
     kept = [act.mask.any().to(acts[0].mask.device) for act in acts]
-    used = set(compress(acts, torch.stack(kept).tolist())) if acts else set()
+    used = compress(acts, torch.stack(kept).tolist()) if acts else ()  # one copy from the device
+    erase_calls(net, graph, set(acts).difference(used))
+
+
+def erase_calls(net: nn.Module, graph: fx.Graph, modules: Container[nn.Module]) -> None:
+    """Erase the calls of modules that return their input."""
     for node in graph.find_nodes(op="call_module"):
-        module, inputs = _module(net, node), (*node.args, *node.kwargs.values())
-        if type(module) is MaskedReLU and module not in used and len(inputs) == 1:
+        inputs = (*node.args, *node.kwargs.values())
+        if _module(net, node) in modules and len(inputs) == 1:
             node.replace_all_uses_with(inputs[0])
             graph.erase_node(node)
 

@@ -6,20 +6,24 @@ kept units are gathered, activated and written back:
     f = x.flatten(1)
     f[:, kept] = relu(f[:, kept])
     f[:, removed] = c2*f² + c1*f + c0       # where removed ReLUs are quadratics
+
+Nothing is left of a site that keeps no ReLU, unless its ReLUs became quadratics.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
+import operator
 import os
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from fastbcd.graph.trace import Tracer, erase_calls, without_inplace
 from fastbcd.kernels.geometry import compute_dtype
 from fastbcd.masking.activations import MaskedActivation, MaskedPoly, MaskedReLU
 from fastbcd.masking.masks import mask_modules
@@ -64,17 +68,39 @@ class GatheredPoly(GatheredReLU):
         c0, c1, c2 = self.coef.to(small).index_select(1, self.channel)
         # c2*z² + c1*z + c0, in the order of operations of reference.py
         y = flat.index_copy(1, self.removed, ((c2 * z + c1) * z + c0).to(x.dtype))
-        return (super().forward(y) if len(self.kept) else y).reshape(x.shape)
+        return super().forward(y).reshape(x.shape)
 
     def extra_repr(self) -> str:
         return f"{len(self.kept):,} ReLUs, {len(self.removed):,} quadratics"
 
 
+class Quadratic(nn.Module):
+    """c2*z² + c1*z + c0 at every position, coef [3, C] by channel."""
+
+    def __init__(self, coef: nn.Parameter) -> None:
+        super().__init__()
+        self.coef = coef
+
+    def forward(self, x: Tensor) -> Tensor:
+        small = compute_dtype(x.dtype)
+        z, (c0, c1, c2) = x.to(small), self.coef.to(small).view(3, -1, *(1,) * (x.ndim - 2))
+        return ((c2 * z + c1) * z + c0).to(x.dtype)
+
+
+class Copied(nn.Module):
+    """A copy: a dropped site would share memory that the net overwrites."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+
 def gather_form(net: nn.Module) -> nn.Module:
     """A copy of the net in which each site evaluates only the ReLUs it keeps.
 
-    The logits are bit-identical. A site that keeps all ReLUs becomes nn.ReLU, a site that keeps
-    none nn.Identity or the quadratic.
+    The logits are bit-identical. A site that keeps all ReLUs becomes nn.ReLU. One that keeps none
+    becomes its quadratic, or else is dropped: no call is left in the graph of a converted net, and
+    nn.Identity in other nets, of which `export` leaves nothing. Only a net that overwrites memory
+    which a dropped site would share, or that torch.fx cannot trace, has copies in their place.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3), nn.Linear(3, 2))
     >>> fastbcd.set_masks(net, fastbcd.masks(net).without([1]))
@@ -89,22 +115,56 @@ def gather_form(net: nn.Module) -> nn.Module:
     twin = copy.deepcopy(net)
     if isinstance(twin, MaskedActivation):
         return _gathered(twin)
-    made: dict[nn.Module, nn.Module] = {}  # the same activation may have several names
-    for name, module in list(twin.named_modules(remove_duplicate=False)):
-        if isinstance(module, MaskedActivation):
-            made[module] = made.get(module) or _gathered(module)
-            owner, _, leaf = name.rpartition(".")
-            twin.get_submodule(owner).register_module(leaf, made[module])
+    made = {act: _gathered(act) for act in mask_modules(twin).values()}
+    dropped: Any = {act: new for act, new in made.items() if type(new) is nn.Identity}
+    _replace(twin, dropped)
+    try:
+        if dropped:
+            graph = twin.graph if isinstance(twin, fx.GraphModule) else _Tracer().trace(twin)
+            without_inplace(twin, graph)  # refuses to overwrite what is read later
+        for part in twin.modules():
+            if dropped and isinstance(part, fx.GraphModule):
+                erase_calls(part, part.graph, set(dropped.values()))
+                part.recompile()
+    except Exception:  # whatever the net's own forward raises on fx proxies
+        _replace(twin, {new: Copied() for new in dropped.values()})
+    _replace(twin, made)
     return twin
+
+
+class _Proxy(fx.Proxy):
+    """x += y overwrites x; torch.fx alone takes it for x = x + y."""
+
+
+def _recorded(function: Any) -> Any:
+    return lambda x, y: x.tracer.create_proxy("call_function", function, (x, y), {})
+
+
+for _name in ("iadd", "isub", "imul", "itruediv"):
+    setattr(_Proxy, f"__{_name}__", _recorded(getattr(operator, _name)))
+
+
+class _Tracer(Tracer):
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
+
+
+def _replace(net: nn.Module, made: dict[Any, nn.Module]) -> None:
+    """Put modules in the place of others, which may have several names."""
+    for name, module in list(net.named_modules(remove_duplicate=False)):
+        if module in made:
+            owner, _, leaf = name.rpartition(".")
+            new = made[module].train(module.training)
+            net.get_submodule(owner).register_module(leaf, new)
 
 
 def _gathered(act: MaskedActivation) -> nn.Module:
     mask = act.mask.bool()
-    made: nn.Module = nn.ReLU()
-    if not mask.all():
-        made = GatheredReLU(mask) if mask.any() else nn.Identity()
-        made = GatheredPoly(mask, act.coef) if isinstance(act, MaskedPoly) else made
-    return made.train(act.training)
+    if mask.all():
+        return nn.ReLU()
+    if isinstance(act, MaskedPoly):
+        return GatheredPoly(mask, act.coef) if mask.any() else Quadratic(act.coef)
+    return GatheredReLU(mask) if mask.any() else nn.Identity()
 
 
 def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> float | None:

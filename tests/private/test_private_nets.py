@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastbcd
 from fastbcd import MaskedPoly, MaskedReLU, private
-from fastbcd.private.gathering import GatheredPoly, GatheredReLU
+from fastbcd.private.gathering import Copied, GatheredPoly, GatheredReLU, Quadratic
 from fastbcd.starts.snl import SoftReLU
 from helpers import nets
 
@@ -57,7 +57,7 @@ def test_a_site_in_every_state(kind, dtype, last) -> None:
     poly = kind is MaskedPoly
     for mask, expected in (
         (torch.ones(4, 3, 2, dtype=torch.bool), nn.ReLU),
-        (torch.zeros(4, 3, 2, dtype=torch.bool), GatheredPoly if poly else nn.Identity),
+        (torch.zeros(4, 3, 2, dtype=torch.bool), Quadratic if poly else nn.Identity),
         (torch.rand(4, 3, 2) > 0.5, GatheredPoly if poly else GatheredReLU),
     ):
         net[1].mask.copy_(mask)
@@ -65,6 +65,51 @@ def test_a_site_in_every_state(kind, dtype, last) -> None:
         assert type(small[1]) is expected
         assert small(x).dtype == dtype
         assert torch.equal(small(x).nan_to_num(7), net(x).nan_to_num(7))
+
+
+@pytest.mark.parametrize("name", [*nets.TRACEABLE, "untraceable"])
+def test_emptied_sites_are_dropped(name) -> None:
+    """Bit for bit the same function; a converted net has no call of them left."""
+    for seed in range(3):
+        net, x = nets.emptied(nets.thinned(nets.make(name)), seed), nets.images(4)[0]
+        small = private.gather_form(net)
+        assert torch.equal(small(x), net(x))
+        if isinstance(small, torch.fx.GraphModule):
+            calls = {n.target for n in small.graph.find_nodes(op="call_module")}
+            gone = {s for s, kept in fastbcd.masks(net).counts().items() if not kept}
+            assert calls & gone == (gone if name == "poly" else set())
+
+
+class OverwritesASite(nn.Module):
+    """What a site returns, or has read, is overwritten while the other is still needed."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.which, self.act, self.head = which, MaskedReLU((3, 8, 8)), nn.Linear(3, 5)
+
+    def forward(self, x):
+        x = x * 2.0
+        y = self.act(x)
+        if self.which == "output":
+            y += 1.0
+        elif self.which == "input":
+            x.mul_(3.0)
+        else:
+            x = y.add_(0.5)  # nothing else is read afterwards
+        return self.head((x - 2.0 * y).mean((2, 3)))
+
+
+CASES = [("output", Copied), ("input", Copied), ("neither", nn.Identity)]
+
+
+@pytest.mark.parametrize(("which", "kind"), CASES)
+def test_a_dropped_site_does_not_share_memory_that_is_overwritten(which, kind) -> None:
+    torch.manual_seed(0)
+    net, x = OverwritesASite(which).eval(), nets.images(4)[0]
+    net.act.mask.zero_()
+    small = private.gather_form(net)
+    assert type(small.act) is kind
+    assert torch.equal(small(x), net(x))
 
 
 def test_gather_form_is_a_copy() -> None:
@@ -136,6 +181,59 @@ def test_export_to_onnx(tmp_path) -> None:
     (logits,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(logits), net(x).detach(), atol=1e-5, rtol=1e-4)
     assert {"Gather", "Relu"} <= {node.op_type for node in onnx.load(path).graph.node}
+
+
+def with_sites(in_use: set[int], replacement: str = "identity") -> nn.Module:
+    """The test net; one of the ReLUs of the sites in use is gone, and all of the others."""
+    net = nets.make("poly" if replacement == "poly" else "resnet")
+    kept = fastbcd.masks(net).copy()
+    for i, site in enumerate(kept.sites):
+        kept.bits[site.start : site.start + (1 if i in in_use else site.numel)] = False
+    fastbcd.set_masks(net, kept)
+    return net
+
+
+def never_there(in_use: set[int]) -> nn.Module:
+    """The same net, written without the ReLUs of the other sites."""
+    net = with_sites(in_use)
+    for i, site in enumerate(fastbcd.masks(net).sites):
+        if i not in in_use:
+            net.set_submodule(site.name, nn.Identity())
+    return net
+
+
+def operators(path) -> list[str]:
+    """What an exported graph calls, in order."""
+    if path.suffix == ".onnx":
+        return [n.op_type for n in importlib.import_module("onnx").load(path).graph.node]
+    return [str(n.target) for n in torch.export.load(path).graph.nodes if n.op == "call_function"]
+
+
+@pytest.mark.parametrize("kind", ["pt2", "onnx"])
+def test_no_operation_is_exported_for_emptied_sites(kind, tmp_path) -> None:
+    """The graph is that of a net that never had them; of a site in use it has one ReLU."""
+    if kind == "onnx":
+        pytest.importorskip("onnxscript")
+    found, x = [], nets.images(3)[0]
+    for number, net in enumerate([with_sites({1}), never_there({1}), with_sites({0, 1, 4})]):
+        path = tmp_path / f"{number}.{kind}"
+        private.export(net, x, path)
+        found.append(operators(path))
+    assert found[0] == found[1]
+    for number, sites in ((0, 1), (2, 3)):
+        names = [name.lower() for name in found[number]]
+        for word in ("relu", "index_copy" if kind == "pt2" else "scatter"):
+            assert sum(word in name for name in names) == sites
+        assert not [name for name in names if "identity" in name or "where" in name]
+
+
+def test_squares_of_sites_without_relus_are_exported(tmp_path) -> None:
+    """Without gathers: every unit of such a site is a square."""
+    net = with_sites(set(), "poly")
+    assert private.export(net, nets.images(3)[0], tmp_path / "net.pt2") < 1e-6
+    names = operators(tmp_path / "net.pt2")
+    assert not [name for name in names if "relu" in name or "index" in name]
+    assert sum("mul" in name for name in names) == 2 * 3  # (c2*z + c1)*z at three sites
 
 
 def test_export_refuses(tmp_path, monkeypatch) -> None:
