@@ -126,12 +126,12 @@ class _Search:
         self.removals.update(removals)
         alive, accepted = set(removals), None
 
-        def decide(tally: Tally) -> set[int]:
+        def decide(tally: Tally) -> tuple[set[int], float]:
             nonlocal alive, accepted
             self.tallies.update({k: tally.part([k]) for k in alive})
             ahead = len(self.data) - tally.seen
             if ahead and not self.early:
-                return alive
+                return alive, ahead
             slack = self.slack if ahead else 0.0
             least = {k: tally.sums[k][0] + self.low * ahead - slack for k in alive}
             most = {k: tally.sums[k][0] + self.high * ahead + slack for k in alive}
@@ -143,10 +143,25 @@ class _Search:
                 alive = {accepted}
             else:
                 alive = {k for k in alive - lost if not sure or k <= min(sure)}
-            return alive if ahead else set()
+            open_ = alive - {accepted, *sure}
+            wait = min((self.wait(k, tally, least[k], most[k]) for k in open_), default=ahead)
+            return alive if ahead else set(), wait
 
         run_pass(self.plan, self.data, removals, decide, base=False)
         return accepted
+
+    def wait(self, k: int, tally: Tally, least: float, most: float) -> float:
+        """How many images to see before the sum of an open hypothesis is worth a look.
+
+        An image moves each bound by 1 / len(data) of the range at most, so nothing is decided
+        before. Then half of the way to a decision at the present rate, if that is a small part of
+        what was seen: a look waits for a GPU.
+        """
+        points = (self.drop(least - self.slack) - self.adt, self.adt - self.drop(most - self.slack))
+        images = [p * len(self.data) / 100.0 for p in points]
+        rate = self.criterion.percent(tally.sums[k][0], tally.seen) / 100.0  # of the upper bound
+        likely = min(n / max(r, 1e-9) for n, r in zip(images, (rate, 1.0 - rate), strict=True))
+        return max(min(images) - 1.0, min(likely / 2, tally.seen / 4))
 
     def best(self) -> int:
         """The fallback: the largest metric, then the smaller loss, then the lower number.

@@ -28,7 +28,7 @@ from fastbcd.scoring.engine import Engine, Request, as_engine
 from fastbcd.scoring.metric import DEFAULT, WIDTH, Criterion, Loss, Metric
 from fastbcd.scoring.plan import Plan, make_plan
 
-LOOK_EVERY = 64  # batches between two reads of the sums, if nothing is decided
+LOOK_EVERY = 64  # batches between two reads of the sums, at most: invalid values are found there
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Tally:
         self.seen, self.rounds = self.seen + images, self.rounds + 1
 
 
-Decide = Callable[[Tally], set[int]]
+Decide = Callable[[Tally], tuple[set[int], float]]
 
 
 def run_pass(
@@ -141,10 +141,10 @@ def run_pass(
 ) -> Tally:  # fmt: skip
     """Score the hypotheses batch by batch, and the base too unless its sums are known.
 
-    begun: an earlier pass over these hypotheses, to continue. decide: names those that still
-    matter after a batch; the pass ends when none does. Each rank runs its shard of the images;
-    the tally is that of all ranks, so they decide alike. Sums stay on the device until they are
-    needed.
+    begun: an earlier pass over these hypotheses, to continue. decide: called after a batch, it
+    names those that still matter, and how many images must be seen before that can change; the
+    pass ends when none matters. Until then sums stay on the device. Each rank runs its shard of the
+    images; the tally is that of all ranks, so they decide alike.
     """
     tally = Tally({}) if begun is None else begun
     alive = dict(removals)
@@ -153,6 +153,7 @@ def run_pass(
     work = plan.engine.prepare(alive, plan.lanes)
     nothing = torch.zeros(WIDTH, dtype=torch.float64, device=data.device)
     pending: list[Tensor] = []
+    look = 0.0 if decide else torch.inf  # images after which a decision is possible
     sizes = _round_sizes(data, plan.batch)
     batches = data.shard(rank(), world()).rest(tally.rounds * plan.batch).batches(
         plan.batch, dtype=plan.request.example.dtype, memory_format=plan.engine.memory_format
@@ -171,7 +172,8 @@ def run_pass(
                     plan.use_fewer_lanes(len(alive), error)
                     work = plan.engine.prepare(alive, plan.lanes)
             pending.append(torch.stack([found.get(k, found.get(-1, nothing)) for k in numbers]))
-            if decide is None and len(pending) < LOOK_EVERY and i + 1 < len(sizes):
+            seen = tally.seen + sum(sizes[tally.rounds : i + 1])
+            if seen < look and len(pending) < LOOK_EVERY and i + 1 < len(sizes):
                 continue
             for rows in all_sum(torch.stack(pending)).tolist():
                 by_number = dict(zip(numbers, rows, strict=True))
@@ -179,9 +181,10 @@ def run_pass(
             pending = []
             if decide is None:
                 continue
-            still = decide(tally)
+            still, wait = decide(tally)
             if not still:
                 break
+            look = tally.seen + wait
             if still != set(alive):
                 alive = {k: alive[k] for k in alive if k in still}
                 work = plan.engine.prepare(alive, plan.lanes)

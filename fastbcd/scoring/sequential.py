@@ -9,29 +9,46 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fastbcd.masking.masks import MaskSet, set_masks
+from fastbcd.masking.masks import MaskSet, mask_modules
 
+Change = tuple[Tensor, Tensor]  # a site's mask, and the places in it of the ReLUs removed
 Outputs = Iterator[tuple[list[int], Any]]  # numbers of hypotheses, and their outputs
 
 
 class Sequential:
-    """The engine: write a hypothesis's masks into the net and run it."""
+    """The engine: write a hypothesis's masks into the net, where they differ, and run it."""
 
     name = "sequential"
     memory_format = torch.contiguous_format
 
     def __init__(self, net: nn.Module, masks: MaskSet) -> None:
-        self.net, self.masks = net, masks
+        self.net = net
+        self.masks = [module.mask for module in mask_modules(net).values()]
+        self.starts = torch.tensor([site.start for site in masks.sites])
 
-    def prepare(self, removals: dict[int, Tensor], lanes: int) -> dict[int, Tensor]:
-        return removals
+    def prepare(self, removals: dict[int, Tensor], lanes: int) -> dict[int, list[Change]]:
+        """By number, the sites that a hypothesis changes; in one copy to the net's device."""
+        work = {}
+        for number, ids in removals.items():
+            ids = ids.sort().values
+            site = torch.searchsorted(self.starts, ids, right=True) - 1
+            inside = (ids - self.starts[site]).to(self.masks[0].device)
+            parts = inside.split(site.bincount(minlength=len(self.masks)).tolist())
+            pairs = zip(self.masks, parts, strict=True)
+            work[number] = [(mask, some.to(mask.device)) for mask, some in pairs if len(some)]
+        return work
 
     def logits(
-        self, x: Tensor, removals: dict[int, Tensor], base: bool, batch: int | None = None
+        self, x: Tensor, work: dict[int, list[Change]], base: bool, batch: int | None = None
     ) -> Outputs:
         """([number], outputs [1, B, ...]) of every hypothesis, and of the base as number -1."""
-        nothing = {-1: torch.empty(0, dtype=torch.int64)} if base else {}
-        for number, ids in {**nothing, **removals}.items():
-            set_masks(self.net, self.masks.without(ids))
-            outputs = self.net(x.clone())  # the net may write into its input
+        for number, changes in {**({-1: []} if base else {}), **work}.items():
+            before = [mask.clone() for mask, _ in changes]
+            try:
+                for mask, ids in changes:
+                    mask.copy_(mask.flatten().index_fill(0, ids, False).view_as(mask))
+                outputs = self.net(x.clone())  # the net may write into its input
+            finally:
+                for (mask, _), bits in zip(changes, before, strict=True):
+                    mask.copy_(bits)
             yield [number], tree_map_only(Tensor, lambda t: t.unsqueeze(0), outputs)

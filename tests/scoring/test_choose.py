@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import fastbcd
 from fastbcd import Engine, choose, score
+from fastbcd.scoring import score as score_module
 from helpers.nets import images, make, thinned
 
 
@@ -32,6 +33,13 @@ def trained(name: str, n: int, noise: int, seed: int):
     with torch.no_grad():
         answers = net(x).argmax(1)
     return net, (x, torch.where(torch.arange(n) % noise == 0, labels, answers))
+
+
+def distance(outputs, targets):
+    return 1 - (outputs.softmax(1).argmax(1) - targets).abs() / 4
+
+
+distance.bounds = (0.0, 1.0)
 
 
 @given(
@@ -85,6 +93,28 @@ def test_hopeless_hypotheses_are_dropped_early() -> None:
     assert (fast.number, fast.accepted) == (slow.number, slow.accepted) == (1, True)
     assert slow.images == 400
     assert fast.images < 380
+
+
+@pytest.mark.parametrize("adt", [-3.0, 0.0, 2.6, 20.0])
+@pytest.mark.parametrize("metric", [None, distance])
+def test_sums_are_read_when_a_decision_is_possible(monkeypatch, adt, metric) -> None:
+    """The choice is as if they were read after every batch; at most a quarter more is scored."""
+    net, data = trained("mlp", 120, 7, 2)
+    hypotheses = [fastbcd.masks(net).sample(k, seed=2, step=0, trial=0) for k in (29, 9, 3, 30, 1)]
+    found, reads = [], []
+    plain = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: reads.append(t.shape) or plain(t))
+    for every in (64, 1):
+        monkeypatch.setattr(score_module, "LOOK_EVERY", every)
+        reads.append(None)
+        found.append(
+            choose(net, hypotheses, data, adt=adt, engine=Engine(batch_size=3), metric=metric)
+        )
+    few, all_ = found
+    assert (few.number, few.accepted, few.correct) == (all_.number, all_.accepted, all_.correct)
+    assert few.loss == pytest.approx(all_.loss)
+    assert all_.images <= few.images <= 1.25 * all_.images + 3 * len(hypotheses)
+    assert reads.index(None, 1) < len(reads) / 2 - 20
 
 
 def test_a_tie_in_correct_answers_goes_to_the_smaller_loss() -> None:

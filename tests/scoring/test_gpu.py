@@ -10,6 +10,7 @@ import torch
 import fastbcd
 from fastbcd import Engine, choose, score
 from fastbcd.runtime.limits import default_memory
+from fastbcd.scoring.collapsed.form import drop_form
 from fastbcd.scoring.engine import Request
 from fastbcd.scoring.stacked import portions
 from helpers import fake_cuda
@@ -43,16 +44,48 @@ def test_nets_in_half_precision(gpu, dtype) -> None:
     assert torch.equal(score(net.to("cuda"), hypotheses(net), data).correct, truth.correct)
 
 
-def test_sums_are_read_once(gpu) -> None:
-    """More batches wait no more often for the device, and nothing else is copied to it."""
+@pytest.mark.filterwarnings("ignore:fastbcd runs its slow reference on cuda tensors")
+@pytest.mark.parametrize("engine", ["sequential", "stacked", "collapsed"])
+def test_batches_neither_wait_nor_copy(gpu, engine) -> None:
+    """Sums are read once per call, and masks and ids are on the device before the first batch."""
     net = thinned(make("mlp")).to("cuda")
     removals, counts = hypotheses(net), []
-    for batches in (3, 9):
+    for batches in (1, 3, 9):
         data = fastbcd.ImageData.from_arrays(*images(4 * batches)).to("cuda")
+        drop_form(net)
         gpu.reset()
-        score(net, removals, data, Engine("stacked", batch_size=4))
+        score(net, removals, data, Engine(engine, batch_size=4))
         counts.append({kind: gpu.counts[kind] for kind in ("sync", "h2d", "d2h")})
-    assert counts[0] == counts[1], gpu.places
+    assert counts[1] == counts[2], gpu.places
+
+
+def test_sequential_writes_the_masks_that_a_hypothesis_changes(gpu) -> None:
+    net, data = make("resnet").to("cuda"), fastbcd.ImageData.from_arrays(*images(8)).to("cuda")
+    launches = []
+    for sites in (1, 4):
+        ids = torch.tensor([[site.start for site in fastbcd.masks(net).sites[:sites]]])
+        gpu.reset()
+        score(net, ids, data, Engine("sequential", batch_size=4))
+        launches.append(gpu.counts["launch"])
+    assert launches[1] - launches[0] == 2 * 3 * 4  # batches; further sites; clone, fill, two copies
+
+
+@pytest.mark.filterwarnings("ignore:fastbcd runs its slow reference on cuda tensors")
+@pytest.mark.parametrize("engine", ["sequential", "stacked", "collapsed"])
+def test_choose_waits_when_a_decision_is_possible(gpu, engine) -> None:
+    """Once in many batches, the first and the last look included."""
+    net = thinned(make("mlp")).to("cuda")
+    x, labels = images(200)
+    with torch.no_grad():
+        labels = torch.where(torch.arange(200) % 5 > 0, net(x.cuda()).argmax(1).cpu(), labels)
+    data = fastbcd.ImageData.from_arrays(x, labels).to("cuda")
+    engine, counts = Engine(engine, batch_size=4), []
+    for some in (data.first(4), data.first(4), data):  # the first call also plans
+        gpu.reset()
+        found = choose(net, hypotheses(net, 1, 1), some, adt=4.0, engine=engine)
+        counts.append(gpu.counts["sync"])
+    assert (found.images, found.accepted) == (200, True)
+    assert counts[2] - counts[1] <= 15, gpu.places  # in 50 batches
 
 
 def test_lanes_are_halved_when_memory_runs_out() -> None:

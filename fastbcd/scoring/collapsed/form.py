@@ -13,6 +13,7 @@ of c to zero. So a form is kept between calls, for as long as the net and all th
 
 from __future__ import annotations
 
+import gc
 import weakref
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -89,12 +90,13 @@ class AffineCache:
         self.limit = 0  # bytes
         self.example: Tensor | None = None  # the first images of the data
         self.entries: dict[int, tuple[Tensor, Tensor]] = {}  # images, [R + classes, B]
+        self.compared: set[int] = set()  # numbers whose images are known to be those of this call
 
     def begin(self, example: Tensor, limit: int) -> None:
         """Store at most `limit` bytes, and only of the data that begins with this example."""
         if self.example is None or not torch.equal(self.example, example):
             self.entries = {}
-        self.example, self.limit = example.clone(), limit
+        self.example, self.limit, self.compared = example.clone(), limit, set()
         while self.entries and self.bytes > limit:
             self.entries.popitem()
 
@@ -104,14 +106,17 @@ class AffineCache:
 
     def find(self, number: int, x: Tensor) -> Tensor | None:
         """What is known of a batch, if its images x are those that were seen."""
-        if number in self.entries and torch.equal(self.entries[number][0], x):
-            return self.entries[number][1]
+        known = self.entries.get(number)
+        if known and (number in self.compared or torch.equal(known[0], x)):  # which waits for a GPU
+            self.compared.add(number)
+            return known[1]
         self.entries.pop(number, None)
         return None
 
     def add(self, number: int, x: Tensor, z: Tensor) -> None:
         if self.bytes + x.nbytes + z.nbytes <= self.limit:
             self.entries[number] = x.clone(), z
+            self.compared.add(number)
 
     def restrict(self, place: Tensor) -> None:
         """Drop the rows of kinks that were removed."""
@@ -173,5 +178,6 @@ def keep_form(net: nn.Module, signature: Signature, form: Form) -> None:
 
 
 def drop_form(net: nn.Module) -> None:
-    """Forget the form of a net."""
-    _forms.pop(net, None)
+    """Forget the form of a net; a GPU's memory is free at once."""
+    if _forms.pop(net, None) and torch.cuda.is_initialized():
+        gc.collect()  # torch's pytree leaves lists of tensors in cycles

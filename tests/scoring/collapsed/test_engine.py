@@ -233,7 +233,7 @@ def test_a_batch_is_found_by_its_number(monkeypatch) -> None:
     score(net, ids, (x, labels), engine)
     monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(a.shape) or plain(a, b))
     score(net, ids, (x, labels), engine)
-    assert compared.count(x[:5].shape) == 10 + 1  # and the check of what is cached
+    assert compared.count(x[:5].shape) == 10
     x[30] += 1
     found = score(net, ids, (x, labels), engine)
     truth = score(net, ids, (x, labels), engine="sequential")
