@@ -5,7 +5,7 @@ from fastbcd.data.images import ImageData
 from fastbcd.data.sources import load
 from fastbcd.data.stream import StreamData
 from fastbcd.descent.bcd import Run, bcd, steps
-from fastbcd.descent.proposals import Proposal, Saliency
+from fastbcd.descent.proposals import Blocks, Proposal, Saliency
 from fastbcd.descent.saliency import saliency
 from fastbcd.descent.schedules import Adaptive, Fraction, Schedule
 from fastbcd.descent.step import Step
@@ -28,12 +28,12 @@ from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Finetuner
 
 __all__ = [
-    "Adaptive", "Choice", "ConversionError", "Engine", "Finetune", "Finetuner", "Fraction",
-    "ImageData", "MaskSet", "MaskedPoly", "MaskedReLU", "Proposal", "Run", "Saliency", "Schedule",
-    "Scores", "Site", "StartingPoint", "Step", "StreamData", "Trained", "accuracy", "autorep",
-    "backends", "bcd", "choose", "convert", "load", "load_autorep", "load_relupruner", "load_run",
-    "load_snl", "masks", "models", "ops", "private", "recipes", "report", "saliency", "score",
-    "set_masks", "snl", "steps", "to_poly", "train",
+    "Adaptive", "Blocks", "Choice", "ConversionError", "Engine", "Finetune", "Finetuner",
+    "Fraction", "ImageData", "MaskSet", "MaskedPoly", "MaskedReLU", "Proposal", "Run", "Saliency",
+    "Schedule", "Scores", "Site", "StartingPoint", "Step", "StreamData", "Trained", "accuracy",
+    "autorep", "backends", "bcd", "choose", "convert", "load", "load_autorep", "load_relupruner",
+    "load_run", "load_snl", "masks", "models", "ops", "private", "recipes", "report", "saliency",
+    "score", "set_masks", "snl", "steps", "to_poly", "train",
 ]  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping
 from importlib import resources
 from operator import attrgetter
@@ -19,6 +18,7 @@ from fastbcd import models, private, recipes
 from fastbcd.descent.bcd import WHEN
 from fastbcd.descent.proposals import PROPOSALS
 from fastbcd.descent.schedules import Schedule
+from fastbcd.private import units
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.engine import ENGINES
 from fastbcd.training.settings import OPTIMIZERS
@@ -117,35 +117,25 @@ def temperature(text: str) -> float:
     return fastbcd.Saliency(float(text)).temperature
 
 
-def bits_per_second(text: str) -> float:
-    """A bandwidth; bits per second if there is no unit.
+def unit(read: Callable[[str], float]) -> Callable[[str], float]:
+    """A type for argparse that prints the error of `read`.
 
-    >>> bits_per_second("100Mbit"), bits_per_second("40 MB/s")
-    (100000000.0, 320000000.0)
+    >>> unit(units.in_seconds)("40ms")
+    0.04
     """
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kMGT]?)(bit|b|B)?(?:/s|ps)?", text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no bandwidth; write 100Mbit or 40MB/s")
-    value = float(match[1]) * 1000.0 ** " kMGT".index(match[2] or " ")
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
-    return value * (8 if match[3] == "B" else 1)
 
+    def reader(text: str) -> float:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
-def seconds(text: str) -> float:
-    """A time; seconds if there is no unit.
-
-    >>> seconds("40ms"), seconds("2")
-    (0.04, 2.0)
-    """
-    match = re.fullmatch(r"([0-9.]+(?:e-?[0-9]+)?)\s*(s|ms|us|µs)?", text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 40ms")
-    return float(match[1]) * {"ms": 1e-3, "us": 1e-6, "µs": 1e-6}.get(match[2], 1.0)
+    return reader
 
 
 TABLES: dict[str, Mapping[str, Any]] = {  # what the names in commands.json mean
     "type": {"int": int, "float": float, "str": str, "list": str, "path": Path, "drc": drc,
-             "temperature": temperature, "bandwidth": bits_per_second, "time": seconds},
+             "temperature": temperature, "bandwidth": unit(units.bits_per_second),
+             "time": unit(units.in_seconds), "size": unit(units.in_bytes)},
     "choices": CHOICES,
 }  # fmt: skip

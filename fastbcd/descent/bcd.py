@@ -18,10 +18,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from fastbcd.descent.proposals import Proposal, Saliency, check_describe, drawn, find_proposal
+from fastbcd.descent.goals import Goal
+from fastbcd.descent.proposals import Proposal, Saliency, check_describe, find_proposal, fitted
 from fastbcd.descent.schedules import Schedule
 from fastbcd.descent.step import Step, timed
 from fastbcd.masking.masks import MaskSet, masks, set_masks
+from fastbcd.private.limits import counts_of
+from fastbcd.private.target import Target, limits_of
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import RunDirectory, check_resume, open_run
 from fastbcd.runtime import ranks
@@ -69,10 +72,11 @@ class Run(NamedTuple):
 
 
 def bcd(
-    net: nn.Module, data: Any, budget: int, *,
+    net: nn.Module, data: Any, budget: int | Target, *,
     drc: int | Callable[[int], int] | Schedule = 100, rt: int = 50, adt: float = 0.3,
     finetune: Finetune | Callable[[nn.Module, Step], Any] | None = PAPER,
-    finetune_when: str = "every_step", proposal: str | Proposal = "uniform",
+    finetune_when: str = "every_step", proposal: str | Proposal | None = None,
+    max_sites: int | None = None,
     teacher: nn.Module | None = None, test: Any = None, samples: int | None = None, seed: int = 0,
     run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
     engine: str | Engine = "auto", metric: Metric | None = None, loss: Loss | None = None,
@@ -81,15 +85,21 @@ def bcd(
     """Remove ReLUs from the net, in place, until exactly `budget` are kept.
 
     Args:
+        budget: ReLUs to keep, or a `fastbcd.private.Target`: seconds, bytes or rounds of private
+            inference. The cost ends at or below the target, as close to it as one ReLU allows.
         data: the train set, for scoring and fine-tuning: ImageData, (images, labels), a Dataset
             or a DataLoader. test: the test set, measured after every step if given.
         drc: ReLUs that a step removes: a number, a function of the number kept, or a `Schedule`.
+            With a target, a step saves the same share of the cost left: drc / ReLUs kept.
         rt, adt: hypotheses that a step tries at most, and the drop in percentage points it accepts.
         finetune: settings, None, or your own f(net, step) that trains in place. It is called with
             torch's generator seeded by (seed, step) and may return {"loss": ...}.
         finetune_when: "every_step", or "on_reject": only after steps where no hypothesis met ADT.
         proposal: "uniform" as in the paper, "saliency", `Saliency(...)`: hypotheses that favour
-            ReLUs of small first-order effect, or a `Proposal` of your own.
+            ReLUs of small first-order effect, "blocks", `Blocks(...)`: single ReLUs or whole sites
+            of small effect per second saved, or a `Proposal` of your own. None: "uniform"; with a
+            target or max_sites "blocks".
+        max_sites: keep ReLUs in at most so many sites.
         samples: score on the first n train images; None: on all.
         run_dir: where every finished step is saved. The same call resumes from there, also on
             another device or number of ranks. resume: "auto"; "must" (True) refuses a directory
@@ -121,10 +131,11 @@ def bcd(
 
 
 def steps(
-    net: nn.Module, data: Any, budget: int, *,
+    net: nn.Module, data: Any, budget: int | Target, *,
     drc: int | Callable[[int], int] | Schedule = 100, rt: int = 50, adt: float = 0.3,
-    proposal: str | Proposal = "uniform", test: Any = None, samples: int | None = None,
-    seed: int = 0, run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
+    proposal: str | Proposal | None = None, max_sites: int | None = None, test: Any = None,
+    samples: int | None = None, seed: int = 0, run_dir: str | os.PathLike[str] | None = None,
+    resume: str | bool = "auto",
     engine: str | Engine = "auto", metric: Metric | None = None, loss: Loss | None = None,
     progress: bool = False,
 ) -> Iterator[Step]:  # fmt: skip
@@ -150,7 +161,8 @@ class Descent:
 
     net: nn.Module
     data: Any
-    budget: int
+    budget: int | Target
+    max_sites: int | None
     drc: Any
     rt: int
     adt: float
@@ -172,6 +184,10 @@ class Descent:
     def __post_init__(self) -> None:
         net, self.data, self.history = self.net, data_for(self.net, self.data), list[Step]()
         self._check_settings()
+        self.limits = limits_of(self.budget, net, self.max_sites)
+        if self.proposal is None:
+            self.proposal = "uniform" if self.limits.bounds[0].name == "relus" else "blocks"
+            self.proposal = self.proposal if self.max_sites is None else "blocks"
         self.proposal, self.engine = find_proposal(self.proposal), as_engine(self.engine)
         if isinstance(self.proposal, Saliency) and self.loss is not None:
             self.proposal = replace(self.proposal, loss=self.loss)
@@ -185,8 +201,8 @@ class Descent:
         if self.samples is not None and self.samples > len(self.data):
             raise ValueError(f"samples={self.samples}; there are {len(self.data)} train images")
         self.scored = self.data if self.samples is None else self.data.first(self.samples)
-        if (count := masks(net).count()) > self.budget:
-            self._size(count)
+        if not self._done():
+            self._size(masks(net).count())
         self.tuner: Finetuner | None = None
         if isinstance(self.finetune, Finetune):
             self.tuner = Finetuner(
@@ -198,7 +214,7 @@ class Descent:
 
     def _check_settings(self) -> None:
         check_choice("finetune_when", self.finetune_when, WHEN)
-        for name, least in {"budget": 0, "rt": 1, "seed": 0}.items():
+        for name, least in {"rt": 1, "seed": 0}.items():
             check_whole(name, getattr(self, name), least)
         check_whole("samples", self.samples, 1, optional=True)
         if isinstance(self.drc, Schedule):
@@ -219,9 +235,10 @@ class Descent:
         bar_of = partial(tqdm, unit="ReLU", desc="bcd", disable=not self.progress or ranks.rank())
         with closing(self._open()) as run, keep_mode(self.net), bar_of() as bar:
             saved = self._resume(run)
-            bar.reset(max(masks(self.net).count() - self.budget, 0))
+            if not isinstance(self.budget, Target):
+                bar.reset(max(masks(self.net).count() - self.budget, 0))
             try:
-                while masks(self.net).count() > self.budget:
+                while not self._done():
                     step = self._search()
                     removed = masks(self.net).copy()
                     with timed(step.seconds, "finetune"):
@@ -242,8 +259,12 @@ class Descent:
         with seeded(self.data.device, int(self.seed) * 1_000_003 + step.number):
             return self.finetune(self.net, step)
 
+    def _done(self) -> bool:
+        """Whether the masks are within the budget."""
+        return bool(self.limits.met(counts_of(masks(self.net))))
+
     def _size(self, count: int) -> int:
-        """How many of `count` ReLUs this step removes: DRC, but never below the budget."""
+        """DRC, at most `count`."""
         size = self.drc
         if isinstance(size, Schedule):
             size = size.size(count, self.history)
@@ -251,22 +272,24 @@ class Descent:
         elif callable(size):
             size = size(count)
             check_whole(f"drc({count})", size, 1)
-        return min(int(size), count - self.budget)
+        return min(int(size), count)
 
     def _search(self) -> Step:
         """Try hypotheses until one is accepted or RT are rejected; remove the chosen ReLUs."""
         seconds, number = {"propose": 0.0, "score": 0.0}, len(self.history) + 1
         current = masks(self.net).copy()
-        size = self._size(before := current.count())
+        limits = self.limits.step(counts_of(current), self._size(current.count()), self.begin)
+        goal = Goal(current, limits, self.limits)
+        toward = getattr(self.proposal, "toward", partial(fitted, self.proposal))
         # Greedy: all hypotheses of a step are the same.
         rt = 1 if getattr(self.proposal, "greedy", False) else self.rt
         with timed(seconds, "score"):
             with timed(seconds, "propose"):
-                draw = self.proposal(self.net, self.scored, size, seed=self.seed, step=number)
+                draw = toward(self.net, self.scored, goal, seed=self.seed, step=number)
 
             def hypothesis(trial: int) -> Tensor:
                 with timed(seconds, "propose"):
-                    return drawn(self.proposal, draw, trial, size=size)
+                    return draw(trial)
 
             hypotheses = map(hypothesis, range(rt))
             c = choose(
@@ -274,16 +297,23 @@ class Descent:
                 metric=self.metric, loss=self.loss,
             )  # fmt: skip
         seconds["score"] -= seconds["propose"]
-        set_masks(self.net, left := current.without(c.removal))
+        left, size = current.without(c.removal), len(c.removal)
+        set_masks(self.net, left)
         step = Step(
-            number=number, before=before, after=before - size, drc=size, chosen=c.number,
-            tried=c.number + 1 if c.accepted else rt, accepted=c.accepted,
+            number=number, before=current.count(), after=left.count(), drc=size, chosen=c.number,
+            cost=self._cost(), tried=c.number + 1 if c.accepted else rt, accepted=c.accepted,
             drops=dict(sorted(c.drops.items())), engine=c.engine, seconds=seconds,
             base_accuracy=c.base_percent, base_loss=c.base_loss,
             chosen_accuracy=c.percent, chosen_loss=c.loss, sites=list(left.counts().values()),
         )  # fmt: skip
         step.unit = self.unit
         return step
+
+    def _cost(self) -> float | None:
+        """What the net costs now, in the unit of the target; None without a target."""
+        if not isinstance(self.budget, Target):
+            return None
+        return self.limits.value(counts_of(masks(self.net)))
 
     def _save(self, step: Step, run: RunDirectory) -> dict[str, Tensor]:
         """Measure the test accuracy and make the step the last finished one; its tensors."""
@@ -304,10 +334,12 @@ class Descent:
             drc = self.drc.describe()
         else:
             drc = _name_of(self.drc) if callable(self.drc) else int(self.drc)
+        budget = self.budget.describe() if isinstance(self.budget, Target) else self.budget
         settings = {
-            "drc": drc, "proposal": self.proposal.describe(), "budget": self.budget, "rt": self.rt,
+            "drc": drc, "proposal": self.proposal.describe(), "budget": budget, "rt": self.rt,
             "adt": self.adt, "samples": self.samples, "seed": self.seed, **self._training(),
         }  # fmt: skip
+        settings |= {} if self.max_sites is None else {"max_sites": self.max_sites}
         judges = {"metric": self.metric, "loss": self.loss}
         settings |= {name: _describe(value) for name, value in judges.items() if value is not None}
         return open_run(
@@ -343,21 +375,27 @@ class Descent:
             tensors = snapshots.take(self.net)
             ranks.check_same("the weights and masks", tensors)
             record: dict[str, Any] = {"memory": {self.data.device.type: self.engine.memory}}
+            counts = counts_of(masks(self.net))
+            self.begin = self.limits.value(counts), int((counts > 0).sum())
+            if self.max_sites is not None or isinstance(self.budget, Target):
+                record["begin"] = self.begin
             if self.test is not None and self.run_dir is not None:
                 record["test_accuracy"] = accuracy(self.net, self.test, metric=self.metric)
             run.save(0, tensors, record)
         else:
             tensors = run.state.tensors
             snapshots.restore(self.net, tensors)
+            self.begin = run.start.get("begin", (0.0, 0))
         self.history = [Step.from_json(record) for record in run.history]
         for step in self.history:
             step.unit = self.unit
-        count, budget, done = masks(self.net).count(), self.budget, len(self.history)
+        count, done = masks(self.net).count(), len(self.history)
         where = "" if self.run_dir is None else f" in {self.run_dir}"
-        if count <= budget and done:
+        if self._done() and done:
             _print(f"the run{where} is done: {done} steps, {count:,} ReLUs kept")
-        elif count <= budget:
-            _print(f"{count:,} ReLUs are kept, the budget is {budget:,}: nothing to do")
+        elif self._done():
+            budget = self.budget if isinstance(self.budget, Target) else f"{self.budget:,}"
+            _print(f"{count:,} ReLUs are kept, the budget is {budget}: nothing to do")
         elif done:
             _print(f"resuming the run{where} after step {done}, {count:,} ReLUs kept")
         return tensors

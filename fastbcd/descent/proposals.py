@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
+from fastbcd.descent.accounting import loss_beyond, price_of
+from fastbcd.descent.goals import Goal, shuffled
 from fastbcd.descent.saliency import KINDS, saliency
 from fastbcd.masking.masks import masks
 from fastbcd.runtime.validate import check_choice
@@ -27,7 +29,8 @@ from fastbcd.scoring.metric import Loss
 
 Draw = Callable[[int], Tensor]  # trial -> LongTensor[size] of kept ids, no repeats
 
-STREAM = 3  # of random numbers; 0 is the uniform hypotheses', 1 and 2 the images'
+# Streams of random numbers; 0 is the uniform hypotheses', 1 and 2 the images', 4 an order's.
+STREAM, SITES = 3, 5
 DIGITS = 20  # bits of a score that are compared
 
 
@@ -38,6 +41,9 @@ class Proposal(ABC):
     to remove. It returns a function of the hypothesis's number (0, 1, …) that returns the flat
     ids of `size` kept ReLUs, each once. Use `seed` and `step` for random numbers, so that a
     resumed run draws the same hypotheses. A dataclass is described in config.json by its fields.
+
+    If the budget is a cost, `size` is the number of ReLUs that are worth the step's saving. Where a
+    hypothesis empties a site and so saves more, the last of its ids are kept.
 
     >>> class LastFirst(fastbcd.Proposal):
     ...     def __call__(self, net, data, size, *, seed, step):
@@ -54,6 +60,10 @@ class Proposal(ABC):
     def __call__(self, net: nn.Module, data: ImageData, size: int, *, seed: int, step: int) -> Draw:
         """The draws of one step."""
 
+    def toward(self, net: nn.Module, data: ImageData, goal: Goal, *, seed: int, step: int) -> Draw:
+        """The draws of one step, each of which reaches the step's goal."""
+        return fitted(self, net, data, goal, seed=seed, step=step)
+
     def describe(self) -> Any:
         """What config.json records: JSON-able, and different if the draws are different."""
         fields: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
@@ -65,7 +75,12 @@ class Uniform(Proposal):
 
     def __call__(self, net: nn.Module, data: ImageData, size: int, *, seed: int, step: int) -> Draw:
         current = masks(net).copy()
-        return lambda trial: current.sample(size, seed=seed, step=step, trial=trial)
+
+        def draw(trial: int) -> Tensor:
+            ids = current.sample(size, seed=seed, step=step, trial=trial)
+            return shuffled(ids, seed=seed, step=step, trial=trial)
+
+        return draw
 
     def describe(self) -> str:
         return "uniform"
@@ -113,16 +128,91 @@ class Saliency(Proposal):
         return {"name": "saliency", "temperature": temperature, "kind": self.kind}
 
 
-def ranking(scores: Tensor, kept: Tensor) -> Tensor:
-    """The kept ids from the smallest score to the largest, LongTensor.
+@dataclass(frozen=True)
+class Blocks(Saliency):
+    """Single ReLUs or whole sites, whichever cost least loss per second saved.
 
-    Scores are rounded to 20 bits and equal ones are ranked by id, so that the rounding error of
-    another number of threads or ranks seldom changes the order.
+    The proposal for a `private.Target` and for `max_sites`. What a step removes is valued by its
+    first-order loss, the sum of `fastbcd.saliency`, and by what it saves: a ReLU its own cost, all
+    ReLUs of a site also the site's rounds. Hypothesis 0 empties the sites that pay at the price per
+    second at which the step reaches its goal, and removes the single ReLUs of smallest loss per
+    second. Hypothesis 1 empties no site. The others multiply the loss of each site by a random
+    factor, and draw single ReLUs as `Saliency` does. All save as much as hypothesis 0, which may
+    be more than the step's share if a site is emptied. Where no site saves rounds, hypotheses are
+    those of `Saliency`.
+
+    >>> Blocks(temperature=0.5)
+    Blocks(temperature=0.5, kind='mean_abs')
     """
+
+    def toward(self, net: nn.Module, data: ImageData, goal: Goal, *, seed: int, step: int) -> Draw:
+        kept, counts = goal.masks.bits.nonzero().flatten(), goal.counts
+        loss = rounded(saliency(net, data, kind=self.kind, loss=self.loss)[kept])
+        where, (price, bonus) = goal.sites(kept), goal.limits.savings(counts)
+        account = {"loss": loss, "where": where, "price": price, "bonus": bonus}
+        saving = goal.limits.value(counts) - goal.limits.bounds[0].most
+        worth = price_of(saving, **account)
+        alone = loss / price[where] if (price[where] > 0).all() else loss
+        order = kept[torch.from_numpy(np.argsort(alone, kind="stable"))]
+
+        def emptied(trial: int) -> list[int]:
+            factor = np.ones(len(counts))
+            if trial > 1:
+                stream = np.random.Philox(key=[SITES, seed], counter=[0, trial, 0, step])
+                u = ((stream.random_raw(len(counts)) >> np.uint64(11)) + 0.5) * 2.0**-53
+                factor = 1 / u - 1  # from 1/9 to 9 in 80 % of the draws
+            beyond = loss_beyond(worth, **{**account, "loss": loss * factor[where]})
+            pays = (beyond <= 1e-9 * abs(worth * bonus)) & (bonus > 0) & (trial != 1)
+            return goal.emptied(np.argsort(beyond, kind="stable"), pays)
+
+        _, after = goal.without(emptied(0))
+        goal = goal.at_most(after)
+
+        def draw(trial: int) -> Tensor:
+            ids, left = goal.without(emptied(trial))
+            rest = order[left.masks.bits[order]]
+            size = left.size
+            options = {"seed": seed, "step": step, "trial": trial}
+            single = favouring(rest, size, self.temperature * size, **options)
+            return torch.cat([ids, left.fit(single, lambda: rest[~torch.isin(rest, single)])])
+
+        return draw
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "name": "blocks"}
+
+
+def fitted(
+    proposal: Any, net: nn.Module, data: ImageData, goal: Goal, *, seed: int, step: int
+) -> Draw:
+    """The draws of a proposal that knows the number of ReLUs only, fitted to the goal."""
+    draw = proposal(net, data, goal.size, seed=seed, step=step)
+
+    def fit(trial: int) -> Tensor:
+        ids = drawn(proposal, draw, trial, size=goal.size)
+
+        def rest() -> Tensor:
+            others = goal.masks.without(ids).bits.nonzero().flatten()
+            return shuffled(others, seed=seed, step=step, trial=trial)
+
+        return goal.fit(ids, rest)
+
+    return fit
+
+
+def ranking(scores: Tensor, kept: Tensor) -> Tensor:
+    """The kept ids from the smallest score to the largest, LongTensor; equal ones by id."""
     ids = kept.nonzero().flatten()
-    mantissa, exponent = np.frexp(scores[ids].numpy())
-    rounded = np.ldexp(np.rint(np.ldexp(mantissa, DIGITS)), exponent)
-    return ids[torch.from_numpy(np.argsort(rounded, kind="stable"))]
+    return ids[torch.from_numpy(np.argsort(rounded(scores[ids]), kind="stable"))]
+
+
+def rounded(scores: Tensor) -> np.ndarray:
+    """Scores rounded to 20 bits.
+
+    The rounding error of another number of threads or ranks then seldom changes their order.
+    """
+    mantissa, exponent = np.frexp(scores.numpy())
+    return np.ldexp(np.rint(np.ldexp(mantissa, DIGITS)), exponent)
 
 
 def favouring(
@@ -130,12 +220,12 @@ def favouring(
 ) -> Tensor:
     """`size` of the ids in `order`, drawn without replacement, probabilities ∝ exp(-rank/width).
 
-    The ids are in ascending order. Trial 0 takes the first ones, as every trial with width 0 does.
+    Those drawn first come first. Trial 0 takes the first ones, as every trial with width 0 does.
     """
     if not 0 <= size <= len(order):
         raise ValueError(f"cannot draw {size} ReLUs: {len(order)} are kept")
     if trial == 0 or width == 0:
-        return order[:size].sort().values
+        return order[:size]
     # A counter-based generator, as in MaskSet.sample: (seed; step, trial) selects the stream.
     generator = np.random.Philox(
         key=np.array([STREAM, seed], np.uint64), counter=np.array([0, 0, trial, step], np.uint64)
@@ -145,10 +235,12 @@ def favouring(
     with np.errstate(over="ignore"):  # infinite for a tiny width: in order, which is its limit
         keys = np.log(-np.log(u)) + np.arange(len(order)) / width
     chosen = np.argsort(keys, kind="stable")[:size]
-    return order[torch.from_numpy(chosen)].sort().values
+    return order[torch.from_numpy(chosen)]
 
 
-PROPOSALS: dict[str, Proposal] = {"uniform": Uniform(), "saliency": Saliency()}
+PROPOSALS: dict[str, Proposal] = {
+    "uniform": Uniform(), "saliency": Saliency(), "blocks": Blocks(),
+}  # fmt: skip
 
 
 def find_proposal(proposal: Any) -> Proposal:

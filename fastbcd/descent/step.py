@@ -41,6 +41,7 @@ class Step:
     train_loss: float | None = None  # of the last epoch of the training, if it is known
     test_accuracy: float | None = None  # after the training, if there is test data
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    cost: float | None = None  # after it, in the unit of the target; None without a target
     unit = " %"  # of accuracies; "" for a metric without bounds; not recorded
 
     @classmethod
@@ -51,6 +52,8 @@ class Step:
     def as_json(self) -> dict[str, Any]:
         """A dictionary that JSON can hold."""
         record = dataclasses.asdict(self)
+        if self.cost is None:
+            del record["cost"]
         return {**record, "drops": {str(k): v for k, v in self.drops.items()}}
 
     def __index__(self) -> int:
@@ -58,6 +61,7 @@ class Step:
 
     def __str__(self) -> str:
         text = f"step {self.number}: {self.before:,} → {self.after:,} ReLUs, "
+        text += "" if self.cost is None else f"cost {self.cost:,.6g}, "
         text += f"{'accepted' if self.accepted else 'exhausted'} after {self.tried}, "
         text += f"train {self.base_accuracy:.2f} → {self.chosen_accuracy:.2f}{self.unit}, "
         text += "" if self.train_loss is None else f"loss {self.train_loss:.4f}, "

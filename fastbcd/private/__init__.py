@@ -3,14 +3,17 @@
 cost = fastbcd.private.cost(fastbcd.masks(net), "crypten", bandwidth=1e9, rtt=1e-3)
 small = fastbcd.private.gather_form(net)                # evaluates exactly the kept ReLUs
 fastbcd.private.export(small, images, "net.onnx")       # or .pt2
+target = fastbcd.private.Target(seconds=1.5, protocol="crypten", bandwidth="100Mbit", rtt="40ms")
+fastbcd.bcd(net, data, target)                          # a budget as a cost
 fastbcd.private.activation_ranges(net, data)            # values that a fixed-point format must hold
 """
 
 from fastbcd.private.costs import PROTOCOLS, Constant, Cost, Protocol, SiteCost, cost
 from fastbcd.private.gathering import export, gather_form
 from fastbcd.private.ranges import Ranges, SiteRange, activation_ranges
+from fastbcd.private.target import Target
 
 __all__ = [
-    "PROTOCOLS", "Constant", "Cost", "Protocol", "Ranges", "SiteCost", "SiteRange",
+    "PROTOCOLS", "Constant", "Cost", "Protocol", "Ranges", "SiteCost", "SiteRange", "Target",
     "activation_ranges", "cost", "export", "gather_form",
 ]  # fmt: skip

@@ -6,7 +6,8 @@ For a site that keeps n ReLUs and has s squares (removed ReLUs that became quadr
     rounds  = [n > 0] * relu_rounds + [s > 0] * square_rounds
     seconds = n * relu_seconds + s * square_seconds  +  8 * bytes / bandwidth  +  rounds * rtt
 
-The total is the sum over the sites plus the protocol's set-up. Linear layers, which cost the same
+The total is the same for n ReLUs and s squares of all sites, with the numbers of sites that have
+any in place of [n > 0] and [s > 0], plus the protocol's set-up. Linear layers, which cost the same
 for all masks, and the other nonlinear operations of a net, which are listed, are not included.
 
 protocols.json holds what a ReLU costs in the protocols known by name, each value with its source.
@@ -23,14 +24,17 @@ from difflib import get_close_matches
 from importlib import resources
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from fastbcd.masking.activations import MaskedPoly
 from fastbcd.masking.masks import MaskSet, mask_modules
 from fastbcd.masking.masks import masks as masks_of
 from fastbcd.masking.missed_relus import NonlinearOp
+from fastbcd.private.units import bits_per_second, in_seconds
 
-LAN_BANDWIDTH, LAN_RTT = 1e9, 1e-3  # bits per second, seconds
+LAN_BANDWIDTH: float = 1e9  # bits per second
+LAN_RTT: float = 1e-3  # seconds
 TERMS = {"rounds": "latency", "bytes": "transfer", "computation": "compute"}  # of a site's seconds
 
 
@@ -156,13 +160,20 @@ class Cost:
     )  # seconds without the unknown terms: a lower bound
 
     def __post_init__(self) -> None:
-        names = [f.name for f in fields(SiteCost)[1:]]
-        sums: Any = {name: _sum(getattr(s, name) for s in self.sites) for name in names}
-        total, setup = SiteCost("total", **sums), self.protocol.setup_seconds.value
-        terms = [setup, *(t for s in self.sites for t in (s.compute, s.transfer, s.latency))]
+        sites, setup = self.sites, self.protocol.setup_seconds.value
+        relus, squares = sum(s.relus for s in sites), sum(s.squares for s in sites)
+        total = SiteCost(
+            "total", sum(s.units for s in sites), relus, squares,
+            saved_rounds=_sum(s.saved_rounds for s in sites),
+            **amounts(
+                self.protocol, relus, squares, sum(s.relus > 0 for s in sites),
+                sum(s.squares > 0 for s in sites), bandwidth=self.bandwidth, rtt=self.rtt,
+            ),
+        )  # fmt: skip
+        terms = [setup, *(t for s in sites for t in (s.compute, s.transfer, s.latency))]
         vars(self).update(
-            {name: sums[name] for name in ("relus", "bytes", "rounds", "saved_rounds")},
-            total=total, emptied=tuple(s for s in self.sites if s.relus == 0), setup=setup,
+            {name: getattr(total, name) for name in ("relus", "bytes", "rounds", "saved_rounds")},
+            total=total, emptied=tuple(s for s in sites if s.relus == 0), setup=setup,
             seconds=_sum([setup, total.seconds]), known_seconds=sum(filter(None, terms)),
         )  # fmt: skip
 
@@ -215,15 +226,16 @@ class Cost:
 
 def cost(
     masks: MaskSet | nn.Module, protocol: str | Protocol = "crypten", *,
-    bandwidth: float = LAN_BANDWIDTH, rtt: float = LAN_RTT, poly: Collection[str] = (),
+    bandwidth: float | str = LAN_BANDWIDTH, rtt: float | str = LAN_RTT, poly: Collection[str] = (),
 ) -> Cost:  # fmt: skip
     """The cost of the activations of one image in private inference.
 
     Args:
         masks: the ReLUs kept, or a net with masks.
         protocol: "delphi-gc", "crypten", "spu-semi2k", "spu-cheetah" or a `Protocol`.
-        bandwidth: bits per second, both directions together. rtt: round trip in seconds; a round
-            counts as a whole one, an upper bound where both parties send at the same time.
+        bandwidth: bits per second or "100Mbit", both directions together. rtt: round trip in
+            seconds or "40ms"; a round counts as a whole one, an upper bound where both parties
+            send at the same time.
         poly: names of the sites whose removed ReLUs are quadratics, if `masks` is not a net.
 
     >>> masks = fastbcd.MaskSet.full({"a": (16, 8, 8), "b": (10,)}).without(range(1024, 1034))
@@ -231,12 +243,7 @@ def cost(
     >>> c.bytes, c.rounds, [(s.name, s.saved_rounds) for s in c.emptied]
     (475136.0, 9.0, [('b', 9)])
     """
-    chosen = protocol if isinstance(protocol, Protocol) else PROTOCOLS.get(protocol)
-    if chosen is None:
-        near = get_close_matches(str(protocol), PROTOCOLS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        names = f"choose from {', '.join(PROTOCOLS)}, or give a fastbcd.private.Protocol"
-        raise ValueError(f"there is no protocol {protocol!r}; {hint}{names}")
+    chosen, speed, rtt = find_protocol(protocol), bits_per_second(bandwidth), in_seconds(rtt)
     nets: list[nn.Module] = []
     if isinstance(masks, nn.Module):
         if poly:
@@ -249,31 +256,59 @@ def cost(
     unknown = set(poly) - {s.name for s in masks.sites}
     if unknown:
         raise ValueError(f"poly names {min(unknown)!r}, which is no site of these masks")
-    if not (isinstance(bandwidth, int | float) and bandwidth > 0):
-        raise ValueError(f"bandwidth={bandwidth!r}; give bits per second, above 0")
-    if not (isinstance(rtt, int | float) and 0 <= rtt < math.inf):
-        raise ValueError(f"rtt={rtt!r}; give the round trip in seconds, 0 or more")
-
-    def figure(kind: str, **counts: int) -> float | None:
-        # What is not used costs 0, even if its value is unknown.
-        used = [(n, getattr(chosen, f"{what}_{kind}").value) for what, n in counts.items() if n]
-        return _sum([0.0, *(None if value is None else n * value for n, value in used)])
-
     sites = []
     for site, relus in zip(masks.sites, masks.counts().values(), strict=True):
         squares = site.numel - relus if site.name in poly else 0
-        size = figure("bytes", relu=relus, square=squares)
-        rounds = figure("rounds", relu=relus > 0, square=squares > 0)
-        sites.append(SiteCost(
-            site.name, site.numel, relus, squares, size, rounds,
-            saved_rounds=0 if relus else chosen.relu_rounds.value,
-            compute=figure("seconds", relu=relus, square=squares),
-            transfer=None if size is None else 8 * size / bandwidth,
-            latency=None if rounds is None else rounds * rtt,
-        ))  # fmt: skip
+        saved = 0 if relus else chosen.relu_rounds.value
+        spent = amounts(chosen, relus, squares, relus > 0, squares > 0, bandwidth=speed, rtt=rtt)
+        sites.append(SiteCost(site.name, site.numel, relus, squares, saved_rounds=saved, **spent))
     reports: list[Any] = [getattr(m, "conversion_report", None) for m in nets]
     others = tuple(op for report in reports if report for op in report.nonlinear)
-    return Cost(chosen, float(bandwidth), float(rtt), tuple(sites), others)
+    return Cost(chosen, speed, rtt, tuple(sites), others)
+
+
+def amounts(
+    protocol: Protocol, relus: Any, squares: Any, relu_sites: Any, square_sites: Any, *,
+    bandwidth: float, rtt: float,
+) -> dict[str, Any]:  # fmt: skip
+    """bytes, rounds, compute, transfer and latency of so many units; None: unknown.
+
+    relu_sites and square_sites: the number of sites that have any. All may be arrays.
+
+    >>> amounts(PROTOCOLS["crypten"], 1000, 0, 2, 0, bandwidth=1e9, rtt=0.01)["latency"]
+    0.18
+    """
+
+    def figure(kind: str, n: Any, s: Any) -> Any:
+        total = 0.0 * n
+        for count, value in (
+            (n, getattr(protocol, f"relu_{kind}").value),
+            (s, getattr(protocol, f"square_{kind}").value),
+        ):
+            if np.any(count):  # what is not used costs 0, even if its value is unknown
+                if value is None:
+                    return None
+                total = total + count * value
+        return total
+
+    size, rounds = figure("bytes", relus, squares), figure("rounds", relu_sites, square_sites)
+    return {
+        "bytes": size, "rounds": rounds, "compute": figure("seconds", relus, squares),
+        "transfer": None if size is None else 8 * size / bandwidth,
+        "latency": None if rounds is None else rounds * rtt,
+    }  # fmt: skip
+
+
+def find_protocol(protocol: str | Protocol) -> Protocol:
+    """The protocol of this name, or the given one."""
+    if isinstance(protocol, Protocol):
+        return protocol
+    if protocol not in PROTOCOLS:
+        near = get_close_matches(str(protocol), PROTOCOLS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        names = f"choose from {', '.join(PROTOCOLS)}, or give a fastbcd.private.Protocol"
+        raise ValueError(f"there is no protocol {protocol!r}; {hint}{names}")
+    return PROTOCOLS[protocol]
 
 
 def _sum(terms: Iterable[float | None]) -> float | None:

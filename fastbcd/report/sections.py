@@ -99,7 +99,8 @@ def unfinished(run: Stages) -> str | None:
     to_go = last.steps_to_go()
     of = "" if to_go is None else f" of about {done + to_go}"
     text = f"{run.name} is not finished: step {done}{of}, {last.count:,} ReLUs left on the way to "
-    text += f"{last.settings['budget']:,}."
+    budget = last.settings["budget"]
+    text += f"{budget:,}." if isinstance(budget, int) else f"{json.dumps(budget)}."
     if to_go and done:
         text += f" About {duration(_spent(last) / done * to_go)} to go at the pace so far."
     return text

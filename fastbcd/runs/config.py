@@ -21,6 +21,7 @@ KINDS = {"fastbcd.run": "bcd", "fastbcd.dense": "dense", "fastbcd.snl": "snl",
          "fastbcd.autorep": "autorep"}  # fmt: skip
 RECIPE = "fastbcd.recipe"
 MISSING = "(missing)"
+TARGETS = ("seconds", "bytes", "rounds")  # one of them is in a budget that is a cost
 # Facts that do not decide the outcome and may differ on resuming. settings.watch: units whose
 # values SNL once recorded in every epoch.
 NOT_COMPARED = ("fastbcd", "data.name", "test.name", "net.arch", "settings.watch")
@@ -31,7 +32,7 @@ _DATA: dict[str, Any] = {
     "name": "str or null", **dict.fromkeys(SIZE, "int or null"), "images": "int", "dtype": "str",
     "digest": "str", "mean": "list", "std": "list",
 }  # fmt: skip
-_START = {"budget": "int", "seed": "int"}
+_START = {"budget": "int or dict", "seed": "int"}
 _SETTINGS: dict[str, Any] = {
     "bcd": {**_START, "drc": "int or str or dict", "rt": "int", "adt": NUMBER,
             "samples": "int or null", "proposal": "str or dict"},
@@ -44,7 +45,7 @@ _STEP: dict[str, Any] = {
     **dict.fromkeys(("train_loss", "test_accuracy"), f"{NUMBER} or null"),
     "accepted": "bool", "engine": "str", "drops": {"*": NUMBER}, "seconds": {"*": NUMBER},
 }  # fmt: skip
-_NEW_STEP = {"sites": "list or null"}  # those that records of older versions do not have
+_NEW_STEP = {"sites": "list or null", "cost": NUMBER}  # those that not every record has
 _EPOCH: dict[str, Any] = {  # those that an epoch's record has
     **dict.fromkeys(("number", "count", "epoch"), "int"), "phase": "str", "loss": NUMBER,
     "lr": NUMBER, "test_accuracy": f"{NUMBER} or null", "accuracy": {"*": NUMBER},
@@ -78,6 +79,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     test = "null" if config.get("test") is None else data
     settings = _SETTINGS[KINDS[kind_of(config)]]
     check(config, {"settings": settings, "data": data, "test": test, "net": _NET}, str(path))
+    if isinstance(budget := config["settings"].get("budget"), dict):
+        quantity = next((q for q in TARGETS if q in budget), "seconds")
+        relus = {"relus": "int"} if "relus" in budget else {}
+        check(budget, {quantity: NUMBER, **relus}, str(path), "settings.budget")
     for name, shape in config["net"]["sites"].items():
         if any(type(n) is not int or n < 0 for n in shape):
             raise ValueError(f"{path}: net.sites.{name} is {_short(shape)}; expected a shape")

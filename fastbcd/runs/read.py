@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fastbcd import models
 from fastbcd.masking.masks import MaskSet, make_sites
 from fastbcd.runs import fingerprint
-from fastbcd.runs.config import KINDS, RECIPE, kind_of, read_config
+from fastbcd.runs.config import KINDS, RECIPE, TARGETS, kind_of, read_config
 from fastbcd.runs.files import State, read_progress
 
 TITLES = {"bcd": "BCD", "dense": "dense", "snl": "SNL", "autorep": "AutoReP"}
@@ -47,6 +47,7 @@ class SavedRun:
     masks: MaskSet | None
     poly: tuple[str, ...]  # sites whose removed ReLUs are quadratics
     weights: dict[str, Tensor] | None = field(repr=False, default=None)
+    begin: list[float] | None = None  # of BCD with a target: the cost and the sites of the start
 
     @cached_property
     def model(self) -> nn.Module:
@@ -96,11 +97,29 @@ class SavedRun:
             return self.masks.count()
         return next((r["count"] for r in self.history[::-1] if "count" in r), self.start.count())
 
+    def values(self) -> list[float]:
+        """Of BCD: the cost, or without a target the ReLUs, at the start and after each step."""
+        if isinstance(self.settings["budget"], dict):
+            costs = (step.get("cost", math.inf) for step in self.history)
+            return [(self.begin or [math.inf])[0], *costs]
+        return [*(step["before"] for step in self.history), self.count]
+
+    @property
+    def goal(self) -> float:
+        """What the last of `values` is at most once BCD is finished."""
+        budget = self.settings["budget"]
+        return (
+            next(budget[q] for q in TARGETS if q in budget) if isinstance(budget, dict) else budget
+        )
+
     @property
     def done(self) -> bool:
         """Whether the run is finished."""
         if self.kind == "bcd":
-            return self.count <= self.settings["budget"]
+            used = sum(n > 0 for n in self.masks.counts().values()) if self.masks else 0
+            budget, most = self.settings["budget"], self.settings.get("max_sites", math.inf)
+            relus = budget.get("relus", math.inf) if isinstance(budget, dict) else math.inf
+            return self.values()[-1] <= self.goal and self.count <= relus and used <= most
         if self.kind == "dense":
             return len(self.history) >= self.settings["epochs"]
         return bool(self.history) and self.history[-1].get("phase") == "final"
@@ -136,16 +155,22 @@ class SavedRun:
     def steps_to_go(self) -> int | None:
         """An estimate of the number of steps that BCD has left; None before its first step.
 
-        Without a fixed DRC every step is assumed to remove the share r of the ReLUs that the last
-        one did: the smallest n with count·(1 - r)^n <= budget.
+        Without a fixed DRC every step is assumed to leave the share r of the ReLUs, or of the cost,
+        that the last one left: the smallest n with value·r^n <= goal.
         """
-        budget, drc = self.settings["budget"], self.settings["drc"]
-        if isinstance(drc, int):
-            return math.ceil(max(self.count - budget, 0) / drc)
-        if self.count <= budget or not self.history:
-            return 0 if self.count <= budget else None
-        left = 1 - self.history[-1]["drc"] / self.history[-1]["before"]
-        return math.ceil(math.log(max(budget, 1) / self.count, left) - 1e-9) if left else 1
+        values, drc = self.values(), self.settings["drc"]
+        if self.done:
+            return 0
+        if isinstance(drc, int) and isinstance(self.settings["budget"], int):
+            return max(1, math.ceil((values[-1] - self.goal) / drc))
+        if len(values) < 2:
+            return None
+        left = values[-1] / values[-2]
+        if left == 1:
+            return None
+        least = 1 if isinstance(self.settings["budget"], int) else 1e-3 * values[0]
+        steps = math.log(max(self.goal, least) / values[-1], left) if left else 1
+        return max(1, math.ceil(steps - 1e-9))
 
 
 @dataclass(frozen=True)
@@ -270,7 +295,7 @@ def _stage(folder: Path) -> SavedRun | None:
     return SavedRun(
         folder, KINDS[kind_of(config)], config, progress.records, start,
         progress.start.record.get("test_accuracy"), now, quadratics(weights or {}, net["sites"]),
-        weights,
+        weights, progress.start.record.get("begin"),
     )  # fmt: skip
 
 
