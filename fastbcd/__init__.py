@@ -21,6 +21,7 @@ from fastbcd.scoring.engine import Engine
 from fastbcd.scoring.score import Scores, score
 from fastbcd.starts.autorep import autorep, to_poly
 from fastbcd.starts.checkpoints.formats import load_autorep, load_relupruner, load_snl
+from fastbcd.starts.deepreduce import deepreduce
 from fastbcd.starts.mask_training import StartingPoint
 from fastbcd.starts.snl import snl
 from fastbcd.training.dense import Trained, train
@@ -31,9 +32,9 @@ __all__ = [
     "Adaptive", "Blocks", "Choice", "ConversionError", "Engine", "Finetune", "Finetuner",
     "Fraction", "ImageData", "MaskSet", "MaskedPoly", "MaskedReLU", "Proposal", "Run", "Saliency",
     "Schedule", "Scores", "Site", "StartingPoint", "Step", "StreamData", "Trained", "accuracy",
-    "autorep", "backends", "bcd", "choose", "convert", "load", "load_autorep", "load_relupruner",
-    "load_run", "load_snl", "masks", "models", "ops", "private", "recipes", "report", "saliency",
-    "score", "set_masks", "snl", "steps", "to_poly", "train",
+    "autorep", "backends", "bcd", "choose", "convert", "deepreduce", "load", "load_autorep",
+    "load_relupruner", "load_run", "load_snl", "masks", "models", "ops", "private", "recipes",
+    "report", "saliency", "score", "set_masks", "snl", "steps", "to_poly", "train",
 ]  # fmt: skip
 
 

@@ -213,6 +213,7 @@ LINES = {
     "train": ["--epochs", "1"],
     "snl": ["--budget", "45", "--max-epochs", "1", "--finetune-epochs", "1"],
     "autorep": ["--budget", "45", "--epochs", "1"],
+    "deepreduce": ["--budget", "45", "--epochs", "7", "--trial-epochs", "1"],
     "bcd": ["--budget", "40", "--drc", "5", "--rt", "2", "--epochs", "1"],
 }
 

@@ -120,6 +120,7 @@ PROMISED = {
     "Finetune": "epochs=20, lr=1e-3",
     "snl": "net, data, budget",
     "autorep": "net, data, budget",
+    "deepreduce": "net, data, budget",
     "load_run": "path",
     "load_snl": "path",
     "load_autorep": "path",

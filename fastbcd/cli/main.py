@@ -17,9 +17,9 @@ from fastbcd.runtime import ranks
 
 COMMANDS = TABLE["commands"]  # their help and options
 WORK: dict[str, Callable[[argparse.Namespace], None]] = {
-    "demo": lambda options: demo.show(options.run_dir), "train": train.work, "snl": starts.snl,
-    "autorep": starts.autorep, "bcd": bcd.work, "recipes": recipes.work, "report": report.work,
-    "cost": cost.work, "export": export.work,
+    "demo": lambda options: demo.show(options.run_dir), "train": train.work, **starts.METHODS,
+    "bcd": bcd.work, "recipes": recipes.work, "report": report.work, "cost": cost.work,
+    "export": export.work,
 }  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="fastbcd",
         description="Remove ReLUs from trained networks by Block Coordinate Descent.",
-        epilog="\n".join(f"  {name:<8} {about['help']}" for name, about in COMMANDS.items()),
+        epilog="\n".join(f"  {name:<10} {about['help']}" for name, about in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below")

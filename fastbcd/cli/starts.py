@@ -1,4 +1,4 @@
-"""`fastbcd snl` and `fastbcd autorep`: starting points, with the published values as defaults."""
+"""`fastbcd snl`, `autorep` and `deepreduce`: starting points, with published values as defaults."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ def work(method: Any, options: argparse.Namespace) -> None:
     )
 
 
-snl, autorep = partial(work, fastbcd.snl), partial(work, fastbcd.autorep)
+METHODS = {name: partial(work, getattr(fastbcd, name)) for name in ("snl", "autorep", "deepreduce")}

@@ -111,7 +111,7 @@ def gather_form(net: nn.Module) -> nn.Module:
     for name, module in mask_modules(net).items():
         if type(module) not in (MaskedReLU, MaskedPoly):
             what = f"site {name!r} is a {type(module).__name__} of an unfinished start"
-            raise ValueError(f"{what}: finish snl or autorep first")
+            raise ValueError(f"{what}: finish it first")
     twin = copy.deepcopy(net)
     if isinstance(twin, MaskedActivation):
         return _gathered(twin)

@@ -46,8 +46,9 @@ def run_config(
 ) -> dict[str, Any]:  # fmt: skip
     """What config.json says about a run: its settings, its data and its net.
 
-    kind: "run" (BCD), "dense", "snl" or "autorep". `arch` holds what fastbcd.models.build takes to
-    build the net again, or {"model": "module:function"} of the command line; None for other nets.
+    kind: "run" (BCD), "dense", or a starting point's name. `arch` holds what fastbcd.models.build
+    takes to build the net again, or {"model": "module:function"} of the command line; None for
+    other nets.
     """
     wrapped = type(net).__name__ in ("DataParallel", "DistributedDataParallel")
     arch: Any = getattr(net.module if wrapped else net, "arch", None)

@@ -20,7 +20,8 @@ from fastbcd.runs import fingerprint
 from fastbcd.runs.config import KINDS, RECIPE, TARGETS, kind_of, read_config
 from fastbcd.runs.files import State, read_progress
 
-TITLES = {"bcd": "BCD", "dense": "dense", "snl": "SNL", "autorep": "AutoReP"}
+TITLES = {"bcd": "BCD", "dense": "dense", "snl": "SNL", "autorep": "AutoReP",
+          "deepreduce": "DeepReDuce"}  # fmt: skip
 
 
 class Point(NamedTuple):
@@ -39,7 +40,7 @@ class SavedRun:
     """
 
     path: Path
-    kind: str  # "bcd" | "dense" | "snl" | "autorep"
+    kind: str  # one of TITLES
     config: dict[str, Any]  # config.json
     history: list[dict[str, Any]]  # one record per step or epoch
     start: MaskSet  # before the first step
@@ -230,7 +231,7 @@ class Stages:
 
 
 def load_run(path: str | os.PathLike[str], model: nn.Module | None = None) -> SavedRun:
-    """Load a run directory of `bcd`, `train`, `snl` or `autorep`: net, masks, history, config.
+    """Load a run directory of `bcd`, `train` or a starting point: net, masks, history, config.
 
     Nets of fastbcd.models are built again: `load_run(path).model`. For another net pass one of
     the same structure as `model`: it is filled with the run's weights and masks, in place. Of a

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from fastbcd.masking.activations import MaskedActivation
+from fastbcd.masking.activations import MaskedActivation, MaskedReLU
 from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import check_resume, open_run
@@ -205,7 +205,8 @@ class MaskTraining:
 
     def _train_masks(self) -> None:
         """Train the masks to the end and write the bits into the net."""
-        method = self.method(self.net, SimpleNamespace(**self.settings, seed=self.seed))
+        known = SimpleNamespace(**self.settings, seed=self.seed, data=self.data)
+        method = self.method(self.net, known)
         settings = dataclasses.replace(self.tuning, **method.optimizer, batch_size=self.batch_size)
         trainer = self.trainer(method.model, self.data, settings)
         history, state, seen = self.history, self.directory.state, Overlaps(masks(self.net).total)
@@ -223,7 +224,7 @@ class MaskTraining:
             method.begin(history)
             while not method.done(history):
                 self._epoch(trainer, {"epoch": len(history)}, train, seen.state)
-            found = {"trained": accuracy(method.model, self.measured)}
+            found = {"trained": accuracy(trainer.model, self.measured)}
         chosen = method.decide(history)
         set_masks(self.net, chosen)
         found["thresholded"] = accuracy(self.net, self.measured)
@@ -260,13 +261,13 @@ class MaskTraining:
         with bar, training.repeatable(self.data.device, self.seed, record["epoch"]):
             record |= train(record["epoch"], bar)
         if self.test is not None:
-            record["test_accuracy"] = accuracy(trainer.net, self.test)
+            record["test_accuracy"] = accuracy(trainer.model, self.test)
         record["seconds"] = {"epoch": time.perf_counter() - begin}
         if self.progress:
             what = f"lr {record.get('lr', 0):.3g}"
             if "count" in record:
-                what = f"{record['count']:,} ReLUs ({-record['decrease']:+,})"
-                what += f", λ {record['lambda']:.4g}" if "lambda" in record else ""
+                what = f"λ {record['lambda']:.4g}" if "lambda" in record else what
+                what = f"{record['count']:,} ReLUs ({-record['decrease']:+,}), {what}"
             tqdm.write(training.epoch_line(f"epoch {record['epoch']}: {what}", record))
         self._save(record, lambda: {**trainer.state(), **more()})
 
@@ -340,6 +341,14 @@ class Overlaps:
 def _iou(a: np.ndarray, b: np.ndarray) -> float | None:
     smaller = min(int(a.sum()), int(b.sum()))
     return int((a & b).sum()) / smaller if smaller else None
+
+
+def only_identity(net: nn.Module) -> nn.Module:
+    """The net; refuses polynomial sites, naming the first."""
+    for name, act in mask_modules(net).items():
+        if type(act) is not MaskedReLU:
+            raise ValueError(f"site {name!r} is a {type(act).__name__}; use fastbcd.autorep for it")
+    return net
 
 
 def twin(net: nn.Module, make: Callable[[Any], MaskedActivation]) -> nn.Module:

@@ -20,10 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd import ops
-from fastbcd.masking.activations import MaskedActivation, MaskedReLU
-from fastbcd.masking.masks import MaskSet, mask_modules
+from fastbcd.masking.activations import MaskedActivation
+from fastbcd.masking.masks import MaskSet
 from fastbcd.runtime.validate import check_number, check_whole
-from fastbcd.starts.mask_training import MaskTraining, Method, StartingPoint, channels_last
+from fastbcd.starts.mask_training import (
+    MaskTraining,
+    Method,
+    StartingPoint,
+    channels_last,
+    only_identity,
+)
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer, training_dtype
 
@@ -110,11 +116,7 @@ class Selective(Method):
 
     @staticmethod
     def prepare(net: nn.Module) -> nn.Module:
-        for name, act in mask_modules(net).items():
-            if type(act) is not MaskedReLU:
-                kind = type(act).__name__
-                raise ValueError(f"site {name!r} is a {kind}; use fastbcd.autorep for it")
-        return net
+        return only_identity(net)
 
     def __init__(self, net: nn.Module, s: SimpleNamespace) -> None:
         super().__init__(net, s, lambda act: SoftReLU(act.mask, training_dtype(net)))

@@ -108,7 +108,7 @@ def _epoch(trainer: Trainer, epoch: int, test: ImageData | None, quiet: bool) ->
     with bar, repeatable(trainer.data.device, trainer.seed, epoch):
         loss = trainer.epoch(epoch, lr, bar=bar)
     record: dict[str, Any] = {"number": epoch + 1, "lr": lr, "loss": loss}
-    record["test_accuracy"] = None if test is None else accuracy(trainer.net, test)
+    record["test_accuracy"] = None if test is None else accuracy(trainer.model, test)
     record["seconds"] = {"epoch": time.perf_counter() - begin}
     if not quiet:
         tqdm.write(epoch_line(f"epoch {epoch + 1} of {s.epochs}: lr {lr:.3g}", record))

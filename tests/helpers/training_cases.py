@@ -76,6 +76,14 @@ def autorep(folder: Path) -> Any:
     return result(start.model, counts=[r["count"] for r in start.history], kept=start.masks.count())
 
 
+def deepreduce(folder: Path) -> Any:
+    start = fastbcd.deepreduce(
+        make("mlp"), data(61), 12, epochs=8, trial_epochs=1, lr=0.02, batch_size=32, finetune=SHORT
+    )
+    facts = [r.get(key, 0) for r in start.history for key in ("count", "train_accuracy")]
+    return result(start.model, counts=facts, kept=start.masks.bits.nonzero().flatten().tolist())
+
+
 def different(folder: Path) -> Any:
     """Ranks with another budget, other images, or too small a batch."""
     r = ranks.rank()
@@ -112,7 +120,7 @@ def killed(folder: Path) -> None:
 
 
 def all_cases(folder: Path) -> dict[str, Any]:
-    cases = (finetuned, finetuned_resnet, mismatch, dense, snl, autorep)
+    cases = (finetuned, finetuned_resnet, mismatch, dense, snl, autorep, deepreduce)
     # One rank alone first: the forked processes then find every module imported.
     alone = [case(folder) for case in cases]
     ranked = [on_ranks(case, folder, 2) for case in cases]

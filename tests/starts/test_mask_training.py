@@ -79,6 +79,14 @@ def test_an_interrupted_fine_tune_resumes(tmp_path, monkeypatch, optimizer) -> N
     assert [r["loss"] for r in resumed.finetune] == [r["loss"] for r in straight.finetune]
 
 
+def test_a_net_with_views_is_measured_while_it_is_trained() -> None:
+    """Its weights are in channels_last memory then, which a view of its own forward refuses."""
+    with pytest.warns(RuntimeWarning, match="more than the budget"):
+        start = snl(make("sizes"), data(32), 20, test=data(8), max_epochs=1, **QUICK)
+    trained = fastbcd.train(make("sizes"), data(32), epochs=1, padding=1, test=data(8))
+    assert [r["test_accuracy"] for r in start.history + trained.history]
+
+
 # ------------------------------------------------------------------------------- overlaps
 
 

@@ -22,7 +22,7 @@ def found(tmp_path_factory) -> dict:
 
 
 @pytest.mark.parametrize(
-    "case", ["finetuned", "finetuned_resnet", "mismatch", "dense", "snl", "autorep"]
+    "case", ["finetuned", "finetuned_resnet", "mismatch", "dense", "snl", "autorep", "deepreduce"]
 )
 def test_two_ranks_train_as_one(found, case) -> None:
     first, second, alone = found[case]

@@ -1,0 +1,271 @@
+"""deepreduce: stages, criticality, culling, thinning, reshaping, exact budgets, resuming."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fastbcd
+from fastbcd import MaskSet
+from fastbcd.cli import main as cli
+from fastbcd.starts.deepreduce import candidates, criticality, deepreduce, only, reshaped, stages
+from fastbcd.training.settings import Finetune
+from fastbcd.training.trainer import Trainer
+from helpers.nets import make, thinned
+from helpers.start_cases import SHORT, Other, data, same, state, stopped_at, write_images
+
+NONE = Finetune(epochs=0, padding=1, teacher_cache=10**7)
+QUICK = {"epochs": 11, "trial_epochs": 1, "lr": 0.02, "batch_size": 32, "finetune": NONE}
+
+# ------------------------------------------------------------------------- sets of ReLUs
+
+
+def full(**shapes: tuple[int, ...]) -> MaskSet:
+    return MaskSet.full(shapes)
+
+
+def names(found: list) -> list[list[str]]:
+    return [[site.name for site in stage] for stage in found]
+
+
+def test_a_stage_ends_where_the_resolution_changes() -> None:
+    m = full(stem=(4, 8, 8), a=(16, 8, 8), b=(16, 4, 4), c=(4, 8, 8), d=(5,), e=(5,), f=(7,))
+    assert names(stages(m)) == [["stem", "a"], ["b"], ["c"], ["d", "e"], ["f"]]
+    empty = m.without(torch.arange(m.sites[2].start, m.sites[3].start))
+    assert names(stages(empty)) == [["stem", "a", "c"], ["d", "e"], ["f"]], "b keeps no ReLU"
+
+
+def test_the_stages_of_the_papers_networks() -> None:
+    nets = fastbcd.models.resnet18(10, 32), fastbcd.models.resnet20(10, 32)
+    sizes = [[sum(s.numel for s in stage) for stage in stages(fastbcd.masks(n))] for n in nets]
+    assert sizes == [[262_144, 131_072, 65_536, 32_768], [114_688, 49_152, 24_576]]
+
+
+def test_criticality() -> None:
+    assert criticality(64.0, 4096, 0.5) == 1.0
+    assert criticality(64.0, 4096) == pytest.approx(64 * math.exp(-0.07 * math.log(4096)))
+    assert criticality(64.0, 4096, 0.0) == 64.0
+
+
+def shares(sizes: list[int], budget: int) -> list[int]:
+    """The plain rule: round down, then one more for the largest remainders, in order."""
+    exact = [n * budget / sum(sizes) for n in sizes]
+    found = [math.floor(x + 1e-9) for x in exact]
+    order = sorted(range(len(sizes)), key=lambda i: -(round(exact[i] - found[i], 9)))
+    for i in order[: budget - sum(found)]:
+        found[i] += 1
+    return found
+
+
+def plain_reshaped(m: MaskSet, scores: torch.Tensor, budget: int) -> set[int]:
+    """Ids of the ReLUs that stay, unit by unit."""
+    stay: set[int] = set()
+    for site, kept, quota in zip(
+        m.sites, m.split(), shares(list(m.counts().values()), budget), strict=True
+    ):
+        width = site.numel // site.shape[0]
+        units = [(int(i), float(scores[site.start + i])) for i in kept.flatten().nonzero()]
+
+        def mean_of(channel: int, units: list = units, width: int = width) -> float:
+            own = [score for i, score in units if i // width == channel]
+            return sum(own) / len(own)
+
+        order = sorted(units, key=lambda u: (-mean_of(u[0] // width), -u[1]))
+        stay |= {site.start + i for i, _ in order[:quota]}
+    return stay
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_budget_is_met_by_the_same_share_of_each_site_and_whole_channels(seed) -> None:
+    g = torch.Generator().manual_seed(seed)
+    m = full(a=(4, 3, 3), b=(6, 2), c=(5,), d=(2, 2, 2, 2))
+    m = m.without((torch.rand(m.total, generator=g) < 0.2).nonzero().flatten())
+    scores = torch.rand(m.total, generator=g)
+    for budget in range(m.count() + 1):
+        found = reshaped(m, scores, budget)
+        assert found.count() == budget
+        assert set(found.bits.nonzero().flatten().tolist()) == plain_reshaped(m, scores, budget)
+
+
+def test_candidates_are_culled_in_order_and_thinned() -> None:
+    m = full(a=(4, 4, 4), b=(4, 4, 4), c=(4, 4, 4), d=(8, 2, 2), e=(8, 2, 2), f=(8,))
+    scores = torch.rand(m.total)
+    expected = {
+        "0 stages culled": "abcdef", "0 stages culled, thinned": "acdf",
+        "1 stages culled": "abcde", "1 stages culled, thinned": "acd",
+        "2 stages culled": "de", "2 stages culled, thinned": "d",
+    }  # fmt: skip
+    found = candidates(m, [2, 0, 1], scores, 32)
+    assert list(found) == list(expected)
+    for name, kept in found.items():
+        coarse = only(m, [site for site in m.sites if site.name in expected[name]])
+        assert kept == reshaped(coarse, scores, 32), name
+    assert list(candidates(m, [2, 0, 1], scores, 33)) == list(expected)[:5], "d has 32"
+    assert list(candidates(m, [2, 0, 1], scores, m.count())) == ["0 stages culled"]
+    assert len(candidates(m, [2, 0, 1], scores, 0)) == 1, "equal masks are listed once"
+
+
+# ------------------------------------------------------------------------------- trainings
+
+
+def plain_training(net, masks, train, epochs, first, lr):
+    """SGD with momentum, CE + KD, a cosine; from the given weights with other masks."""
+    teacher, student = copy.deepcopy(net).eval(), copy.deepcopy(net).train()
+    fastbcd.set_masks(student, masks)
+    sgd = torch.optim.SGD(student.parameters(), lr, momentum=0.9, weight_decay=5e-4)
+    for epoch in range(epochs):
+        sgd.param_groups[0]["lr"] = lr * (1 + math.cos(math.pi * epoch / epochs)) / 2
+        for x, labels, _, _ in train.train_batches(
+            32, seed=0, step=0, epoch=first + epoch, padding=1
+        ):
+            s = student(x)
+            with torch.no_grad():
+                t = teacher(x)
+            kd = F.kl_div(F.log_softmax(s / 4, 1), F.softmax(t / 4, 1), reduction="batchmean") * 16
+            loss = F.cross_entropy(s, labels) + kd
+            sgd.zero_grad()
+            loss.backward()
+            sgd.step()
+    return student.eval()
+
+
+def test_the_trainings_are_the_published_ones() -> None:
+    """Each stage alone, then the candidates, then the best: all from the given weights."""
+    net, train, budget = make("resnet"), data(), 100
+    given, start = copy.deepcopy(net), fastbcd.masks(net).copy()
+    parts = stages(start)
+    found = deepreduce(net, train, budget, **{**QUICK, "epochs": 9})
+    records = found.history
+    assert len(records) == 9
+    assert len(parts) == 2
+    first, value = 0, []
+    for k, stage in enumerate(parts):
+        mask = only(start, stage)
+        student = plain_training(given, mask, train, 1, first, 0.02)
+        measured = fastbcd.accuracy(student, train)
+        record = records[first]
+        assert record["training"] == f"stage {k + 1} alone"
+        assert record["count"] == mask.count()
+        assert record["train_accuracy"] == pytest.approx(measured, abs=1.1)  # one image: rounding
+        value.append(criticality(record["train_accuracy"], mask.count()))
+        assert record["criticality"] == value[-1]
+        first += 1
+    scores = fastbcd.saliency(given, train)
+    order = sorted(range(len(parts)), key=lambda k: value[k])
+    trials = candidates(start, order, scores, budget)
+    assert len(trials) > 1
+    for name in trials:
+        assert records[first]["training"] == name
+        assert records[first]["count"] == budget
+        assert "criticality" not in records[first]
+        first += 1
+    best = max(
+        trials, key=lambda n: next(r for r in records if r["training"] == n)["train_accuracy"]
+    )
+    assert {r["training"] for r in records[first:]} == {f"{best}: the result"}
+    assert found.masks == trials[best]
+    student = plain_training(given, trials[best], train, 9 - first, first, 0.02)
+    for key, tensor in student.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[key], tensor, rtol=1e-3, atol=1e-3)
+
+
+# ---------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("name", ["resnet", "mlp", "sizes"])
+def test_exact_budgets(name) -> None:
+    total = fastbcd.masks(make(name)).count()
+    for budget in (0, 1, total // 7, total // 2, total - 1, total):
+        start = deepreduce(make(name), data(32), budget, **QUICK)
+        assert start.masks.count() == fastbcd.masks(start.model).count() == budget
+        assert len(start.history) == 11
+        assert set(start.accuracy) == {"trained", "thresholded", "final"}
+
+
+def test_removed_relus_stay_removed() -> None:
+    net = thinned(make("resnet"))
+    before = fastbcd.masks(net).bits.clone()
+    start = deepreduce(net, data(), 90, **QUICK)
+    assert start.masks.count() == 90
+    assert not (start.masks.bits & ~before).any()
+
+
+def test_bcd_goes_on_from_it() -> None:
+    start = deepreduce(make("resnet"), data(), 120, **QUICK)
+    run = fastbcd.bcd(start.model, data(), 100, drc=10, rt=2, finetune=None)
+    assert run.masks.count() == 100
+    assert not (run.masks.bits & ~start.masks.bits).any()
+
+
+@pytest.mark.parametrize("epoch", [1, 3, 8])
+def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, monkeypatch, epoch) -> None:
+    """In a stage's trial, in a candidate's, and in the last training."""
+    settings = {**QUICK, "epochs": 13, "trial_epochs": 2, "test": data(20), "finetune": SHORT}
+    straight = deepreduce(make("resnet"), data(), 100, **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "epoch", stopped_at(epoch, step=0))
+        with pytest.raises(KeyboardInterrupt):
+            deepreduce(make("resnet"), data(), 100, run_dir=tmp_path, **settings)
+    resumed = deepreduce(make("resnet"), data(), 100, run_dir=tmp_path, **settings)
+    assert same(state(resumed.model), state(straight.model))
+    assert resumed.accuracy == straight.accuracy
+    keys = ("training", "count", "loss", "lr", "iou", "train_accuracy", "criticality")
+    facts = [[[r.get(key) for key in keys] for r in run.history] for run in (resumed, straight)]
+    assert facts[0] == facts[1]
+    saved = fastbcd.load_run(tmp_path)
+    assert saved.kind == "deepreduce"
+    assert saved.masks.count() == 100
+    assert saved.done
+
+
+# -------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"budget": 51}, ValueError, "budget=51; the net keeps 50 ReLUs"),
+        ({"budget": 2.5}, TypeError, "budget=2.5; it must be a whole number"),
+        ({"lr": 0.0}, ValueError, "lr=0.0; it must be finite and above 0"),
+        ({"discount": -1}, ValueError, "discount=-1"),
+        ({"trial_epochs": 0}, ValueError, "trial_epochs=0"),
+        ({"epochs": 6}, ValueError, "epochs=6; up to 6 trials of 1 epochs each, for 2 stages"),
+        ({"teacher": Other()}, ValueError, "the teacher has 7 classes and the net 5"),
+        ({"net": make("poly")}, ValueError, r"site '2' is a MaskedPoly.*fastbcd\.autorep"),
+        ({"net": nn.Linear(2, 2)}, ValueError, "no masked activations"),
+        ({"net": "net"}, TypeError, "net is a str"),
+    ],
+)
+def test_bad_input(change, error, words) -> None:
+    with pytest.raises(error, match=words):
+        deepreduce(**{"net": make("mlp"), "data": data(), "budget": 10, **QUICK, **change})
+
+
+def test_a_loss_that_is_not_finite_stops_and_restores() -> None:
+    net = make("mlp")
+    before = state(net)
+    with pytest.raises(FloatingPointError, match="not finite in epoch"):
+        deepreduce(net, data(), 10, **{**QUICK, "lr": 1e30})
+    assert same(state(net), before)
+
+
+# ------------------------------------------------------------------------------ the command
+
+
+def test_the_command(tmp_path, capsys) -> None:
+    line = [
+        "deepreduce", "--model", "helpers.start_cases:small_net",
+        "--data", write_images(tmp_path / "data.npz"), "--epochs", "8", "--trial-epochs", "1",
+        "--batch-size", "32", "--run-dir", str(tmp_path / "run"),
+    ]  # fmt: skip
+    assert cli.main([*line, "--budget", "20"]) == 0
+    shown = capsys.readouterr()
+    assert "20 ReLUs after 8 epochs" in shown.out
+    assert cli.main([*line, "--budget", "20", "--quiet"]) == 0  # a finished run is reported again
+    assert cli.main([*line, "--budget", "99"]) == 2
+    assert "the net keeps 50 ReLUs" in capsys.readouterr().err
