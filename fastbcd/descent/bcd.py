@@ -34,6 +34,7 @@ from fastbcd.runtime.validate import check_choice, check_number, check_whole
 from fastbcd.scoring.accuracy import accuracy, check_metric, data_for
 from fastbcd.scoring.choose import choose
 from fastbcd.scoring.collapsed.form import drop_form
+from fastbcd.scoring.confidence import check_confidence
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.metric import Criterion, Loss, Metric
 from fastbcd.scoring.score import check_scorable
@@ -42,6 +43,7 @@ from fastbcd.training.trainer import Finetuner, check_same_classes, seeded
 
 PAPER = Finetune()
 WHEN = ("every_step", "on_reject")
+MARGINS = "confidence/margins"  # in the saved state, beside the tensors of the net
 
 
 class Run(NamedTuple):
@@ -80,7 +82,7 @@ def bcd(
     teacher: nn.Module | None = None, test: Any = None, samples: int | None = None, seed: int = 0,
     run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
     engine: str | Engine = "auto", metric: Metric | None = None, loss: Loss | None = None,
-    progress: bool = False,
+    confidence: float | None = None, test_every: int = 1, progress: bool = False,
 ) -> Run:  # fmt: skip
     """Remove ReLUs from the net, in place, until exactly `budget` are kept.
 
@@ -88,7 +90,8 @@ def bcd(
         budget: ReLUs to keep, or a `fastbcd.private.Target`: seconds, bytes or rounds of private
             inference. The cost ends at or below the target, as close to it as one ReLU allows.
         data: the train set, for scoring and fine-tuning: ImageData, (images, labels), a Dataset
-            or a DataLoader. test: the test set, measured after every step if given.
+            or a DataLoader. test: the test set, measured after every `test_every` steps and after
+            the last one, if given.
         drc: ReLUs that a step removes: a number, a function of the number kept, or a `Schedule`.
             With a target, a step saves the same share of the cost left: drc / ReLUs kept.
         rt, adt: hypotheses that a step tries at most, and the drop in percentage points it accepts.
@@ -110,6 +113,8 @@ def bcd(
             without it in the metric's units.
         loss: a callable (outputs, targets) -> [B] or their mean, in place of cross-entropy: for
             ties, saliency and `Finetune`. config.json has the names of metric and loss.
+        confidence: None scores exactly. With 0.999 the choice of a step differs from the exact one
+            with a probability of 0.1 % at most, and takes fewer images (docs/confidence.md).
         progress: show bars and one line per step.
 
     After any exception the net is as it was at the end of the last finished step.
@@ -137,7 +142,7 @@ def steps(
     samples: int | None = None, seed: int = 0, run_dir: str | os.PathLike[str] | None = None,
     resume: str | bool = "auto",
     engine: str | Engine = "auto", metric: Metric | None = None, loss: Loss | None = None,
-    progress: bool = False,
+    confidence: float | None = None, test_every: int = 1, progress: bool = False,
 ) -> Iterator[Step]:  # fmt: skip
     """The steps of `bcd`, with your own training in the loop's body.
 
@@ -179,10 +184,13 @@ class Descent:
     engine: Any
     metric: Metric | None
     loss: Loss | None
+    confidence: float | None
+    test_every: int
     progress: bool
 
     def __post_init__(self) -> None:
         net, self.data, self.history = self.net, data_for(self.net, self.data), list[Step]()
+        self.margins: Tensor | None = None  # with a confidence: of the images, in earlier steps
         self._check_settings()
         self.limits = limits_of(self.budget, net, self.max_sites)
         if self.proposal is None:
@@ -214,7 +222,8 @@ class Descent:
 
     def _check_settings(self) -> None:
         check_choice("finetune_when", self.finetune_when, WHEN)
-        for name, least in {"rt": 1, "seed": 0}.items():
+        check_confidence(self.confidence, self.metric)
+        for name, least in {"rt": 1, "seed": 0, "test_every": 1}.items():
             check_whole(name, getattr(self, name), least)
         check_whole("samples", self.samples, 1, optional=True)
         if isinstance(self.drc, Schedule):
@@ -294,8 +303,10 @@ class Descent:
             hypotheses = map(hypothesis, range(rt))
             c = choose(
                 self.net, hypotheses, self.scored, adt=self.adt, engine=self.engine,
-                metric=self.metric, loss=self.loss,
+                metric=self.metric, loss=self.loss, confidence=self.confidence, seed=self.seed,
+                step=number, margins=self.margins,
             )  # fmt: skip
+            self.margins = c.margins
         seconds["score"] -= seconds["propose"]
         left, size = current.without(c.removal), len(c.removal)
         set_masks(self.net, left)
@@ -318,11 +329,13 @@ class Descent:
     def _save(self, step: Step, run: RunDirectory) -> dict[str, Tensor]:
         """Measure the test accuracy and make the step the last finished one; its tensors."""
         with timed(step.seconds, "test"):
-            if self.test is not None:
+            due = step.number % self.test_every == 0 or self._done()
+            if self.test is not None and due:
                 step.test_accuracy = accuracy(self.net, self.test, metric=self.metric)
         tensors, record = snapshots.take(self.net), step.as_json()
         ranks.check_same("the weights and masks", tensors)
-        run.save(step.number, tensors, record)
+        margins = {} if self.margins is None else {MARGINS: self.margins}
+        run.save(step.number, tensors | margins, record)
         step.seconds = {**record["seconds"]}
         self.history.append(step)
         if self.progress:
@@ -339,7 +352,8 @@ class Descent:
             "drc": drc, "proposal": self.proposal.describe(), "budget": budget, "rt": self.rt,
             "adt": self.adt, "samples": self.samples, "seed": self.seed, **self._training(),
         }  # fmt: skip
-        settings |= {} if self.max_sites is None else {"max_sites": self.max_sites}
+        own = {"max_sites": self.max_sites, "confidence": self.confidence}
+        settings |= {name: value for name, value in own.items() if value is not None}
         judges = {"metric": self.metric, "loss": self.loss}
         settings |= {name: _describe(value) for name, value in judges.items() if value is not None}
         return open_run(
@@ -384,6 +398,7 @@ class Descent:
             run.save(0, tensors, record)
         else:
             tensors = run.state.tensors
+            self.margins = tensors.pop(MARGINS, None)
             snapshots.restore(self.net, tensors)
             self.begin = run.start.get("begin", (0.0, 0))
         self.history = [Step.from_json(record) for record in run.history]

@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+NUMBERED = ("drops", "images")  # fields by number of the hypothesis; JSON has texts as keys
+OPTIONAL = ("cost", "images", "interval")  # recorded only if they are known
+
 
 @dataclass(kw_only=True)
 class Step:
@@ -42,19 +45,25 @@ class Step:
     test_accuracy: float | None = None  # after the training, if there is test data
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     cost: float | None = None  # after it, in the unit of the target; None without a target
+    # With a confidence, accuracies, losses and drops are estimates; recorded only then:
+    images: dict[int, int] | None = None  # that each decision took, by number; -1: the base
+    interval: list[float] | None = None  # holds the chosen drop, with the stated probability
     unit = " %"  # of accuracies; "" for a metric without bounds; not recorded
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Step:
         """The step whose `as_json` is `record`."""
-        return cls(**{**record, "drops": {int(k): v for k, v in record["drops"].items()}})
+        numbered = {name: record[name] for name in NUMBERED if name in record}
+        return cls(**record | {k: {int(n): v for n, v in d.items()} for k, d in numbered.items()})
 
     def as_json(self) -> dict[str, Any]:
         """A dictionary that JSON can hold."""
         record = dataclasses.asdict(self)
-        if self.cost is None:
-            del record["cost"]
-        return {**record, "drops": {str(k): v for k, v in self.drops.items()}}
+        for name in OPTIONAL:
+            if record[name] is None:
+                del record[name]
+        numbered = {name: record[name] for name in NUMBERED if name in record}
+        return record | {k: {str(n): v for n, v in d.items()} for k, d in numbered.items()}
 
     def __index__(self) -> int:
         return self.number

@@ -7,24 +7,28 @@ Losses count as equal within 1e-5, the rounding that engines and batch sizes may
 What is certain is not computed. A hypothesis with c correct answers and n images ahead ends with c
 to c + n. If c is enough, it is certain to pass, and later numbers do not matter. If c + n is not,
 it is certain to fail: it is set aside, and continued only if no hypothesis passes and it can still
-be the best. These are facts about counts, so the choice is that of the one-by-one loop.
+be the best. These are facts about counts, so the choice is that of the one-by-one loop. With a
+confidence, what is certain enough is not computed either: see sampled.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
 from fastbcd.masking.convert import unwrap
+from fastbcd.scoring.confidence import check_confidence
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.metric import Criterion, Loss, Metric
 from fastbcd.scoring.plan import Plan
-from fastbcd.scoring.score import Tally, check_removals, prepared, read, run_pass
+from fastbcd.scoring.sampled import Sampled, expected_visits, new_margins, visiting_order
+from fastbcd.scoring.score import Tally, answers, check_removals, prepared, read, run_pass
 
 ROUNDING = 1e-5  # by which engines and batch sizes may differ: closer losses are equal
 SUM_ROUNDING = 1e-9  # by which the order of its terms may change a sum, relative to its size
@@ -47,7 +51,9 @@ class Choice:
     tried: int  # hypotheses drawn from the source
     drops: dict[int, float]  # by number, of those that were scored on all images
     images: int  # hypothesis-images that were run, at most tried * samples
-    correct: int | None  # of the chosen hypothesis, on all images; None with a metric of your own
+    correct: (
+        int | None
+    )  # of the chosen one; None with a metric of your own, and if not all were seen
     loss: float
     base_correct: int | None
     base_loss: float
@@ -57,12 +63,18 @@ class Choice:
     base_value: float
     percent: float  # the value in percent of the metric's range; as it is without bounds
     base_percent: float
+    # With a confidence the numbers above are estimates, unless all images were seen, and `drops`
+    # holds all hypotheses.
+    seen: dict[int, int] | None = None  # by number (-1: the base): images that were needed
+    interval: tuple[float, float] | None = None  # holds the drop, with the stated probability
+    margins: Tensor | None = field(default=None, repr=False)  # for the next step
 
 
 def choose(
     net: nn.Module, hypotheses: Iterable[Tensor], data: Any, *, adt: float,
     engine: str | Engine = "auto", metric: Metric | None = None, loss: Loss | None = None,
-    early: bool = True,
+    early: bool = True, confidence: float | None = None, seed: int = 0, step: int = 0,
+    margins: Tensor | None = None,
 ) -> Choice:  # fmt: skip
     """Take the first hypothesis with a drop below `adt` percentage points, else the best.
 
@@ -74,6 +86,12 @@ def choose(
             one scored.
         early: stop scoring a hypothesis when its outcome is certain. Never changes the choice.
         engine, metric, loss: as in `score`. The engine never changes the choice.
+        confidence: None is exact. With 0.999 the choice differs from the exact one with a
+            probability of 0.1 % at most: images are visited in a random order, and a decision is
+            made as soon as it is that certain (docs/confidence.md). For accuracy only.
+        seed, step: determine the random order; each step needs one of its own.
+        margins: `Choice.margins` of the step before, for the same data. Images that are likely to
+            change their answer are visited first, so that fewer are needed.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
@@ -81,14 +99,23 @@ def choose(
     0
     """
     engine, criterion, net = as_engine(engine), Criterion(metric, loss), unwrap(net)
+    check_confidence(confidence, metric)
     images, current = read(net, data)
     source = ((k, check_removals(current, [h], k)[0]) for k, h in enumerate(hypotheses))
     removals = dict(islice(source, 1))
     if not removals:
         raise ValueError("there is no hypothesis to choose from")
-    some = [*removals.values()]
-    with prepared(net, current, some, images, engine, criterion, engine.wave) as plan:
-        search = _Search(plan, images, adt, early)
+    some, visits = [*removals.values()], None
+    if confidence is not None:
+        visits = expected_visits(len(images), adt, confidence)
+    with prepared(net, current, some, images, engine, criterion, engine.wave, visits) as plan:
+        search: _Search | _SampledSearch
+        if confidence is None:
+            search = _Search(plan, images, adt, early)
+        else:
+            order, first, margins = visiting_order(images, margins, seed=seed, step=step)
+            search = _SampledSearch(plan, images, order, margins)
+            search.begin(first, adt=adt, confidence=confidence)
         size = 1
         while removals:
             accepted = search.wave(removals)
@@ -186,12 +213,7 @@ class _Search:
             tally = run_pass(self.plan, self.data, removals, base=False, begun=begun)
             tallies.update({k: tally.part([k]) for k in group})
         done = {k: t.sums[k] for k, t in sorted(tallies.items()) if t.seen == samples}
-        most = max(value for value, _ in done.values())
-        best, *rest = (k for k, (value, _) in done.items() if value >= most - self.tie)
-        for k in rest:
-            if fewer(done[k][1] / samples, done[best][1] / samples):
-                best = k
-        return best
+        return _best_of(done, samples, self.tie)
 
     def choice(self, number: int, accepted: bool) -> Choice:
         samples, tallies, percent = len(self.data), self.tallies, self.criterion.percent
@@ -205,6 +227,54 @@ class _Search:
             self.plan.engine.name, value / samples, self.base / samples, percent(value, samples),
             percent(self.base, samples),
         )  # fmt: skip
+
+
+class _SampledSearch:
+    """One step's search with a confidence: runs the hypotheses for `Sampled`, which decides."""
+
+    def __init__(self, plan: Plan, data: ImageData, order: Tensor, margins: Tensor) -> None:
+        self.plan, self.data, self.order, self.margins = plan, data, order, margins
+        self.removals: dict[int, Tensor] = {}
+
+    def begin(self, first: int, **settings: float) -> None:
+        self.sampled = Sampled(self.visit, len(self.data), first, **settings)
+
+    def visit(self, numbers: list[int], begin: int, end: int) -> dict[int, np.ndarray]:
+        removals = {k: self.removals[k] for k in numbers if k >= 0}
+        images = self.data.subset(self.order[begin:end])
+        found = answers(self.plan, images, removals, base=-1 in numbers)
+        return {k: t.numpy() for k, t in found.items()}
+
+    def wave(self, removals: dict[int, Tensor]) -> int | None:
+        self.removals.update(removals)
+        return self.sampled.wave(removals)
+
+    def best(self) -> int:
+        done = {k: self.sampled.estimate(k) for k in self.sampled.best()}
+        return _best_of(done, len(self.data), 0.0)
+
+    def choice(self, number: int, accepted: bool) -> Choice:
+        s, n, percent = self.sampled, len(self.data), self.plan.criterion.percent
+        (value, loss), (base, base_loss) = s.estimate(number), s.estimate(-1)
+        seen = {k: s.seen(k) for k in s.found}
+        return Choice(
+            number, self.removals[number], accepted, len(self.removals),
+            {k: s.drop(k) for k in seen if k >= 0}, sum(seen.values()) - seen[-1],
+            round(value) if seen[number] == n else None, loss / n,
+            round(base) if seen[-1] == n else None, base_loss / n, n, self.plan.engine.name,
+            value / n, base / n, percent(value, n), percent(base, n), seen, s.interval(number),
+            new_margins(self.margins, self.order, s.found[-1][0], s.found[number][0]),
+        )  # fmt: skip
+
+
+def _best_of(done: dict[int, tuple[float, float]], samples: int, tie: float) -> int:
+    """The largest metric, up to `tie`, then the smaller loss, then the lower number."""
+    most = max(value for value, _ in done.values())
+    best, *rest = (k for k, (value, _) in done.items() if value >= most - tie)
+    for k in rest:
+        if fewer(done[k][1] / samples, done[best][1] / samples):
+            best = k
+    return best
 
 
 def fewer(one: float, other: float) -> bool:

@@ -110,6 +110,25 @@ class Criterion:
             found.append(torch.stack([values.sum(), loss, invalid.double().sum(), wrong]))
         return torch.stack(found)
 
+    def margins_and_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Logits [n, B, classes] -> DoubleTensor[n, 2, B], for accuracy as the metric.
+
+        The margin is the logit of the label minus the largest other one; its sign is that of the
+        answer, also if logits are equal. A loss that is one number for a batch is its mean.
+        """
+        correct = outputs.argmax(-1) == targets
+        top = outputs.double().topk(min(2, outputs.shape[-1])).values
+        own = outputs.double().gather(-1, targets.expand(len(outputs), -1).unsqueeze(-1))[..., 0]
+        above = (top[..., 0] - top[..., -1]).clamp(min=1e-300)
+        margins = torch.where(correct, above, own - top[..., 0])
+        if self.loss is None:
+            answers = outputs.double().flatten(0, 1), targets.repeat(len(outputs))
+            losses = F.cross_entropy(*answers, reduction="none").view(margins.shape)
+        else:
+            means = [self.summed_loss(_copy_of(outputs, i), targets) for i in range(len(outputs))]
+            losses = torch.stack(means).unsqueeze(1).expand(margins.shape) / len(targets)
+        return torch.stack([margins, losses], 1)
+
     def check_row(self, row: list[float], who: str, where: str) -> None:
         """An error if the metric or the loss of some samples is invalid."""
         _, loss, invalid, wrong = row

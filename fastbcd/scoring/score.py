@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,10 +148,9 @@ def run_pass(
     images; the tally is that of all ranks, so they decide alike.
     """
     tally = Tally({}) if begun is None else begun
-    alive = dict(removals)
     # A hypothesis that removes nothing is the base.
     base = base or not all(ids.numel() for ids in removals.values())
-    work = plan.engine.prepare(alive, plan.lanes)
+    lanes = _Lanes(plan, removals)
     nothing = torch.zeros(WIDTH, dtype=torch.float64, device=data.device)
     pending: list[Tensor] = []
     look = 0.0 if decide else torch.inf  # images after which a decision is possible
@@ -161,16 +161,10 @@ def run_pass(
     with torch.inference_mode():
         for i in range(tally.rounds, len(sizes)):
             x, targets = next(batches, (None, None))  # other ranks may have more
-            numbers = [-1, *alive] if base else list(alive)
+            numbers = [-1, *lanes.removals] if base else list(lanes.removals)
             found: dict[int, Tensor] = {}
-            while x is not None and targets is not None:
-                try:
-                    for some, outputs in plan.engine.logits(x, work, base, i):
-                        found.update(zip(some, plan.criterion.rows(outputs, targets), strict=True))
-                    break
-                except torch.OutOfMemoryError as error:
-                    plan.use_fewer_lanes(len(alive), error)
-                    work = plan.engine.prepare(alive, plan.lanes)
+            if x is not None and targets is not None:
+                found = lanes.run(x, base, i, partial(plan.criterion.rows, targets=targets))
             pending.append(torch.stack([found.get(k, found.get(-1, nothing)) for k in numbers]))
             seen = tally.seen + sum(sizes[tally.rounds : i + 1])
             if seen < look and len(pending) < LOOK_EVERY and i + 1 < len(sizes):
@@ -185,10 +179,59 @@ def run_pass(
             if not still:
                 break
             look = tally.seen + wait
-            if still != set(alive):
-                alive = {k: alive[k] for k in alive if k in still}
-                work = plan.engine.prepare(alive, plan.lanes)
+            if still != set(lanes.removals):
+                lanes = _Lanes(plan, {k: v for k, v in lanes.removals.items() if k in still})
     return tally
+
+
+class _Lanes:
+    """Hypotheses that run together, as the engine has prepared them."""
+
+    def __init__(self, plan: Plan, removals: dict[int, Tensor]) -> None:
+        self.plan, self.removals = plan, removals
+        self.work = plan.engine.prepare(removals, plan.lanes)
+
+    def run(
+        self, x: Tensor, base: bool, batch: int | None, judge: Callable[[Any], Tensor]
+    ) -> dict[int, Tensor]:
+        """What `judge` makes of the outputs, by number; after an out-of-memory error, in parts."""
+        while True:
+            try:
+                found: dict[int, Tensor] = {}
+                for some, outputs in self.plan.engine.logits(x, self.work, base, batch):
+                    found.update(zip(some, judge(outputs), strict=True))
+                return found
+            except torch.OutOfMemoryError as error:
+                self.plan.use_fewer_lanes(len(self.removals), error)
+                self.work = self.plan.engine.prepare(self.removals, self.plan.lanes)
+
+
+def answers(
+    plan: Plan, data: ImageData, removals: dict[int, Tensor], base: bool
+) -> dict[int, Tensor]:
+    """By number, the margin and the loss of each image, DoubleTensor[2, N] on the CPU.
+
+    The margin is the logit of the label minus the largest other one. Each rank runs a part of the
+    images; all get all numbers.
+    """
+    asked = base or not all(ids.numel() for ids in removals.values())
+    numbers, lanes = [-1, *removals] if asked else list(removals), _Lanes(plan, removals)
+    mine, at = data.shard(rank(), world()), rank() * len(data) // world()
+    found = torch.zeros(len(numbers), 2, len(data), dtype=torch.float64, device=data.device)
+    with torch.inference_mode():
+        for x, targets in mine.batches(
+            plan.batch, dtype=plan.request.example.dtype, memory_format=plan.engine.memory_format
+        ):
+            judge = partial(plan.criterion.margins_and_losses, targets=targets)
+            some = lanes.run(x, asked, None, judge)
+            both = [some[k if k in some else -1] for k in numbers]
+            found[:, :, at : at + len(x)] = torch.stack(both)
+            at += len(x)
+    everyone = dict(zip(numbers, all_sum(found).cpu(), strict=True))
+    for k, (_, losses) in everyone.items():
+        row, who = [0.0, float(losses.sum()), 0.0, 0.0], f"hypothesis {k}"
+        plan.criterion.check_row(row, "the base net" if k < 0 else who, f"on {len(data)} images")
+    return {k: t for k, t in everyone.items() if base or k >= 0}
 
 
 def _round_sizes(data: ImageData, batch: int) -> list[int]:
@@ -206,12 +249,13 @@ def read(net: nn.Module, data: Any) -> tuple[ImageData, MaskSet]:
 @contextmanager
 def prepared(
     net: nn.Module, current: MaskSet, removals: list[Tensor], images: ImageData, engine: Engine,
-    criterion: Criterion = DEFAULT, expected: int | None = None,
+    criterion: Criterion = DEFAULT, expected: int | None = None, visits: int | None = None,
 ) -> Iterator[Plan]:  # fmt: skip
     """The plan, with the net in eval mode; afterwards the net is as it was.
 
     current: a copy of the net's masks. removals: all, or some that are typical of the
-    `expected` number of them. Precision is stated here: a caller's autocast has no effect.
+    `expected` number of them. visits: how many of the images each will need, probably. Precision
+    is stated here: a caller's autocast has no effect.
     """
     with (
         own_precision(images.device, engine.tf32), repeatable_convolutions(), eval_mode(net),
@@ -225,7 +269,8 @@ def prepared(
             # Ranks plan alike, whatever memory each of them has.
             limit = int(from_first(torch.tensor(min(limit, 2**62))))
             plan = make_plan(Request(
-                net, current, removals, expected or len(removals), len(images), example,
+                net, current, removals, expected or len(removals), visits or len(images),
+                example,
                 engine.batch_size, limit, engine.tf32,
             ), engine.name)  # fmt: skip
             plan.criterion = criterion
