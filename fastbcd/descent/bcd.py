@@ -316,6 +316,7 @@ class Descent:
             drops=dict(sorted(c.drops.items())), engine=c.engine, seconds=seconds,
             base_accuracy=c.base_percent, base_loss=c.base_loss,
             chosen_accuracy=c.percent, chosen_loss=c.loss, sites=list(left.counts().values()),
+            images=c.seen, interval=None if c.interval is None else list(c.interval),
         )  # fmt: skip
         step.unit = self.unit
         return step

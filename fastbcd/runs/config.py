@@ -46,7 +46,9 @@ _STEP: dict[str, Any] = {
     **dict.fromkeys(("train_loss", "test_accuracy"), f"{NUMBER} or null"),
     "accepted": "bool", "engine": "str", "drops": {"*": NUMBER}, "seconds": {"*": NUMBER},
 }  # fmt: skip
-_NEW_STEP = {"sites": "list or null", "cost": NUMBER}  # those that not every record has
+_NEW_STEP: dict[str, Any] = {  # those that not every record has
+    "sites": "list or null", "cost": NUMBER, "images": {"*": "int"}, "interval": "list",
+}  # fmt: skip
 _EPOCH: dict[str, Any] = {  # those that an epoch's record has
     **dict.fromkeys(("number", "count", "epoch"), "int"), "phase": "str", "loss": NUMBER,
     "lr": NUMBER, "test_accuracy": f"{NUMBER} or null", "accuracy": {"*": NUMBER},

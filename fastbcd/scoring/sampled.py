@@ -57,11 +57,11 @@ class Sampled:
         """How many images a hypothesis was run on."""
         return self.found[k].shape[1]
 
-    def proceed(self, numbers: list[int], base: bool = True) -> int:
+    def proceed(self, numbers: list[int]) -> int:
         """Run hypotheses that have seen the same images up to the next look; its place."""
         begin = self.seen(numbers[0])
         look = next(n for n in self.looks if n > begin)
-        wanted = [-1, *numbers] if base and self.seen(-1) < look else numbers
+        wanted = [-1, *numbers] if self.seen(-1) < look else numbers
         for k, new in self.visit(wanted, begin, look).items():
             self.found[k] = np.concatenate([self.found[k], new], 1)
         return look
@@ -124,7 +124,7 @@ class Sampled:
             if n == self.total:
                 break
             if behind := [k for k in left if self.seen(k) == n]:
-                self.proceed(behind, base=False)
+                self.proceed(behind)
         return left
 
     # ------------------------------------------------------------------ what is reported
@@ -138,15 +138,15 @@ class Sampled:
         return float(correct), float(loss)
 
     def drop(self, k: int) -> float:
-        """The drop in percentage points, estimated from images that base and hypothesis saw."""
-        n = min(self.seen(-1), self.seen(k))
+        """The drop in percentage points, estimated from the images that were seen."""
+        n = self.seen(k)  # the base has seen these images too
         exact, losses, gains = (int(a[0]) for a in self.pair(-1, [k], n))
         scale = (self.total - self.first) / max(n - self.first, 1)
         return 100.0 * (exact + (losses - gains) * scale) / self.total
 
     def interval(self, k: int) -> tuple[float, float]:
         """Holds the exact drop in percentage points, with the probability `confidence`."""
-        n = min(self.seen(-1), self.seen(k))
+        n = self.seen(k)
         exact, losses, gains = (int(a[0]) for a in self.pair(-1, [k], n))
         ends = interval(losses, gains, n - self.first, self.total - self.first, self.error)
         return 100.0 * (exact + ends[0]) / self.total, 100.0 * (exact + ends[1]) / self.total
