@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -124,18 +125,21 @@ def test_bcd_in_mixed_precision(gpu, optimizer, amp, dtype) -> None:
     check_device(net)
 
 
-@pytest.mark.parametrize("method", ["finetune", "snl", "autorep"])
+@pytest.mark.parametrize("method", ["finetune", "mismatch", "snl", "autorep", "senet"])
 def test_an_epoch_waits_no_more_often_with_more_batches(gpu, method) -> None:
     counts = []
     for batches in (4, 12):
         net, teacher = make("mlp").cuda(), make("mlp").cuda()
         data = as_data(images(16 * batches)).to("cuda")
-        tune = Finetune(epochs=2, padding=1, batch_size=16)
+        matched = 0.1 if method in ("mismatch", "senet") else 0.0
+        tune = Finetune(epochs=2, padding=1, batch_size=16, mismatch=matched)
         gpu.reset()
-        if method == "finetune":
+        if method in ("finetune", "mismatch"):
             fastbcd.Finetuner(net, data, tune, teacher).run(1)
         elif method == "snl":
             fastbcd.snl(net, data, 50, batch_size=16, finetune=tune, teacher=teacher)
+        elif method == "senet":  # masks are relearned in batches of 128 images
+            fastbcd.senet(net, data, 20, epochs=2, batch_size=16, finetune=tune, teacher=teacher)
         else:
             fastbcd.autorep(net, data, 50, epochs=2, batch_size=16, teacher=teacher)
         counts.append({kind: gpu.counts[kind] for kind in ("sync", "h2d", "d2h")})
@@ -181,6 +185,16 @@ def test_autorep(gpu) -> None:
     check_device(start.model)
 
 
+def test_senet(gpu) -> None:
+    tune = dataclasses.replace(SHORT, mismatch=0.1)
+    options = {"epochs": 2, "every": 1, "lr": 0.02, "batch_size": 32, "finetune": tune}
+    start = fastbcd.senet(make("mlp").cuda(), images(64), 20, **options)
+    expected = fastbcd.senet(make("mlp"), images(64), 20, **options)
+    assert start.masks.count() == 20
+    assert start.masks == expected.masks
+    check_device(start.model)
+
+
 def test_train(gpu, tmp_path) -> None:
     options = {"epochs": 2, "lr": 0.01, "padding": 1, "amp": False, "test": images(20)}
     found = fastbcd.train(make("resnet").cuda(), images(64), run_dir=tmp_path, **options)
@@ -214,6 +228,7 @@ LINES = {
     "snl": ["--budget", "45", "--max-epochs", "1", "--finetune-epochs", "1"],
     "autorep": ["--budget", "45", "--epochs", "1"],
     "deepreduce": ["--budget", "45", "--epochs", "7", "--trial-epochs", "1"],
+    "senet": ["--budget", "45", "--epochs", "1", "--finetune-epochs", "1"],
     "bcd": ["--budget", "40", "--drc", "5", "--rt", "2", "--epochs", "1"],
 }
 

@@ -1,4 +1,4 @@
-"""`fastbcd snl`, `autorep` and `deepreduce`: starting points, with published values as defaults."""
+"""The commands of the starting points, with published values as defaults."""
 
 from __future__ import annotations
 
@@ -28,4 +28,5 @@ def work(method: Any, options: argparse.Namespace) -> None:
     )
 
 
-METHODS = {name: partial(work, getattr(fastbcd, name)) for name in ("snl", "autorep", "deepreduce")}
+NAMES = ("snl", "autorep", "deepreduce", "senet")
+METHODS = {name: partial(work, getattr(fastbcd, name)) for name in NAMES}

@@ -18,7 +18,8 @@ from fastbcd import models
 from fastbcd.masking.masks import masks
 
 KINDS = {"fastbcd.run": "bcd", "fastbcd.dense": "dense", "fastbcd.snl": "snl",
-         "fastbcd.autorep": "autorep", "fastbcd.deepreduce": "deepreduce"}  # fmt: skip
+         "fastbcd.autorep": "autorep", "fastbcd.deepreduce": "deepreduce",
+         "fastbcd.senet": "senet"}  # fmt: skip
 RECIPE = "fastbcd.recipe"
 MISSING = "(missing)"
 TARGETS = ("seconds", "bytes", "rounds")  # one of them is in a budget that is a cost
@@ -37,7 +38,7 @@ _SETTINGS: dict[str, Any] = {
     "bcd": {**_START, "drc": "int or str or dict", "rt": "int", "adt": NUMBER,
             "samples": "int or null", "proposal": "str or dict"},
     "dense": {"epochs": "int", "seed": "int"}, "snl": _START, "autorep": _START,
-    "deepreduce": _START,
+    "deepreduce": _START, "senet": _START,
 }  # fmt: skip
 _NET = {"arch": "dict or null", "sites": {"*": "list"}, "tensors": "dict"}
 _STEP: dict[str, Any] = {

@@ -21,7 +21,7 @@ from fastbcd.runs.config import KINDS, RECIPE, TARGETS, kind_of, read_config
 from fastbcd.runs.files import State, read_progress
 
 TITLES = {"bcd": "BCD", "dense": "dense", "snl": "SNL", "autorep": "AutoReP",
-          "deepreduce": "DeepReDuce"}  # fmt: skip
+          "deepreduce": "DeepReDuce", "senet": "SENet"}  # fmt: skip
 
 
 class Point(NamedTuple):
@@ -36,7 +36,7 @@ class Point(NamedTuple):
 class SavedRun:
     """One run directory as it is after its last finished step or epoch.
 
-    `masks` and `weights` are None while SNL or AutoReP train masks; there is no net yet then.
+    `masks` and `weights` are None while a starting point trains masks; there is no net yet then.
     """
 
     path: Path

@@ -75,9 +75,9 @@ class StartingPoint:
 class Method:
     """How masks are trained.
 
-    s: the settings. start: the masks at the start. model: the net's own weights with trainable
-    activations `acts`, which `activation` makes of the net's; without it, the net itself. A
-    subclass has prepare(net), which returns the net whose masks are trained; done(history);
+    s: the settings, seed and data. start: the masks at the start. model: the net's own weights with
+    trainable activations `acts`, which `activation` makes of the net's; without it, the net itself.
+    A subclass has prepare(net), which returns the net whose masks are trained; done(history);
     epoch(trainer, epoch, bar), which returns the epoch's record with "count" and "loss"; bits(),
     the current mask, bool [total]; and decide(history), the MaskSet that is kept. optimizer:
     changes to the fine-tune's settings for these epochs. matched: trainer.teacher is needed, with
@@ -212,7 +212,7 @@ class MaskTraining:
         history, state, seen = self.history, self.directory.state, Overlaps(masks(self.net).total)
 
         def train(epoch: int, bar: Any) -> dict[str, Any]:
-            before = history[-1]["count"] if history else masks(self.net).count()
+            before = history[-1]["count"] if history else method.start.count()
             record = method.epoch(trainer, epoch, bar)
             record["decrease"] = before - record["count"]
             return {**record, "iou": seen.add(epoch, method.bits())}

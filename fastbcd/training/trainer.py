@@ -93,9 +93,7 @@ class Trainer:
         narrow = [(t, t.dtype) for t in tensors if t.dtype in (torch.float16, torch.bfloat16)]
         turned = [p for p in self.net.parameters() if p.ndim == 4 and p.is_contiguous()]
         own_precision = torch.autocast(self.data.device.type, enabled=False)
-        with kept_memory(), own_precision, train_mode(self.net, self.model), ExitStack() as stack:
-            if self.settings.mismatch:
-                self.seen = stack.enter_context(site_outputs(self.model))
+        with kept_memory(), own_precision, train_mode(self.net, self.model):
             try:
                 for t, _ in narrow:
                     t.data = t.data.float()
@@ -148,7 +146,8 @@ class Trainer:
         which: Any = {"seed": self.seed, "step": step, "epoch": epoch}
         which |= {"padding": s.padding, "flip": s.flip}
         logits = None  # the teacher's, of this epoch's views
-        if (teacher := self.teacher) is not None and not teacher.per_batch:
+        teacher = self.teacher if s.distill or s.mismatch else None
+        if teacher is not None and not teacher.per_batch:
             logits = teacher.epoch(self.data.view_ids(**which))
         amp = device.type == "cuda" if s.amp is None else s.amp
         half = torch.float16 if amp == "fp16" else torch.bfloat16
@@ -164,7 +163,9 @@ class Trainer:
                 before_batch(epoch * len(sizes) + number)
             if teacher is not None:
                 given, directions = teacher.of(x) if logits is None else (logits[indices], [])
-            with torch.autocast(device.type, half, enabled=bool(amp)):
+            with torch.autocast(device.type, half, enabled=bool(amp)), ExitStack() as stack:
+                if s.mismatch:
+                    seen = stack.enter_context(site_outputs(self.model))
                 outputs = self.parallel(x)
             torch.clear_autocast_cache()  # of weights, which only the outermost autocast clears
             outputs = tree_map_only(Tensor, _at_least_float32, outputs)
@@ -176,7 +177,7 @@ class Trainer:
                 positions = outputs[0, 0].numel()
                 loss = loss + s.distill * s.temperature**2 / positions * divergence
             if s.mismatch:
-                loss = loss + s.mismatch / 2 * mismatch(self.seen, directions)
+                loss = loss + s.mismatch / 2 * mismatch(seen, directions)
             # This rank holds len(x) of the batch's samples; gradients are averaged over ranks.
             loss = loss if world == 1 else loss * (world * len(x) / sizes[number])
             loss = loss if penalty is None else loss + penalty()

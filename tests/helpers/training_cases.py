@@ -84,6 +84,15 @@ def deepreduce(folder: Path) -> Any:
     return result(start.model, counts=facts, kept=start.masks.bits.nonzero().flatten().tolist())
 
 
+def senet(folder: Path) -> Any:
+    tune = dataclasses.replace(SHORT, mismatch=0.1)
+    start = fastbcd.senet(
+        make("mlp"), data(61), 20, epochs=3, every=2, lr=0.02, batch_size=32, finetune=tune
+    )
+    changed = [r["changed"] for r in start.history if "changed" in r]
+    return result(start.model, counts=changed, kept=start.masks.count())
+
+
 def different(folder: Path) -> Any:
     """Ranks with another budget, other images, or too small a batch."""
     r = ranks.rank()
@@ -120,7 +129,7 @@ def killed(folder: Path) -> None:
 
 
 def all_cases(folder: Path) -> dict[str, Any]:
-    cases = (finetuned, finetuned_resnet, mismatch, dense, snl, autorep, deepreduce)
+    cases = (finetuned, finetuned_resnet, mismatch, dense, snl, autorep, deepreduce, senet)
     # One rank alone first: the forked processes then find every module imported.
     alone = [case(folder) for case in cases]
     ranked = [on_ranks(case, folder, 2) for case in cases]

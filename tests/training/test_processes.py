@@ -21,9 +21,10 @@ def found(tmp_path_factory) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    "case", ["finetuned", "finetuned_resnet", "mismatch", "dense", "snl", "autorep", "deepreduce"]
-)
+STARTS = ["snl", "autorep", "deepreduce", "senet"]
+
+
+@pytest.mark.parametrize("case", ["finetuned", "finetuned_resnet", "mismatch", "dense", *STARTS])
 def test_two_ranks_train_as_one(found, case) -> None:
     first, second, alone = found[case]
     assert "failed" not in first, first["failed"]

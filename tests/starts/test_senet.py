@@ -1,0 +1,283 @@
+"""senet: allocation, sensitivity, relearned masks against plain references; runs; bad input."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import fastbcd
+from fastbcd import Finetune, MaskedReLU, senet
+from fastbcd.cli import main as cli
+from fastbcd.masking.masks import mask_modules
+from fastbcd.starts.senet import Sensitive, allocate, differences, relu_sensitivity
+from fastbcd.training.teacher import TeacherLogits
+from fastbcd.training.trainer import Trainer
+from helpers.nets import make, thinned
+from helpers.start_cases import SHORT, Other, data, same, state, stopped_at, write_images
+
+TUNED = dataclasses.replace(SHORT, epochs=2, lr=0.02, mismatch=0.1)
+QUICK = {"epochs": 4, "every": 2, "lr": 0.02, "batch_size": 32, "finetune": TUNED}
+
+# ----------------------------------------------------------------------- stage 1: allocation
+
+
+@given(st.data())
+def test_allocation(draw) -> None:
+    """All is spent, no place overflows, and places that are not full are in proportion."""
+    most = draw.draw(st.lists(st.integers(0, 500), min_size=1, max_size=8))
+    number = st.floats(0, 1, allow_subnormal=False)
+    weights = draw.draw(st.lists(number, min_size=len(most), max_size=len(most)))
+    budget = draw.draw(st.integers(0, sum(most)))
+    given = allocate(budget, weights, most)
+    assert sum(given) == budget
+    assert all(0 <= n <= m for n, m in zip(given, most, strict=True))
+    if any(n and not w for n, w in zip(given, weights, strict=True)):
+        assert all(n == m for n, m, w in zip(given, most, weights, strict=True) if w)
+        return
+    # c ReLUs per weight: a place that is not full has c·weight, rounded to a neighbour.
+    rows = [r for r in zip(given, most, weights, strict=True) if r[2]]
+    least = max([(n - 1) / w for n, m, w in rows], default=0)
+    assert all((n + 1) / w >= least * (1 - 1e-9) for n, m, w in rows if n < m)
+
+
+def test_allocation_by_hand() -> None:
+    assert allocate(12, [0.5, 0.25, 0.25], [100, 100, 100]) == [6, 3, 3]
+    assert allocate(12, [0.5, 0.25, 0.25], [2, 100, 6]) == [2, 5, 5]
+    assert allocate(3, [1, 1], [5, 5]) == [2, 1]
+    assert allocate(4, [1, 0, 0], [2, 5, 5]) == [2, 1, 1]
+    with pytest.raises(ValueError, match="budget=5; there is room for 4"):
+        allocate(5, [1.0], [4])
+
+
+class Branches(nn.Module):
+    """Sites after one layer, after an addition of two, and after none; a layer that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.more, self.shortcut = (nn.Conv2d(a, 4, 1) for a in (3, 4, 4))
+        self.norm, self.head, self.unused = nn.BatchNorm2d(4), nn.Linear(4, 5), nn.Linear(2, 2)
+        self.acts = nn.ModuleList(MaskedReLU((4, 8, 8)) for _ in range(3))
+        for number, act in enumerate(self.acts):
+            act.order = number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.acts[0](self.norm(self.conv(x)))
+        x = self.acts[1](self.shortcut(x) + self.more(x))
+        return self.head(self.acts[2](x - 0.1).mean((2, 3)))
+
+
+def test_sensitivity_of_sites() -> None:
+    """The share of the smaller weights in the layers that run since the site before."""
+    torch.manual_seed(0)
+    net = Branches()
+    every = [net.conv, net.more, net.shortcut, net.head, net.unused]
+    sizes = torch.cat([layer.weight.detach().abs().flatten() for layer in every]).sort().values
+    for density in (0.1, 0.5, 1.0):
+        cut = sizes[len(sizes) - round(density * len(sizes))]
+        gone = {layer: (layer.weight.abs() < cut).double() for layer in every}
+        both = torch.cat([gone[net.more], gone[net.shortcut]]).mean().item()
+        found = relu_sensitivity(net, data(2), density)
+        assert found == pytest.approx([gone[net.conv].mean().item(), both, both])
+    assert not any(module._forward_hooks for module in net.modules())
+
+
+# --------------------------------------------------------------------- stage 2: relearned masks
+
+
+def plain_differences(net: nn.Module, teacher: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """One site after the other: what replaces its ReLUs, on its inputs; the teacher's outputs."""
+    found = []
+    for name, act in mask_modules(net).items():
+        seen = []
+        act.register_forward_hook(lambda m, given, output, seen=seen: seen.append(given[0]))
+        other = mask_modules(teacher)[name]
+        other.register_forward_hook(lambda m, given, output, seen=seen: seen.append(output))
+        with torch.no_grad():
+            net.eval()(x)
+            teacher.eval()(x)
+        own, truth = seen
+        if hasattr(act, "coef"):
+            c0, c1, c2 = act.coef.detach()[:, None, :, None, None]
+            own = c2 * own**2 + c1 * own + c0
+        own, truth = (F.normalize(a.flatten(1)).view_as(a) for a in (own, truth))
+        found.append((own - truth).abs().mean(0))
+    return found
+
+
+@pytest.mark.parametrize("name", ["resnet", "poly", "mlp", "untraceable"])
+@pytest.mark.filterwarnings("ignore:.*torch.fx cannot trace:RuntimeWarning")
+def test_differences_are_those_of_the_formula(name) -> None:
+    net, teacher, images = thinned(make(name)), make(name), data(150)  # two batches
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(1.1)
+    before = state(net)
+    logits = TeacherLogits(teacher, images, Finetune(padding=1), matched=True)
+    found = differences(net, logits, images)
+    assert same(state(net), before)
+    truth = plain_differences(
+        copy.deepcopy(net), copy.deepcopy(teacher), next(images.batches(150))[0]
+    )
+    for own, expected in zip(found, truth, strict=True):
+        torch.testing.assert_close(own, expected.double(), rtol=1e-4, atol=1e-7)
+
+
+def test_each_site_keeps_its_largest_values() -> None:
+    net = thinned(make("resnet"))
+    kept = fastbcd.masks(net).copy()
+    s = SimpleNamespace(budget=100, density=0.1, seed=3, data=data(8))
+    method = Sensitive(net, s)
+    first = fastbcd.masks(net).copy()  # at random
+    values = [torch.randn(site.shape) for site in kept.sites]
+    chosen = method.largest_by_site(values)
+    for masks in (first, chosen):
+        assert masks.count() == 100
+        assert list(masks.counts().values()) == method.counts
+        assert not (masks.bits & ~kept.bits).any()
+    for value, allowed, bits in zip(values, kept.split(), chosen.split(), strict=True):
+        if bits.any() and (allowed & ~bits).any():
+            assert value[bits].min() >= value[allowed & ~bits].max()
+    other = make("resnet")
+    Sensitive(other, SimpleNamespace(**{**vars(s), "seed": 4}))
+    assert fastbcd.masks(other).iou(first) < 0.9
+
+
+# ---------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("name", ["resnet", "poly"])
+def test_exact_budget_and_records(name) -> None:
+    net = make(name)
+    start = senet(net, data(), 101, test=data(40), **QUICK)
+    assert start.model is net
+    assert start.masks.count() == fastbcd.masks(net).count() == 101
+    assert [r["count"] for r in start.history] == [101] * 4
+    assert ["changed" in r for r in start.history] == [False, True, False, True]
+    assert all(0 <= r.get("changed", 0) <= 1 for r in start.history)
+    assert start.history[0]["decrease"] == fastbcd.masks(net).total - 101
+    assert len(start.finetune) == 2
+    assert start.accuracy["trained"] == start.accuracy["thresholded"]
+    if name == "poly":
+        assert any(p.requires_grad for n, p in net.named_parameters() if n.endswith("coef"))
+    run = fastbcd.bcd(net, data(), budget=90, drc=11, rt=2, finetune=None)
+    assert run.masks.count() == 90
+
+
+def test_it_stops_when_masks_hardly_change() -> None:
+    start = senet(make("mlp"), data(), 20, **{**QUICK, "epochs": 50, "every": 1, "tolerance": 0.3})
+    changed = [r["changed"] for r in start.history]
+    assert changed[-1] <= 0.3 < min(changed[:-1])
+    assert len(changed) < 50
+
+
+def test_removed_relus_stay_removed_and_a_budget_that_is_met_trains_nothing() -> None:
+    net = thinned(make("resnet"))
+    before = fastbcd.masks(net).copy()
+    start = senet(copy.deepcopy(net), data(), 60, **QUICK)
+    assert not (start.masks.bits & ~before.bits).any()
+    start = senet(net, data(), before.count(), **QUICK)
+    assert start.history == []
+    assert start.masks == before
+
+
+def test_without_losses_of_the_teacher_masks_are_learned_from_it() -> None:
+    """From an unconverted teacher, too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 9), nn.ReLU(), nn.Linear(9, 5))
+    tune = dataclasses.replace(TUNED, distill=0.0, mismatch=0.0)
+    net = fastbcd.convert(model, data(1).images)
+    start = senet(net, data(), 4, **{**QUICK, "finetune": tune}, teacher=model)
+    assert start.masks.count() == 4
+    assert start.history[-1]["changed"] < 1
+
+
+def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, monkeypatch) -> None:
+    """In the mask training, right after masks were relearned, and in the fine-tune."""
+    straight = senet(make("resnet"), data(), 101, **QUICK)
+    for epoch, step in ((1, 0), (2, 0), (3, 0), (0, 1), (1, 1)):
+        net = make("resnet")
+        before = state(net)
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "epoch", stopped_at(epoch, step=step))
+            with pytest.raises(KeyboardInterrupt):
+                senet(net, data(), 101, run_dir=tmp_path, **QUICK)
+        assert same(state(net), before)
+    resumed = senet(make("resnet"), data(), 101, run_dir=tmp_path, **QUICK)
+    assert same(state(resumed.model), state(straight.model))
+    assert resumed.accuracy == straight.accuracy
+    assert resumed.overlaps == straight.overlaps
+    for ours, theirs in zip(resumed.history, straight.history, strict=True):
+        assert ours | {"seconds": 0, "number": 0} == theirs | {"seconds": 0, "number": 0}
+    saved = fastbcd.load_run(tmp_path, make("resnet"))
+    assert (saved.kind, saved.title, saved.done) == ("senet", "SENet", True)
+    assert saved.masks == resumed.masks
+
+
+def test_the_same_call_gives_the_same_bits() -> None:
+    runs = [senet(make("mlp"), data(), 20, seed=s, **QUICK) for s in (0, 0, 1)]
+    assert same(state(runs[0].model), state(runs[1].model))
+    assert not same(state(runs[0].model), state(runs[2].model))
+
+
+# -------------------------------------------------------------------------------- bad input
+
+
+class Functional(nn.Module):
+    """Its weights are no layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.act = nn.Parameter(torch.randn(5, 192)), MaskedReLU(5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(F.linear(x.flatten(1), self.matrix))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"budget": 51}, ValueError, "budget=51; the net keeps 50 ReLUs"),
+        ({"teacher": Other()}, ValueError, "the teacher has 7 classes and the net 5"),
+        ({"teacher": make("resnet")}, ValueError, "the teacher belongs to another network: site 0"),
+        ({"density": 0.0}, ValueError, "density=0.0; it must be finite and above 0"),
+        ({"density": 1.5}, ValueError, "density=1.5; it is a share, at most 1"),
+        ({"every": 0}, ValueError, "every=0"),
+        ({"epochs": 2.5}, TypeError, "epochs=2.5; it must be a whole number"),
+        ({"tolerance": -1.0}, ValueError, "tolerance=-1.0"),
+        ({"lr": 0}, ValueError, "lr=0; it must be finite and above 0"),
+        ({"net": Functional(), "budget": 2}, ValueError, "Functional has no layer with a weight"),
+        ({"net": nn.Linear(2, 2)}, ValueError, "Linear has no masked activations"),
+    ],
+)
+def test_bad_input(tmp_path, change, error, words) -> None:
+    arguments = {"net": make("mlp"), "data": data(), "budget": 10, **change}
+    before = state(arguments["net"])
+    with pytest.raises(error, match=words):
+        senet(**arguments, run_dir=tmp_path / "run")
+    assert same(state(arguments["net"]), before)
+    assert not (tmp_path / "run").exists()
+
+
+# ------------------------------------------------------------------------------ the command
+
+
+@pytest.mark.parametrize("net", ["small_net", "poly_net"])
+def test_the_command(tmp_path, capsys, net) -> None:
+    line = [
+        "senet", "--model", f"helpers.start_cases:{net}",
+        "--data", write_images(tmp_path / "data.npz"), "--epochs", "2", "--every", "1",
+        "--finetune-epochs", "1", "--batch-size", "32", "--run-dir", str(tmp_path / "run"),
+    ]  # fmt: skip
+    assert cli.main([*line, "--budget", "20"]) == 0
+    shown = capsys.readouterr()
+    assert "20 ReLUs after" in shown.out
+    assert cli.main([*line, "--budget", "20", "--quiet"]) == 0  # a finished run is reported again
+    assert "20 ReLUs after 2 epochs" in capsys.readouterr().out
