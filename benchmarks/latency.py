@@ -10,7 +10,7 @@ The folder holds `cifar10-12k.npz` and `resnet20-cifar10.safetensors`. The arms,
     BCD for a target    to seconds under CrypTen, three on a LAN (1 Gbit/s, 1 ms) and three on a
                         WAN (100 Mbit/s, 40 ms)
     BCD for garbled     to the seconds that the net of BCD by count takes under Delphi's garbled
-    circuits            circuits, with the first seed and the second count: on the LAN and the WAN
+    circuits            circuits, with seed 0 and the second count: on the LAN and the WAN
                         with a round for each site in use, and with a constant number of rounds
 
 Each arm has the same number of epochs on the same images and distills from the dense net: BCD has
@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import fastbcd
 from arms import Arm, Problem, add_options, cifar10, fashion_mnist
 from fastbcd import MaskSet, private
+from fastbcd.report.figures import log_axis, look_of
 from table import machine
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -54,7 +55,7 @@ CONSTANT = replace(
     relu_rounds=private.Constant(0, "sent with the rounds of the linear layers"),
 )
 SNL, COUNT, TARGET = "SNL", "BCD by count", "BCD for a target"
-LOOKS = {SNL: ("x", "#d55e00"), COUNT: ("s", "#0072b2"), TARGET: ("o", "black")}
+LOOKS = {SNL: look_of("SNL"), COUNT: look_of("BCD"), TARGET: {"marker": "o", "color": "black"}}
 
 
 class Net(NamedTuple):
@@ -68,8 +69,8 @@ class Net(NamedTuple):
     epochs: int
     masks: MaskSet
 
-    def cost(self, protocol: str, setting: str) -> private.Cost:
-        return private.cost(self.masks, protocol, **SETTINGS[setting])
+    def seconds(self, protocol: str, setting: str) -> float:
+        return private.cost(self.masks, protocol, **SETTINGS[setting]).known_seconds
 
     @property
     def relus(self) -> int:
@@ -100,7 +101,7 @@ def nets(problem: Problem, o: argparse.Namespace) -> Iterator[Net]:
                 seconds = float(f"{share * dense:.2g}")
                 yield run(TARGET, private.Target(seconds, **connection), f"crypten {setting}")
         garbled = [(GARBLED, "LAN"), (GARBLED, "WAN"), (CONSTANT, "WAN")]
-        for protocol, setting in garbled if seed == o.seeds[0] else ():
+        for protocol, setting in garbled if seed == 0 else ():
             connection = {"protocol": protocol, **SETTINGS[setting]}
             cost = private.cost(by_count[counts[1]].masks, **connection)
             target = private.Target(cost.seconds, **connection)
@@ -128,7 +129,7 @@ def _net(
     r = arm.result(work)
     masks = MaskSet.load(arm.folder / "masks.safetensors")
     net = Net(way, text, where, seed, r["accuracy"], r["epochs"], masks)
-    wan = net.cost("crypten", "WAN").known_seconds
+    wan = net.seconds("crypten", "WAN")
     print(f"{name}, seed {seed}: {net.accuracy:.2f} %, {masks.count():,} ReLUs in {net.sites} "
           f"sites, {wan:.2f} s under CrypTen on the WAN; {r['epochs']} epochs in "
           f"{r['seconds']:.0f} s", flush=True)  # fmt: skip
@@ -151,7 +152,7 @@ class Row(NamedTuple):
         return mean(net.accuracy for net in self.nets)
 
     def seconds(self, protocol: str, setting: str) -> float:
-        return mean(net.cost(protocol, setting).known_seconds for net in self.nets)
+        return mean(net.seconds(protocol, setting) for net in self.nets)
 
 
 def rows_of(found: list[Net]) -> list[Row]:
@@ -166,7 +167,7 @@ def print_table(rows: list[Row]) -> None:
     for row in rows:
         title = ", ".join(filter(None, (row.way, row.where, row.goal)))
         sites, relus = (mean(getattr(n, name) for n in row.nets) for name in ("sites", "relus"))
-        rounds = mean(n.cost("crypten", "WAN").rounds or 0 for n in row.nets)
+        rounds = mean(private.cost(n.masks, "crypten").rounds or 0 for n in row.nets)
         seconds = "".join(f"{row.seconds(p, s):>13.3f} s" for p, s in PLACES)
         seeds = " / ".join(f"{n.accuracy:.2f}" for n in row.nets)
         cells = f"{row.accuracy:>8.2f}{sites:>7.1f}{relus:>9,.0f}{rounds:>8.0f}{seconds}"
@@ -209,22 +210,21 @@ def plot(o: argparse.Namespace, rows: list[Row]) -> str:
         from matplotlib.figure import Figure
     except ImportError as error:
         return f"no picture: {error}"
-    figure = Figure(figsize=(10, 7.5), layout="constrained")
+    figure = Figure(figsize=(10, 8), layout="constrained")
     panels = figure.subplots(2, 2, sharey=True)
     for axes, (p, s) in zip(panels.flat, PLACES, strict=True):
-        for way, (mark, color) in LOOKS.items():
+        for way, look in LOOKS.items():
             mine = [r for r in rows if r.way == way and r.where in ("", f"{p} {s}")]
-            points = sorted((r.seconds(p, s), r.accuracy) for r in mine)
-            if points:
-                axes.plot(*zip(*points, strict=True), f"{mark}-", color=color, label=way)
-            each = [(n.cost(p, s).known_seconds, n.accuracy) for r in mine for n in r.nets]
-            for point in each:
-                axes.plot(*point, mark, color=color, markersize=3, alpha=0.5)
-        connection = ", ".join(SETTINGS[s].values())
-        axes.set(title=f"{p}, {s} ({connection})", xlabel="seconds for the ReLUs of one image",
-                 ylabel="test accuracy, %", xscale="log")  # fmt: skip
+            mine.sort(key=lambda row: row.seconds(p, s))
+            axes.plot(
+                [r.seconds(p, s) for r in mine], [r.accuracy for r in mine], label=way, **look
+            )
+            for net in (net for row in mine for net in row.nets):
+                axes.plot(net.seconds(p, s), net.accuracy, markersize=3, **look)
+        log_axis(axes, "seconds for the ReLUs of one image")
+        axes.set(title=f"{p}, {s}: {', '.join(SETTINGS[s].values())}", ylabel="test accuracy, %")
         axes.grid(alpha=0.3)
-    panels.flat[1].legend()
+    panels[0, 0].legend()
     figure.savefig(o.out / "latency.png", dpi=120)
     return str(o.out / "latency.png")
 

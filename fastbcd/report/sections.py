@@ -99,11 +99,23 @@ def unfinished(run: Stages) -> str | None:
     to_go = last.steps_to_go()
     of = "" if to_go is None else f" of about {done + to_go}"
     text = f"{run.name} is not finished: step {done}{of}, {last.count:,} ReLUs left on the way to "
-    budget = last.settings["budget"]
-    text += f"{budget:,}." if isinstance(budget, int) else f"{json.dumps(budget)}."
+    text += f"{_budget(last)}."
     if to_go and done:
         text += f" About {duration(_spent(last) / done * to_go)} to go at the pace so far."
     return text
+
+
+def _budget(bcd: SavedRun) -> str:
+    """The budget in words."""
+    budget, most = bcd.settings["budget"], bcd.settings.get("max_sites")
+    text = f"{budget:,} ReLUs" if isinstance(budget, int) else ""
+    if isinstance(budget, dict):
+        quantity, value = next(iter(budget.items()))
+        unit = {"seconds": "s", "bytes": "B"}.get(quantity, "")
+        text = f"{si(value, unit)}{'' if unit else ' rounds'} under {budget['protocol']} ("
+        text += f"{si(budget['bandwidth'], 'bit/s')}, round trip {si(budget['rtt'], 's')})"
+        text += f", {budget['relus']:,} ReLUs" if "relus" in budget else ""
+    return text if most is None else f"{text}, {most} sites"
 
 
 # ------------------------------------------------------------------------------- accuracy
@@ -291,7 +303,7 @@ def _facts(run: Stages, about: Subject, dense: float | None) -> dict[str, str]:
         values |= {
             "s": s, "before": bcd.start.count(), "drc": setting_text(s["drc"]),
             "proposal": setting_text(s["proposal"]), "finetuning": _finetuning(s),
-            "steps": len(history),
+            "steps": len(history), "budget": _budget(bcd),
             "samples": "all" if s["samples"] is None else f"{s['samples']:,}",
             "met": sum(step["accepted"] for step in history),
             "tried": sum(step["tried"] for step in history),

@@ -19,7 +19,7 @@ from helpers.run_cases import small_run
 def test_progress_of_a_run(finished, cut_short, tmp_path) -> None:
     assert sections.unfinished(read(finished)) is None
     text = sections.unfinished(read(cut_short)) or ""
-    assert "cut is not finished: step 2 of about 5, 58 ReLUs left on the way to 8." in text
+    assert "cut is not finished: step 2 of about 5, 58 ReLUs left on the way to 8 ReLUs." in text
 
 
 def test_a_run_that_has_only_begun(tmp_path) -> None:
