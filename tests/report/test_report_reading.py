@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from fastbcd import report
 from fastbcd.report import figures, published, sections, subject
 from fastbcd.runs.read import read
 from helpers.report_pages import Page, large_run
-from helpers.run_cases import small_run
+from helpers.run_cases import small_net, small_run
 
 
 def test_progress_of_a_run(finished, cut_short, tmp_path) -> None:
@@ -31,6 +34,27 @@ def test_a_run_that_has_only_begun(tmp_path) -> None:
     page = Page(report.write([tmp_path / "new"], tmp_path / "out"))
     assert "new is not finished: step 0 of about 5, 98 ReLUs left" in page.text
     assert "No step is finished yet." in page.text
+
+
+def test_a_budget_that_is_a_cost(tmp_path) -> None:
+    """It is named with its protocol and connection, finished or not."""
+
+    target = fastbcd.private.Target(bytes=20_000, bandwidth="100Mbit", rtt="40ms", relus=30)
+    words = "20.0 kB under crypten (100 Mbit/s, round trip 40.0 ms), 30 ReLUs, 1 sites"
+    settings = {"budget": target, "max_sites": 1, "run_dir": tmp_path}
+    for step in itertools.islice(small_steps(**settings), 2):  # the second one is not finished
+        assert step.cost is not None
+    page = Page(report.write([tmp_path], tmp_path / "out"))
+    assert f"ReLUs left on the way to {words}." in page.text
+    assert page.row("budget")[1] == words
+    assert len(list(small_steps(**settings))) > 0
+    page = Page(report.write([tmp_path], tmp_path / "out"))
+    assert page.row("state")[1] == "finished"
+
+
+def small_steps(**settings: Any) -> Iterator[fastbcd.Step]:
+    data = fastbcd.load("fashion-mnist-mini").first(48)
+    return fastbcd.steps(small_net(), data, drc=20, rt=3, test=data.first(20), **settings)
 
 
 @pytest.mark.parametrize("arch", ["resnet18", "wide_resnet22_8"])
