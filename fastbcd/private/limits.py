@@ -36,9 +36,9 @@ class Bound(NamedTuple):
     most: float
 
     def prices(self) -> Totals:
-        """What one of each adds."""
-        nothing = self.measure(Totals(0, 0, 0, 0))
-        return Totals(*(self.measure(Totals(*row)) - nothing for row in np.eye(4, dtype=int)))
+        """What one of each adds; 0 for squares whose value is unknown, which no site has then."""
+        nothing, *alone = (self.measure(Totals(*r)) for r in np.eye(5, 4, k=-1, dtype=int))
+        return Totals(*(0.0 if value is None else value - nothing for value in alone))
 
 
 def relus(most: float) -> Bound:

@@ -105,11 +105,13 @@ class Target:
         return bool(limits_of(self, net).met(counts_of(masks(net))))
 
     def measure(self, totals: Totals) -> Any:
-        """The cost of a mask's totals, or of arrays of them."""
+        """The cost of a mask's totals, or of arrays of them; None if it is unknown."""
         protocol, bandwidth, rtt = self.network
         found = amounts(protocol, *totals, bandwidth=bandwidth, rtt=rtt)
         if self.quantity != "seconds":
             return found[self.quantity]
+        if any(value is None for value in found.values()):
+            return None
         spent = found["compute"] + found["transfer"] + found["latency"]
         return (protocol.setup_seconds.value or 0) + spent
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import fastbcd
 from fastbcd import MaskSet, private
@@ -136,3 +137,15 @@ def test_protocols_refuse() -> None:
         Protocol("x", 4, Constant(1, "here"), Constant(1, "here"))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="give a MaskSet"):
         private.cost([1, 2])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("quantity", ["seconds", "bytes", "rounds"])
+def test_a_target_under_a_protocol_that_knows_no_squares(quantity) -> None:
+    """Garbled circuits: what they do not state is needed for polynomial sites only."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 9), fastbcd.MaskedReLU(9), nn.Linear(9, 3))
+    data = torch.randn(30, 1, 2, 2), torch.arange(30) % 3
+    one = MaskSet.full({"a": (9,)}).without(range(1, 9))
+    most = getattr(private.cost(one, "delphi-gc", bandwidth=1e8, rtt=0.04), quantity)
+    target = private.Target(**{quantity: most}, protocol="delphi-gc", bandwidth=1e8, rtt=0.04)
+    run = fastbcd.bcd(net, data, target, drc=3, rt=2, finetune=None)
+    assert run.masks.count() == (9 if quantity == "rounds" else 1)
