@@ -23,6 +23,7 @@ from fastbcd.starts.autorep import autorep, to_poly
 from fastbcd.starts.checkpoints.formats import load_autorep, load_relupruner, load_snl
 from fastbcd.starts.deepreduce import deepreduce
 from fastbcd.starts.mask_training import StartingPoint
+from fastbcd.starts.relupruner import relupruner
 from fastbcd.starts.senet import senet
 from fastbcd.starts.snl import snl
 from fastbcd.training.dense import Trained, train
@@ -35,7 +36,8 @@ __all__ = [
     "Schedule", "Scores", "Site", "StartingPoint", "Step", "StreamData", "Trained", "accuracy",
     "autorep", "backends", "bcd", "choose", "convert", "deepreduce", "load", "load_autorep",
     "load_relupruner", "load_run", "load_snl", "masks", "models", "ops", "private", "recipes",
-    "report", "saliency", "score", "senet", "set_masks", "snl", "steps", "to_poly", "train",
+    "relupruner", "report", "saliency", "score", "senet", "set_masks", "snl", "steps", "to_poly",
+    "train",
 ]  # fmt: skip
 
 

@@ -121,6 +121,7 @@ PROMISED = {
     "snl": "net, data, budget",
     "autorep": "net, data, budget",
     "deepreduce": "net, data, budget",
+    "relupruner": "net, data, budget",
     "load_run": "path",
     "load_snl": "path",
     "load_autorep": "path",

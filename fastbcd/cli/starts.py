@@ -28,5 +28,5 @@ def work(method: Any, options: argparse.Namespace) -> None:
     )
 
 
-NAMES = ("snl", "autorep", "deepreduce", "senet")
+NAMES = ("snl", "autorep", "deepreduce", "senet", "relupruner")
 METHODS = {name: partial(work, getattr(fastbcd, name)) for name in NAMES}

@@ -19,7 +19,7 @@ from fastbcd.masking.masks import masks
 
 KINDS = {"fastbcd.run": "bcd", "fastbcd.dense": "dense", "fastbcd.snl": "snl",
          "fastbcd.autorep": "autorep", "fastbcd.deepreduce": "deepreduce",
-         "fastbcd.senet": "senet"}  # fmt: skip
+         "fastbcd.senet": "senet", "fastbcd.relupruner": "relupruner"}  # fmt: skip
 RECIPE = "fastbcd.recipe"
 MISSING = "(missing)"
 TARGETS = ("seconds", "bytes", "rounds")  # one of them is in a budget that is a cost
@@ -38,7 +38,7 @@ _SETTINGS: dict[str, Any] = {
     "bcd": {**_START, "drc": "int or str or dict", "rt": "int", "adt": NUMBER,
             "samples": "int or null", "proposal": "str or dict"},
     "dense": {"epochs": "int", "seed": "int"}, "snl": _START, "autorep": _START,
-    "deepreduce": _START, "senet": _START,
+    "deepreduce": _START, "senet": _START, "relupruner": _START,
 }  # fmt: skip
 _NET = {"arch": "dict or null", "sites": {"*": "list"}, "tensors": "dict"}
 _STEP: dict[str, Any] = {

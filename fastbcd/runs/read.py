@@ -21,7 +21,7 @@ from fastbcd.runs.config import KINDS, RECIPE, TARGETS, kind_of, read_config
 from fastbcd.runs.files import State, read_progress
 
 TITLES = {"bcd": "BCD", "dense": "dense", "snl": "SNL", "autorep": "AutoReP",
-          "deepreduce": "DeepReDuce", "senet": "SENet"}  # fmt: skip
+          "deepreduce": "DeepReDuce", "senet": "SENet", "relupruner": "ReLUPruner"}  # fmt: skip
 
 
 class Point(NamedTuple):

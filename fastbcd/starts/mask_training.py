@@ -102,12 +102,12 @@ class Method:
         """A tensor that every activation has, [*shape], by the units' flat ids, on the CPU."""
         return torch.cat([getattr(act, name).detach().flatten() for act in self.acts]).cpu()
 
-    def largest(self, values: Tensor) -> MaskSet:
-        """The `budget` of the units kept at the start with the largest values, ties by id."""
+    def largest(self, values: Tensor, count: int | None = None) -> MaskSet:
+        """The units kept at the start with the largest values, ties by id; count: the budget."""
         kept = self.start.bits.nonzero().flatten()
         order = torch.sort(values[kept], descending=True, stable=True).indices
         bits = torch.zeros_like(self.start.bits)
-        bits[kept[order[: self.s.budget]]] = True
+        bits[kept[order[: self.s.budget if count is None else count]]] = True
         return MaskSet(self.start.sites, bits)
 
     def warn_above(self, history: History, found: str, then: str) -> None:

@@ -93,6 +93,14 @@ def senet(folder: Path) -> Any:
     return result(start.model, counts=changed, kept=start.masks.count())
 
 
+def relupruner(folder: Path) -> Any:
+    start = fastbcd.relupruner(
+        make("mlp"), data(61), 30, epochs=3, warmup=0, interval=1, lr=0.01, batch_size=32,
+        finetune=SHORT,
+    )  # fmt: skip
+    return result(start.model, counts=[r["count"] for r in start.history], kept=start.masks.count())
+
+
 def different(folder: Path) -> Any:
     """Ranks with another budget, other images, or too small a batch."""
     r = ranks.rank()
@@ -129,7 +137,8 @@ def killed(folder: Path) -> None:
 
 
 def all_cases(folder: Path) -> dict[str, Any]:
-    cases = (finetuned, finetuned_resnet, mismatch, dense, snl, autorep, deepreduce, senet)
+    starts = (snl, autorep, deepreduce, senet, relupruner)
+    cases = (finetuned, finetuned_resnet, mismatch, dense, *starts)
     # One rank alone first: the forked processes then find every module imported.
     alone = [case(folder) for case in cases]
     ranked = [on_ranks(case, folder, 2) for case in cases]

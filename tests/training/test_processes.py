@@ -21,7 +21,7 @@ def found(tmp_path_factory) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-STARTS = ["snl", "autorep", "deepreduce", "senet"]
+STARTS = ["snl", "autorep", "deepreduce", "senet", "relupruner"]
 
 
 @pytest.mark.parametrize("case", ["finetuned", "finetuned_resnet", "mismatch", "dense", *STARTS])
