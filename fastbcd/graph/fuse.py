@@ -4,8 +4,7 @@
     act(norm(a) + b)  ->  NormActivation, batch norm and ReLU in one op, on a CPU
 
 The result shares every parameter, buffer and mask with the net, and takes tensors in channels_last
-order. Call train() or eval() on it, whichever it was made for. Made for eval(), it has no call of
-the sites that keep no ReLU at that time, which are the identity.
+order. Call train() or eval() on it, whichever it was made for.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fastbcd.graph import cpu_conv
-from fastbcd.graph.trace import drop_emptied, forget_source, pure_module, trace, without_inplace
+from fastbcd.graph.trace import forget_source, pure_module, trace, without_inplace
 from fastbcd.masking.activations import MaskedActivation, MaskedReLU
 from fastbcd.ops import norm as ops_norm
 from fastbcd.runtime.module_mode import eval_mode, train_mode
@@ -74,10 +73,7 @@ def fused(net: nn.Module, train: bool = True) -> tuple[nn.Module, torch.memory_f
     """
     try:
         with train_mode(net) if train else eval_mode(net):
-            graph = without_inplace(net, trace(net))
-            if not train:
-                drop_emptied(net, graph)
-            return _rewrite(net, graph), torch.channels_last
+            return _rewrite(net, without_inplace(net, trace(net))), torch.channels_last
     except Exception as error:  # whatever the net's own forward raises on fx proxies
         warn_once(
             f"{type(net).__name__} runs as it is, slower than it could: torch.fx cannot trace it "

@@ -12,7 +12,7 @@ import fastbcd
 from fastbcd.graph import cpu_conv
 from fastbcd.graph.fuse import fused
 from fastbcd.graph.trace import trace
-from helpers.nets import emptied, images, make, thinned
+from helpers.nets import images, make, thinned
 
 
 class ByHand(nn.Module):
@@ -92,22 +92,6 @@ def test_masks_set_later_reach_the_fused_net() -> None:
     thinned(net, 0.3)
     x = images(4)[0]
     torch.testing.assert_close(model.eval()(x), net.eval()(x))
-
-
-def test_emptied_sites_are_no_calls_in_eval_mode() -> None:
-    """In train mode they stay: one op with their batch norm, and masks may change later."""
-    net, x = emptied(thinned(make("resnet")), 1), images(4)[0]
-    gone = sum(not kept for kept in fastbcd.masks(net).counts().values())
-    assert 0 < gone < 5
-    outputs = []
-    for train in (False, True):
-        model, order = fused(net, train)
-        called = [model.get_submodule(n.target) for n in model.graph.find_nodes(op="call_module")]
-        sites = [m for m in called if isinstance(getattr(m, "act", m), fastbcd.MaskedReLU)]
-        assert len(sites) == (5 if train else 5 - gone)
-        with torch.no_grad():
-            outputs.append(model.eval()(x.contiguous(memory_format=order)))
-    assert torch.equal(*outputs)
 
 
 def test_an_untraceable_net_is_reported_once() -> None:
