@@ -5,6 +5,7 @@ from fastbcd.data.images import ImageData
 from fastbcd.data.sources import load
 from fastbcd.data.stream import StreamData
 from fastbcd.descent.bcd import Run, bcd, steps
+from fastbcd.descent.linearize import linearize
 from fastbcd.descent.proposals import Blocks, Proposal, Saliency
 from fastbcd.descent.saliency import saliency
 from fastbcd.descent.schedules import Adaptive, Fraction, Schedule
@@ -34,10 +35,10 @@ __all__ = [
     "Adaptive", "Blocks", "Choice", "ConversionError", "Engine", "Finetune", "Finetuner",
     "Fraction", "ImageData", "MaskSet", "MaskedPoly", "MaskedReLU", "Proposal", "Run", "Saliency",
     "Schedule", "Scores", "Site", "StartingPoint", "Step", "StreamData", "Trained", "accuracy",
-    "autorep", "backends", "bcd", "choose", "convert", "deepreduce", "load", "load_autorep",
-    "load_relupruner", "load_run", "load_snl", "masks", "models", "ops", "private", "recipes",
-    "relupruner", "report", "saliency", "score", "senet", "set_masks", "snl", "steps", "to_poly",
-    "train",
+    "autorep", "backends", "bcd", "choose", "convert", "deepreduce", "linearize", "load",
+    "load_autorep", "load_relupruner", "load_run", "load_snl", "masks", "models", "ops",
+    "private", "recipes", "relupruner", "report", "saliency", "score", "senet", "set_masks",
+    "snl", "steps", "to_poly", "train",
 ]  # fmt: skip
 
 

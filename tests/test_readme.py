@@ -45,7 +45,7 @@ COMMANDS = [
 PRINTED = {
     "README.md": ["MaskSet: 20,000 of 47,104 ReLUs kept", "step 2: 19,500 → 19,000 ReLUs"],
     "docs/metrics.md": [" % of the pixels", "drops in percentage points", "3000 ReLUs"],
-    "docs/parts.md": ["AutoReP", "30000 2\n"],
+    "docs/parts.md": ["AutoReP", "30000 2\n", "Run(10,000 of "],
     "docs/private-cost.md": ["crypten, 1.00 Gbit/s"],
     "docs/training-code.md": ["% of 64 images", "step 1: ", "1700 ReLUs in the average"],
 }

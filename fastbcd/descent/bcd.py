@@ -11,14 +11,17 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from fastbcd.descent.goals import Goal
+from fastbcd.descent.plan import Plan
 from fastbcd.descent.proposals import Proposal, Saliency, check_describe, find_proposal, fitted
 from fastbcd.descent.schedules import Schedule
 from fastbcd.descent.step import Step, timed
@@ -37,13 +40,14 @@ from fastbcd.scoring.collapsed.form import drop_form
 from fastbcd.scoring.confidence import check_confidence
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.metric import Criterion, Loss, Metric
-from fastbcd.scoring.score import check_scorable
+from fastbcd.scoring.score import check_scorable, score
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Finetuner, check_same_classes, seeded
 
 PAPER = Finetune()
 WHEN = ("every_step", "on_reject")
 MARGINS = "confidence/margins"  # in the saved state, beside the tensors of the net
+MANY_EPOCHS = 1_000  # a run that means more of them warns
 
 
 class Run(NamedTuple):
@@ -83,6 +87,7 @@ def bcd(
     run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
     engine: str | Engine = "auto", metric: Metric | None = None, loss: Loss | None = None,
     confidence: float | None = None, test_every: int = 1, progress: bool = False,
+    dry_run: bool = False,
 ) -> Run:  # fmt: skip
     """Remove ReLUs from the net, in place, until exactly `budget` are kept.
 
@@ -116,6 +121,7 @@ def bcd(
         confidence: None scores exactly. With 0.999 the choice of a step differs from the exact one
             with a probability of 0.1 % at most, and takes fewer images (docs/confidence.md).
         progress: show bars and one line per step.
+        dry_run: print the steps, epochs and expected minutes, and return; nothing is removed.
 
     After any exception the net is as it was at the end of the last finished step.
 
@@ -126,6 +132,16 @@ def bcd(
     (1, [4, 2, 1])
     """
     descent = Descent(**locals())
+    plan = descent.plan()
+    if (plan.epochs or 0) > MANY_EPOCHS:
+        warnings.warn(
+            f"{len(plan.sizes):,} steps mean {plan.epochs:,} epochs of fine-tuning: give a larger "
+            f"drc or fewer epochs, or use fastbcd.linearize, which spends a given number of epochs",
+            stacklevel=2,
+        )
+    if dry_run:
+        _print(str(descent.expected()))
+        return Run(net, masks(net), [])
     with closing(descent.steps()) as steps_:
         for step in steps_:
             if finetune is not None and (finetune_when == "every_step" or not step.accepted):
@@ -187,6 +203,10 @@ class Descent:
     confidence: float | None
     test_every: int
     progress: bool
+    dry_run: bool = False
+    least: int = 0  # steps in all; those at the budget only train
+    recorded: dict[str, Any] = field(default_factory=dict)  # further settings of config.json
+    bar: bool = True  # with `progress`, show one
 
     def __post_init__(self) -> None:
         net, self.data, self.history = self.net, data_for(self.net, self.data), list[Step]()
@@ -241,14 +261,15 @@ class Descent:
 
     def steps(self) -> Generator[Step, None, None]:
         """Algorithm 1; the loop that iterates over the steps does the fine-tuning."""
-        bar_of = partial(tqdm, unit="ReLU", desc="bcd", disable=not self.progress or ranks.rank())
+        hidden = not (self.progress and self.bar) or ranks.rank() > 0
+        bar_of = partial(tqdm, unit="ReLU", desc="bcd", disable=hidden)
         with closing(self._open()) as run, keep_mode(self.net), bar_of() as bar:
             saved = self._resume(run)
             if not isinstance(self.budget, Target):
                 bar.reset(max(masks(self.net).count() - self.budget, 0))
             try:
-                while not self._done():
-                    step = self._search()
+                while self._unfinished():
+                    step = self._rest() if self._done() else self._search()
                     removed = masks(self.net).copy()
                     with timed(step.seconds, "finetune"):
                         yield step
@@ -259,11 +280,11 @@ class Descent:
                 snapshots.restore(self.net, saved)
                 raise
 
-    def train(self, step: Step) -> Any:
-        """Train the net after a step's removal; may return {"loss": ...}."""
+    def train(self, step: Step, **how: Any) -> Any:
+        """Train the net after a step's removal; may return {"loss": ...}. how: of `Finetuner`."""
         drop_form(self.net)  # of other weights than it will have: its memory is needed now
         if self.tuner is not None:
-            return self.tuner.run(step.number, progress=self.progress)
+            return self.tuner.run(step.number, **{"progress": self.progress, **how})
         # Seeded, so that a step that is run again after a kill trains in the same way.
         with seeded(self.data.device, int(self.seed) * 1_000_003 + step.number):
             return self.finetune(self.net, step)
@@ -272,11 +293,37 @@ class Descent:
         """Whether the masks are within the budget."""
         return bool(self.limits.met(counts_of(masks(self.net))))
 
-    def _size(self, count: int) -> int:
+    def _unfinished(self) -> bool:
+        return len(self.history) < self.least or not self._done()
+
+    def plan(self) -> Plan:
+        """What the run does from here on; with a schedule that adapts, an estimate."""
+        counts, first, sizes = counts_of(masks(self.net)), self.limits.bounds[0], list[int]()
+        count, value, least = int(counts.sum()), self.limits.value(counts), self.limits.least()
+        step: Any = SimpleNamespace(accepted=True, chosen=1)
+        while value > first.most and count:
+            most = math.ceil((value - first.most) / (value - least) * count - 1e-9)
+            sizes.append(min(self._size(count, [*self.history, *[step] * len(sizes)]), most))
+            value -= sizes[-1] / count * (value - least)
+            count -= sizes[-1]
+        sizes += [0] * (self.least - len(sizes))
+        own = self.body or (self.finetune is not None and self.tuner is None)
+        each = 0 if self.tuner is None else self.tuner.settings.epochs
+        return Plan(sizes, None if own else each * len(sizes), self.rt)
+
+    def expected(self) -> Plan:
+        """The plan, with the seconds it takes, from a short measurement."""
+        return self.plan().measured(
+            self.net, self.scored, proposal=self.proposal, engine=self.engine, tuner=self.tuner,
+            teacher=self.teacher, test=self.test, metric=self.metric, loss=self.loss,
+            seed=self.seed,
+        )  # fmt: skip
+
+    def _size(self, count: int, history: list[Step] | None = None) -> int:
         """DRC, at most `count`."""
         size = self.drc
         if isinstance(size, Schedule):
-            size = size.size(count, self.history)
+            size = size.size(count, self.history if history is None else history)
             check_whole(f"drc.size({count}, …)", size, 1)
         elif callable(size):
             size = size(count)
@@ -327,10 +374,29 @@ class Descent:
             return None
         return self.limits.value(counts_of(masks(self.net)))
 
+    def _rest(self) -> Step:
+        """A step at the budget, which removes nothing."""
+        seconds: dict[str, float] = {}
+        kept, nothing = masks(self.net), torch.zeros(1, 0, dtype=torch.int64)
+        with timed(seconds, "score"):
+            s = score(
+                self.net, nothing, self.scored, self.engine, metric=self.metric, loss=self.loss
+            )
+        found = Criterion(self.metric, self.loss).percent(s.base_value)
+        step = Step(
+            number=len(self.history) + 1, before=kept.count(), after=kept.count(), drc=0, tried=0,
+            chosen=0, accepted=True, drops={}, engine=s.engine, seconds=seconds,
+            base_accuracy=found, chosen_accuracy=found, base_loss=s.base_loss,
+            chosen_loss=s.base_loss, cost=self._cost(), sites=list(kept.counts().values()),
+        )  # fmt: skip
+        step.unit = self.unit
+        return step
+
     def _save(self, step: Step, run: RunDirectory) -> dict[str, Tensor]:
         """Measure the test accuracy and make the step the last finished one; its tensors."""
         with timed(step.seconds, "test"):
-            due = step.number % self.test_every == 0 or self._done()
+            last = self._done() and step.number >= self.least
+            due = last or step.number % self.test_every == 0
             if self.test is not None and due:
                 step.test_accuracy = accuracy(self.net, self.test, metric=self.metric)
         tensors, record = snapshots.take(self.net), step.as_json()
@@ -355,6 +421,7 @@ class Descent:
         }  # fmt: skip
         own = {"max_sites": self.max_sites, "confidence": self.confidence}
         settings |= {name: value for name, value in own.items() if value is not None}
+        settings |= self.recorded
         judges = {"metric": self.metric, "loss": self.loss}
         settings |= {name: _describe(value) for name, value in judges.items() if value is not None}
         return open_run(
@@ -407,9 +474,10 @@ class Descent:
             step.unit = self.unit
         count, done = masks(self.net).count(), len(self.history)
         where = "" if self.run_dir is None else f" in {self.run_dir}"
-        if self._done() and done:
+        unfinished = self._unfinished()
+        if done and not unfinished:
             _print(f"the run{where} is done: {done} steps, {count:,} ReLUs kept")
-        elif self._done():
+        elif not unfinished:
             budget = self.budget if isinstance(self.budget, Target) else f"{self.budget:,}"
             _print(f"{count:,} ReLUs are kept, the budget is {budget}: nothing to do")
         elif done:

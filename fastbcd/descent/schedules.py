@@ -92,3 +92,22 @@ class Adaptive(Schedule):
                 grown = math.ceil(size * self.grow)
                 size = grown if self.most is None else min(grown, self.most)
         return size
+
+
+@dataclass(frozen=True)
+class Shares(Schedule):
+    """The same share of the ReLUs that are left in every step; the last of `steps` takes the rest.
+
+    >>> [Shares(0.5, steps=3).size(100, history) for history in ([], [1], [1, 2])]
+    [50, 50, 100]
+    """
+
+    share: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        check_number("share", self.share, 0, most=1)
+        check_whole("steps", self.steps, 1)
+
+    def size(self, count: int, history: Sequence[Step]) -> int:
+        return count if len(history) + 1 >= self.steps else max(1, round(self.share * count))

@@ -17,6 +17,7 @@ OPTIONAL = ("cost", "images", "interval")  # recorded only if they are known
 class Step:
     """One step of BCD: `drc` of `before` ReLUs were removed. Accuracies in percent, losses mean CE.
 
+    Steps of `linearize` at the budget only train: their drc is 0.
     With a metric of your own, accuracies are its mean, in percent of its range if it has bounds.
     int(step) is its number, 1 for the first.
 
@@ -73,6 +74,9 @@ class Step:
         text += "" if self.cost is None else f"cost {self.cost:,.6g}, "
         text += f"{'accepted' if self.accepted else 'exhausted'} after {self.tried}, "
         text += f"train {self.base_accuracy:.2f} → {self.chosen_accuracy:.2f}{self.unit}, "
+        if not self.drc:
+            text = f"step {self.number}: {self.after:,} ReLUs, only training, "
+            text += f"train {self.base_accuracy:.2f}{self.unit}, "
         text += "" if self.train_loss is None else f"loss {self.train_loss:.4f}, "
         text += "" if self.test_accuracy is None else f"test {self.test_accuracy:.2f}{self.unit}, "
         spent = ", ".join(f"{k} {v:.1f}" for k, v in self.seconds.items() if v >= 0.05)

@@ -14,7 +14,7 @@ import operator
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -275,28 +275,33 @@ class Finetuner(Trainer):
     """
 
     def run(
-        self, step: int, *, epochs: int | None = None, progress: bool = False
-    ) -> dict[str, float]:
+        self, step: int, *, epochs: int | None = None, rates: Sequence[float] | None = None,
+        progress: bool = False, bar: Any = None,
+    ) -> dict[str, float]:  # fmt: skip
         """Train the net in place, with a new optimizer and the cosine from its start.
 
-        epochs: in place of settings.epochs; the cosine then spans that many. Returns the mean
-        loss of the last epoch (if there is one), the seconds, the part of them spent on the
-        teacher's logits, and the epochs. Afterwards every module is in the mode it was in, and
-        all ranks hold the same weights and buffers. Raises FloatingPointError if a loss, a
-        gradient or a weight is not finite; the net then keeps its current weights.
+        epochs: in place of settings.epochs; the cosine then spans that many. rates: the learning
+        rate of each epoch, in place of the cosine. bar: a tqdm to update after each batch, in
+        place of the bar that `progress` shows.
+
+        Returns the mean loss of the last epoch (if there is one), the seconds, the part of them
+        spent on the teacher's logits, and the epochs. Afterwards every module is in the mode it
+        was in, and all ranks hold the same weights and buffers. Raises FloatingPointError if a
+        loss, a gradient or a weight is not finite; the net then keeps its current weights.
         """
         epochs = self.settings.epochs if epochs is None else epochs
         check_whole("epochs", epochs, 0)
+        if rates is None:
+            rates = [cosine(self.settings.lr, epoch, epochs) for epoch in range(epochs)]
         check_whole("step", step, 0)
         start, before = time.perf_counter(), self.teacher.seconds if self.teacher else 0.0
-        result = {"epochs": float(epochs)}
-        hidden = not progress or ranks.rank() > 0
-        bar = tqdm(total=epochs * len(self.sizes), desc="fine-tune", leave=False, disable=hidden)
+        result, batches = {"epochs": float(len(rates))}, len(rates) * len(self.sizes)
+        hidden = not progress or ranks.rank() > 0 or bar is not None
+        own = tqdm(total=batches, desc="fine-tune", leave=False, disable=hidden)
         pinned = repeatable(self.data.device, self.seed, step, self.settings.fast)
-        with bar, self.session(), pinned:
-            for epoch in range(epochs):
-                lr = cosine(self.settings.lr, epoch, epochs)
-                result["loss"] = self.epoch(epoch, lr, step=step, bar=bar)
+        with own, self.session(), pinned:
+            for epoch, lr in enumerate(rates):
+                result["loss"] = self.epoch(epoch, lr, step=step, bar=own if bar is None else bar)
         result["teacher_seconds"] = self.teacher.seconds - before if self.teacher else 0.0
         return {**result, "seconds": time.perf_counter() - start}
 

@@ -1,0 +1,161 @@
+"""linearize: from a trained model to a net with a budget of ReLUs, in a stated number of epochs.
+
+    run = fastbcd.linearize(model, train, 20_000, epochs=60, test=test, run_dir="runs/20k")
+
+`convert`, the steps of `bcd` and `Finetune`, with the settings below. Every step trains for one
+epoch. The first ones remove about the same share of the ReLUs each, so that the rest, at the
+budget, is the final fine-tune. A step is saved when it ends, whichever of the two it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from contextlib import closing
+from typing import Any
+
+from torch import nn
+from tqdm import tqdm
+
+from fastbcd.descent.bcd import Descent, Run
+from fastbcd.descent.schedules import Shares
+from fastbcd.descent.step import Step
+from fastbcd.masking.convert import convert
+from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
+from fastbcd.private.limits import counts_of
+from fastbcd.private.target import Target, limits_of
+from fastbcd.runtime import ranks
+from fastbcd.runtime.validate import check_choice, check_number, check_whole
+from fastbcd.scoring.accuracy import data_for, dtype_of
+from fastbcd.scoring.engine import Engine
+from fastbcd.scoring.metric import Loss, Metric
+from fastbcd.starts.autorep import to_poly
+from fastbcd.training.settings import Finetune
+from fastbcd.training.trainer import cosine
+
+# What it chooses, and the measurement behind it.
+DOWN = 0.8  # share of the epochs on the way down; not measured yet
+RT, ADT = 4, 0.3  # hypotheses of a step, and the accepted drop; not measured yet
+# ResNet-20, 188,416 ReLUs, batches of 25: 0.001 is best above 40,000 ReLUs, 0.01 below.
+HEALTHY_LR, DAMAGED_LR, DAMAGED = 1e-3, 1e-2, 40_000 / 188_416
+LAST = 1e-3  # what is left before the last step of a way down to nothing, a share
+BATCHES, SMALLEST, LARGEST = 200, 25, 128  # of an epoch at least, and the sizes of a batch
+
+BAR = "linearize {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+
+
+def linearize(
+    model: nn.Module, train: Any, budget: int | Target, *, epochs: int = 60, test: Any = None,
+    run_dir: str | os.PathLike[str] | None = None, start: Any = None,
+    max_sites: int | None = None, replacement: str = "identity",
+    teacher: nn.Module | None = None, lr: float | None = None, batch_size: int | None = None,
+    rt: int = RT, adt: float = ADT, samples: int | None = None, seed: int = 0,
+    engine: str | Engine = "auto", metric: Metric | None = None, loss: Loss | None = None,
+    confidence: float | None = None, test_every: int = 1, resume: str | bool = "auto",
+    progress: bool = True, dry_run: bool = False, **finetune: Any,
+) -> Run:  # fmt: skip
+    """A copy of the model that keeps exactly `budget` ReLUs, fine-tuned, after `epochs` epochs.
+
+    Args:
+        model: a trained network that `convert` takes, or one that has masks. It is not changed.
+        budget: ReLUs to keep, or a `fastbcd.private.Target`.
+        train, test: as data and test of `bcd`.
+        epochs: of training in all; most of them are spent on the way down, one per step.
+        start: where to start from, if not at the model: a MaskSet, or a net with masks and its
+            own weights, as such or as the result of `snl`, `autorep`, `bcd` or `load_run`. One
+            that is at the budget is only trained.
+        replacement: what a removed ReLU becomes: "identity", or "poly" for a learned quadratic.
+        teacher: to distil from; None: the model. distill=0 switches the distillation off.
+        lr: the learning rate; None: chosen by how many ReLUs are left. The final fine-tune ends
+            at 0, on a cosine.
+        batch_size: None: 25 for up to 5,000 images, up to 128 for more.
+        max_sites, rt, adt, samples, seed, engine, metric, loss, confidence, test_every, run_dir,
+        resume: as in `bcd`.
+        progress: print the plan, one line per step, and a bar with the time that is left.
+        dry_run: print the plan with the expected minutes, and return; nothing is removed.
+        finetune: further fields of `Finetune`, such as padding=0, flip=False or amp.
+
+    >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
+    >>> run = linearize(model, data, 2, epochs=5, padding=0, progress=False)
+    >>> run.masks.count(), [step.after for step in run.history]
+    (2, [6, 4, 3, 2, 2])
+    """
+    check_whole("epochs", epochs, 1)
+    if lr is not None:
+        check_number("lr", lr, 0, strictly=True)
+    data, net = data_for(model, train), _net(model, train, start, replacement)
+    limits, counts = limits_of(budget, net, max_sites), counts_of(masks(net))
+    if not isinstance(budget, Target) and budget > (count := int(counts.sum())):
+        raise ValueError(f"budget={budget:,}; the net keeps {count:,} ReLUs: at most that many")
+    if batch_size is None:
+        batch_size = min(LARGEST, max(SMALLEST, len(data) // BATCHES))
+    # Every step leaves the same share of what is above the least that a net can cost.
+    least, value, most = limits.least(), limits.value(counts), limits.bounds[0].most
+    ratio = min(1.0, max((most - least) / max(value - least, 1e-9), LAST))
+    steps = max(1, round(DOWN * epochs))
+    settings = Finetune(epochs=1, batch_size=batch_size, **finetune)
+    rates = lr if lr is not None else [HEALTHY_LR, DAMAGED_LR, DAMAGED]
+    descent = Descent(
+        net=net, data=data, budget=budget, max_sites=max_sites,
+        drc=Shares(1 - ratio ** (1 / steps), steps), rt=rt, adt=adt, finetune=settings,
+        proposal="blocks" if max_sites is not None or isinstance(budget, Target) else "saliency",
+        test=test, samples=samples,
+        teacher=(model if teacher is None else teacher) if settings.distill else None, seed=seed,
+        run_dir=run_dir, resume=resume, engine=engine, metric=metric, loss=loss,
+        confidence=confidence, test_every=test_every, progress=progress, bar=False, least=epochs,
+        recorded={"linearize": {"epochs": epochs, "lr": rates}},
+    )  # fmt: skip
+    show = progress and ranks.rank() == 0
+    if progress or dry_run:
+        plan = descent.expected()  # on every rank
+        if ranks.rank() == 0:
+            to = budget if isinstance(budget, Target) else f"{budget:,}"
+            print(f"{counts.sum():,} ReLUs, budget {to}\n{plan}", flush=True)
+    if dry_run:
+        return Run(net, masks(net), [])
+    batches = len(descent.tuner.sizes) if descent.tuner else 1
+    bar = tqdm(total=epochs * batches, smoothing=0, disable=not show, bar_format=BAR)
+    with bar, closing(descent.steps()) as steps_:
+        for step in steps_:
+            if not bar.n:
+                bar.initial = bar.n = (step.number - 1) * batches
+            bar.set_postfix_str(f"epoch {step.number} of {epochs}, {step.after:,} ReLUs")
+            rate = _rate(step, descent.history, epochs, lr, masks(net).total)
+            if step.number <= epochs:
+                step.train_loss = descent.train(step, rates=[rate], bar=bar)["loss"]
+    return Run(net, masks(net), descent.history)
+
+
+def _rate(step: Step, history: list[Step], epochs: int, lr: float | None, total: int) -> float:
+    """The learning rate of a step's epoch: by the share of ReLUs left, then on a cosine to 0."""
+    if lr is None:
+        lr = DAMAGED_LR if step.after <= DAMAGED * total else HEALTHY_LR
+    if step.drc:
+        return lr
+    down = sum(s.drc > 0 for s in history)
+    return cosine(lr, len(history) - down, epochs - down)
+
+
+def _net(model: nn.Module, data: Any, start: Any, replacement: str) -> nn.Module:
+    """A copy of the model, or of the start's, with masks and the replacement."""
+    check_choice("replacement", replacement, ("identity", "poly"))
+    given = model if start is None or isinstance(start, MaskSet) else getattr(start, "model", start)
+    if not isinstance(given, nn.Module):
+        raise TypeError(
+            f"start is a {type(start).__name__}; give a MaskSet, a net with masks, or the result "
+            f"of snl, autorep, bcd or load_run"
+        )
+    try:
+        sites = mask_modules(given)
+    except ValueError:
+        example = next(data_for(given, data).batches(2, dtype=dtype_of(given)))[0]
+        net: nn.Module = convert(given, example, replacement)
+    else:
+        poly = any(hasattr(act, "coef") for act in sites.values())
+        if poly and replacement == "identity":
+            raise ValueError("the net's removed ReLUs are quadratics; pass replacement='poly'")
+        net = to_poly(given) if replacement == "poly" else copy.deepcopy(given)
+    if isinstance(start, MaskSet):
+        set_masks(net, start)
+    return net

@@ -1,0 +1,273 @@
+"""linearize: exact budgets and epochs, resumed runs, plans, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fastbcd
+from fastbcd.descent.plan import Plan
+from fastbcd.runs import fingerprint as snapshots
+from fastbcd.training.trainer import Finetuner, Trainer
+from helpers.run_cases import contents
+
+BUDGET, EPOCHS = 8, 6  # of `short`: five steps down from 98 ReLUs, one epoch after them
+
+
+def plain_net(relu: nn.Module | None = None) -> nn.Module:
+    """28×28 images, 10 classes, 98 ReLUs."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 5, 4, 2), nn.BatchNorm2d(2), relu or nn.ReLU(), nn.Conv2d(2, 10, 7),
+        nn.Flatten(),
+    )  # fmt: skip
+
+
+def masked_net() -> nn.Module:
+    return plain_net(fastbcd.MaskedReLU((2, 7, 7)))
+
+
+def images(n: int = 48) -> fastbcd.ImageData:
+    return fastbcd.load("fashion-mnist-mini").first(n)
+
+
+def short(model: nn.Module | None = None, budget: int = BUDGET, epochs: int = EPOCHS, **options):
+    options = {"progress": False, "rt": 2, "batch_size": 16, **options}
+    return fastbcd.linearize(model or plain_net(), images(), budget, epochs=epochs, **options)
+
+
+@pytest.fixture
+def rates(monkeypatch) -> list[float]:
+    """The learning rates of the epochs that are trained."""
+    seen: list[float] = []
+    epoch = Trainer.epoch
+
+    def counted(self, number, lr, **options):
+        seen.append(lr)
+        return epoch(self, number, lr, **options)
+
+    monkeypatch.setattr(Trainer, "epoch", counted)
+    return seen
+
+
+# ------------------------------------------------------------------------- what it promises
+
+
+@pytest.mark.parametrize(
+    ("budget", "epochs", "steps"), [(8, 1, 1), (0, 2, 2), (30, 5, 4), (96, 4, 2), (98, 3, 0)]
+)
+def test_it_ends_at_the_budget_after_exactly_the_epochs(budget, epochs, steps, rates) -> None:
+    run = short(budget=budget, epochs=epochs)
+    assert run.masks.count() == budget
+    assert len(rates) == epochs == len(run.history)
+    assert [step.drc > 0 for step in run.history] == [True] * steps + [False] * (epochs - steps)
+    assert all(step.train_loss is not None for step in run.history)
+
+
+def test_the_learning_rate_follows_the_damage_and_ends_on_a_cosine(rates) -> None:
+    run = short(budget=15, epochs=10)
+    left = [step.after / 98 for step in run.history]
+    down = [0.01 if share <= 40_000 / 188_416 else 0.001 for share in left[:8]]
+    assert {0.01, 0.001} == set(down)
+    assert rates == [*down, 0.01, 0.005]
+    rates.clear()
+    short(budget=15, epochs=3, lr=0.02)
+    assert rates == [0.02, 0.02, 0.02]
+
+
+def test_the_model_is_the_teacher_and_is_not_changed() -> None:
+    model = plain_net()
+    before = copy.deepcopy(model.state_dict())
+    run = short(model, distill=4.0)
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+    given = short(model, distill=4.0, teacher=copy.deepcopy(model))
+    without = short(model, distill=0.0)
+    weights = [snapshots.take(r.model)["3.weight"] for r in (run, given, without)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_net_with_masks_stays_as_it_is() -> None:
+    net = masked_net()
+    run = short(net)
+    assert fastbcd.masks(net).count() == 98
+    assert run.model is not net
+    assert run.masks.count() == BUDGET
+
+
+def test_the_choice_does_not_depend_on_the_engine() -> None:
+    runs = [short(engine=engine) for engine in ("sequential", "stacked", "collapsed")]
+    assert all(torch.equal(runs[0].masks.bits, run.masks.bits) for run in runs[1:])
+
+
+# ---------------------------------------------------------------------------------- resuming
+
+
+@pytest.mark.parametrize("phase", ["first step", "on the way", "last removal", "final"])
+def test_a_killed_run_resumes_to_the_same_end(phase, tmp_path, monkeypatch) -> None:
+    options = {"epochs": 8, "test": images(20)}
+    short(run_dir=tmp_path / "whole", **options)
+    at = {"first step": 1, "on the way": 3, "last removal": 6, "final": 8}[phase]
+    run = Finetuner.run
+
+    def killed(self, step, **how):
+        if step == at:
+            run(self, step, **how)
+            raise KeyboardInterrupt
+        return run(self, step, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Finetuner, "run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            short(run_dir=tmp_path / "killed", **options)
+    assert not fastbcd.load_run(tmp_path / "killed", model=masked_net()).done
+    assert len(short(run_dir=tmp_path / "killed", **options).history) == 8
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    assert fastbcd.load_run(tmp_path / "killed", model=masked_net()).done
+
+
+def test_other_epochs_are_another_run(tmp_path, capsys) -> None:
+    short(run_dir=tmp_path)
+    short(run_dir=tmp_path)
+    assert "is done: 6 steps, 8 ReLUs kept" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"share is .* there and .* now"):
+        short(run_dir=tmp_path, epochs=7)
+    with pytest.raises(ValueError, match=r"linearize.lr is .* there and 0.5 now"):
+        short(run_dir=tmp_path, lr=0.5)
+
+
+# ------------------------------------------------------------------------------------- start
+
+
+def test_a_start_at_the_budget_is_only_trained(rates) -> None:
+    kept = fastbcd.masks(masked_net())
+    kept = kept.without(kept.sample(90, seed=0, step=0, trial=0))
+    net = masked_net()
+    fastbcd.set_masks(net, kept)
+    point = fastbcd.StartingPoint(net, kept, [], {}, "test")
+    for start in (kept, net, point):
+        run = short(start=start, epochs=3)
+        assert torch.equal(run.masks.bits, kept.bits)
+        assert [step.drc for step in run.history] == [0, 0, 0]
+    assert fastbcd.masks(net).count() == 8
+    assert rates == [0.01, pytest.approx(0.0075), pytest.approx(0.0025)] * 3
+
+
+def test_a_start_above_the_budget_is_descended_from() -> None:
+    start = short(budget=50, epochs=2)
+    run = short(start=start, budget=10, epochs=5)
+    assert (run.history[0].before, run.masks.count()) == (50, 10)
+    assert not (run.masks.bits & ~start.masks.bits).any()
+
+
+# ------------------------------------------------------------------------------- polynomials
+
+
+def test_quadratics() -> None:
+    run = short(replacement="poly")
+    acts = [m for m in run.model.modules() if isinstance(m, fastbcd.MaskedPoly)]
+    assert len(acts) == 1
+    assert acts[0].coef.isfinite().all()
+    again = short(masked_net(), replacement="poly")
+    assert isinstance(again.model[2], fastbcd.MaskedPoly)
+    with pytest.raises(ValueError, match="pass replacement='poly'"):
+        short(run.model, budget=4)
+    assert short(run.model, budget=4, replacement="poly").masks.count() == 4
+
+
+# ----------------------------------------------------------------------------------- plans
+
+
+def test_a_dry_run_prints_the_plan_and_changes_nothing(capsys, tmp_path, rates) -> None:
+    run = short(dry_run=True, run_dir=tmp_path / "run", test=images(20))
+    out = capsys.readouterr().out
+    assert "98 ReLUs, budget 8\n" in out
+    assert "5 steps that remove " in out
+    assert "6 epochs of training, 1 of them after the last removal" in out
+    assert " minutes: scoring " in out
+    assert (run.masks.count(), run.history) == (98, [])
+    assert not (tmp_path / "run").exists()
+    reference = masked_net().state_dict()
+    assert all(torch.equal(reference[k], t) for k, t in run.model.state_dict().items())
+
+
+def test_progress_prints_the_plan_first(capsys) -> None:
+    short(progress=True, epochs=2)
+    out, err = capsys.readouterr()
+    assert out.index("plan: ") < out.index("step 1: ") < out.index("step 2: ")
+    assert "epoch 2 of 2, 8 ReLUs" in err
+    short(epochs=2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_dry_run_of_bcd(capsys) -> None:
+    net = masked_net()
+    tune = fastbcd.Finetune(epochs=2, batch_size=16)
+    run = fastbcd.bcd(net, images(), 8, drc=40, rt=3, finetune=tune, dry_run=True)
+    out = capsys.readouterr().out
+    assert "3 steps that remove 40, 40, 10 ReLUs, at most 3 hypotheses each" in out
+    assert "6 epochs of training\n" in out
+    assert (run.masks.count(), run.history) == (98, [])
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(),
+               masked_net().state_dict().values(), strict=True))  # fmt: skip
+    fastbcd.bcd(net, images(), 8, drc=40, finetune=lambda net, step: None, dry_run=True)
+    assert "epochs" not in capsys.readouterr().out
+
+
+def test_bcd_warns_of_many_epochs() -> None:
+    with pytest.warns(UserWarning, match=r"90 steps mean 1,800 epochs .* fastbcd.linearize"):
+        fastbcd.bcd(masked_net(), images(), 8, drc=1, dry_run=True)
+
+
+def test_a_plan_abbreviates() -> None:
+    assert "remove 7, 6, 5, …, 1 ReLUs" in str(Plan([7, 6, 5, 4, 3, 2, 1], 7, 4))
+    assert "1,684 steps that remove 100, 100, 100, …, 16" in str(Plan([100] * 1683 + [16], 9, 50))
+    assert str(Plan([], 0, 50)) == "plan: 0 steps\n      0 epochs of training"
+
+
+# ------------------------------------------------------------------------------ cost targets
+
+
+def test_a_target_is_met_after_exactly_the_epochs(rates) -> None:
+    model = nn.Sequential(*plain_net()[:3], nn.Conv2d(2, 2, 1), nn.ReLU(), *plain_net()[3:])
+    target = fastbcd.private.Target(bytes=20_000, protocol="crypten")  # 464 bytes per ReLU
+    run = short(model, target, 6)
+    assert (run.masks.count(), len(rates)) == (43, 6)
+    assert target.met(run.model)
+    rates.clear()
+    run = short(model, budget=10, epochs=4, max_sites=1)
+    assert sorted(run.masks.counts().values()) == [0, 10]
+    assert len(rates) == 4
+
+
+# -------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 99}, "budget=99; the net keeps 98 ReLUs"),
+        ({"budget": -1}, "budget=-1"),
+        ({"epochs": 0}, "epochs=0"),
+        ({"lr": 0.0}, "lr=0.0"),
+        ({"replacement": "gelu"}, "replacement='gelu'"),
+        ({"rt": 0}, "rt=0"),
+        ({"resume": "now"}, "resume='now'"),
+        ({"batch_size": 0}, "batch_size=0"),
+    ],
+)
+def test_bad_values_are_refused(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        short(**options)
+
+
+def test_bad_types_are_refused() -> None:
+    with pytest.raises(TypeError, match="start is a str"):
+        short(start="runs/snl")
+    with pytest.raises(TypeError, match="colour"):
+        short(colour="red")
+    with pytest.raises(ValueError, match="the teacher has 3 classes and the net 10"):
+        short(teacher=nn.Sequential(nn.Flatten(), nn.Linear(784, 3)))
