@@ -219,12 +219,13 @@ def seconds(ways: Sequence[Way], network: Network, *, label: str) -> list[Sectio
         return []
     least = "" if c.seconds is not None else " at least: a value of the protocol is unknown"
     old = f"{missing} nets are left out: older versions did not record their sites."
-    return [_section(
+    found = _section(
         "seconds", rows, protocol=c.protocol.name, bandwidth=si(c.bandwidth, "bit/s"),
         figure=figures.accuracy(lines, label=label, axis=f"{c.protocol.name}, seconds{least}"),
         rtt=si(c.rtt, "s"), old=old if missing else "",
         ranges="; ".join(f"{r[0]}: {r[-1]:.2f} % at {r[-2]}" for r in rows),
-    )]  # fmt: skip
+    )  # fmt: skip
+    return [found._replace(tables=[t._replace(folded=len(rows) == 1) for t in found.tables])]
 
 
 def _cost_of(stage: SavedRun, point: Point, network: Network) -> private.Cost:

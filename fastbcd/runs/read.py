@@ -207,7 +207,9 @@ class Stages:
 
     @property
     def method(self) -> str:
-        """The published method that the last stage is of."""
+        """The method that made the last stage: a title, "BCD on AutoReP" or "linearize"."""
+        if "linearize" in self.last.settings:
+            return "linearize"
         on = self.last.kind == "bcd" and self.start is not None and self.start.kind == "autorep"
         return "BCD on AutoReP" if on else self.last.title
 

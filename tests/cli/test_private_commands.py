@@ -62,6 +62,8 @@ def test_cost_command(run, capsys) -> None:
     assert fastbcd_("cost masks.safetensors --protocol delphi-gc spu-semi2k") == 0
     out = capsys.readouterr().out
     assert f"{private.cost(fastbcd.masks(run), 'delphi-gc')}\n\nspu-semi2k, " in out
+    assert "  time by site: █ rounds, ▒ bytes, ░ computation\n    1  " in out
+    assert "  time by site, as far as it is known: █ rounds" in out
     Path("recipe").mkdir()
     Path("out").rename("recipe/3-bcd")
     assert fastbcd_("cost recipe") == 0

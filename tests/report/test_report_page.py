@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import re
 import shutil
 from pathlib import Path
@@ -259,6 +260,31 @@ def test_a_method_has_one_colour_and_mark(finished, cut_short, stages, resnet18)
     assert {"BCD: whole", "BCD: stages", "paper: SNL", "paper: SENet"} - {*names} == {
         "paper: SENet"
     }
+
+
+@pytest.mark.parametrize("method", ["linearize", *TITLES.values(), "BCD on AutoReP"])
+def test_every_method_is_drawn_in_its_own_look(method, stages) -> None:
+    run = read(stages)
+    dense, start, bcd = run.stages
+    if method in ("BCD", "linearize"):
+        settings = {**bcd.settings, **({method: {}} if method == "linearize" else {})}
+        chosen = [dataclasses.replace(bcd, config={**bcd.config, "settings": settings})]
+    elif method == "BCD on AutoReP":
+        chosen = [dataclasses.replace(start, kind="autorep"), bcd]
+    elif method == "dense":
+        chosen = [dense]
+    else:
+        kind = next(kind for kind, title in TITLES.items() if title == method)
+        chosen = [dataclasses.replace(start, kind=kind)]
+    run = dataclasses.replace(run, stages=tuple(chosen))
+    assert run.method == method
+    with figures.style():
+        both = sections.accuracy([run], subject.subject(run), report.Network())
+    for section in both:
+        line = section.figure.axes[0].lines[0]
+        look = {"color": line.get_color(), "marker": line.get_marker()}
+        assert look.items() <= figures.LOOKS["methods"][method].items()
+    assert both[1].tables[0].rows[-1][1] == method
 
 
 def test_without_a_test_set_nothing_published_is_drawn(tmp_path) -> None:
