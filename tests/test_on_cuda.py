@@ -64,6 +64,64 @@ def test_a_net_in_float64_is_scored(gpu) -> None:
     torch.testing.assert_close(found.loss, expected.loss)
 
 
+def test_an_example_goes_to_the_net(gpu) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU())
+    net = fastbcd.convert(model.to("cuda:1"), torch.zeros(2, 4))
+    check_device(net, 1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("fast", [True, False])
+def test_cudnn_is_deterministic_while_scoring(gpu, monkeypatch, engine, fast) -> None:
+    """Whatever the user has set; that is restored afterwards."""
+    cudnn, seen, plain = torch.backends.cudnn, set(), torch.nn.functional.conv2d
+
+    def conv2d(x, *args, **kwargs):
+        if len(x) > 2:  # fewer are run to check shapes, before
+            seen.add((cudnn.enabled, cudnn.deterministic, cudnn.benchmark))
+        return plain(x, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "conv2d", conv2d)
+    monkeypatch.setattr(cudnn, "benchmark", fast)
+    before = cudnn.enabled, cudnn.deterministic, cudnn.benchmark
+    net = thinned(make("resnet"), 0.1).cuda()
+    fastbcd.score(net, removals(net), images(8), engine=engine)
+    fastbcd.choose(net, removals(net), images(8), adt=0.3, engine=engine)
+    fastbcd.saliency(net, images(8))
+    assert seen == {(True, True, False)}
+    assert (cudnn.enabled, cudnn.deterministic, cudnn.benchmark) == before
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_a_run_records_its_precision(gpu, tmp_path, monkeypatch, precision) -> None:
+    """It can change a decision; a run in float32 has no such entry."""
+    seen, plain = set(), torch.nn.functional.conv2d
+
+    def conv2d(x, weight, *rest):
+        y = plain(x, weight, *rest)
+        if len(x) > 4:  # fewer are run to check the engine, in float32
+            seen.add((y.dtype, torch.backends.cudnn.conv.fp32_precision))
+        return y
+
+    monkeypatch.setattr(torch.nn.functional, "conv2d", conv2d)
+    options = {"drc": 10, "rt": 2, "finetune": None}
+    net = make("resnet").cuda()
+    budget = fastbcd.masks(net).count() - 20
+    for name, engine in (("low", fastbcd.Engine(precision=precision)), ("full", "auto")):
+        run = fastbcd.bcd(
+            make("resnet").cuda(), images(40), budget, run_dir=tmp_path / name, engine=engine,
+            **options,
+        )  # fmt: skip
+        assert run.masks.count() == budget
+        half = torch.bfloat16 if precision == "bf16" else torch.float32
+        assert seen == {(half, "tf32") if name == "low" else (torch.float32, "ieee")}
+        seen.clear()
+        settings = json.loads((tmp_path / name / "config.json").read_text())["settings"]
+        assert settings.get("precision") == (precision if name == "low" else None)
+    with pytest.raises(ValueError, match="precision"):
+        fastbcd.bcd(net, images(40), budget, run_dir=tmp_path / "low", **options)
+
+
 def test_masks_are_read_and_written_in_one_copy(gpu) -> None:
     net = make("resnet").cuda()
     gpu.reset()

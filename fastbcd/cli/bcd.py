@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace, data: ImageData, test: ImageData) -> fastb
         proposal=proposal if temperature is None else fastbcd.Saliency(temperature),
         teacher=inputs.given_teacher(options, data),
         finetune=call(fastbcd.Finetune, options) if options.epochs else None,
-        engine=fastbcd.Engine(options.engine, wave=options.wave, tf32=options.precision == "tf32"),
+        engine=fastbcd.Engine(options.engine, wave=options.wave, precision=options.precision),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from fastbcd.descent.proposals import PROPOSALS
 from fastbcd.descent.schedules import Schedule
 from fastbcd.private import units
 from fastbcd.runtime.validate import check_whole
-from fastbcd.scoring.engine import ENGINES
+from fastbcd.scoring.engine import ENGINES, PRECISIONS
 from fastbcd.training.settings import OPTIMIZERS
 
 TABLE = json.loads((resources.files("fastbcd.cli") / "commands.json").read_text("utf-8"))
@@ -30,7 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "formats": ("plain", "snl", "autorep", "relupruner"), "engines": ENGINES,
     "optimizers": OPTIMIZERS, "proposals": tuple(PROPOSALS), "protocols": tuple(private.PROTOCOLS),
     "replacements": ("identity", "poly"), "resume": ("auto", "must", "never"), "when": WHEN,
-    "precisions": ("float32", "tf32"),
+    "precisions": PRECISIONS,
     "temperature": (str(fastbcd.Saliency().temperature),),
 }  # fmt: skip
 

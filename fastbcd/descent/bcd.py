@@ -112,7 +112,8 @@ def bcd(
         run_dir: where every finished step is saved. The same call resumes from there, also on
             another device or number of ranks. resume: "auto"; "must" (True) refuses a directory
             without a run, "never" (False) one that is not empty.
-        engine: how hypotheses are scored: a name or `Engine(...)`. It never changes the outcome.
+        engine: how hypotheses are scored: a name or `Engine(...)`. Only its precision can change
+            the outcome, and is recorded in config.json.
         metric: a callable (outputs, targets) -> [B], larger is better, in place of accuracy. With
             an attribute `bounds = (low, high)` accuracies and ADT are in percent of that range,
             without it in the metric's units.
@@ -424,6 +425,8 @@ class Descent:
         settings |= self.recorded
         judges = {"metric": self.metric, "loss": self.loss}
         settings |= {name: _describe(value) for name, value in judges.items() if value is not None}
+        if self.engine.precision != "float32":
+            settings["precision"] = self.engine.precision
         return open_run(
             "run", settings, self.net, data=self.data, test=self.test, run_dir=self.run_dir,
             resume=self.resume, engine=self.engine,

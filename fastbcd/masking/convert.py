@@ -31,8 +31,8 @@ def convert(
 
     Args:
         model: not changed. Wrappers (DataParallel, torch.compile, AveragedModel) are removed.
-        example_input: a batch like those that the network will see, [B, ...]. It is the only
-            argument of the result: others of the model's forward have their default values.
+        example_input: a batch like those that the network will see, [B, ...], on any device. It is
+            the only argument of the result: others of the model's forward have their defaults.
         replacement: what a cleared bit gives: "identity", or "poly" for a learned quadratic.
         skip: ReLUs to leave as they are, by name ("layer4.*") or by type (nn.ReLU6).
 
@@ -65,6 +65,8 @@ def convert(
         f"{title} or its example input is on the meta device, where tensors have no values: build "
         f"both on a real device, or use to_empty(device='cpu') and load the weights",
     )
+    for tensor in (*twin.parameters(), *twin.buffers())[:1]:
+        example_input = example_input.to(tensor.device)
     modes = {name: module.training for name, module in twin.named_modules()}
     try:
         with repeatable(example_input):

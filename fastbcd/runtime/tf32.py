@@ -90,16 +90,24 @@ def products(tf32: bool) -> Iterator[None]:
 
 
 @contextmanager
-def own_precision(device: torch.device, tf32: bool) -> Iterator[None]:
-    """`products`, whatever autocast the caller is in.
+def own_precision(device: torch.device, precision: str) -> Iterator[None]:
+    """Products in "float32", "tf32" or "bf16" (autocast), whatever autocast the caller is in.
 
     >>> x = torch.ones(2, 2)
-    >>> with torch.autocast("cpu", torch.bfloat16), own_precision(x.device, tf32=False):
+    >>> with torch.autocast("cpu", torch.bfloat16), own_precision(x.device, "float32"):
     ...     (x @ x).dtype
     torch.float32
     """
-    with torch.autocast(device.type, enabled=False), products(tf32):
-        yield
+    bf16 = precision == "bf16"
+    with (
+        torch.autocast(device.type, torch.bfloat16, enabled=bf16),
+        products(tf32=precision != "float32"),
+    ):
+        try:
+            yield
+        finally:
+            if bf16:  # the cache of converted weights would outlive them in the caller's autocast
+                torch.clear_autocast_cache()
 
 
 @contextmanager

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fastbcd.masking.masks import MaskSet, set_masks
-from fastbcd.runtime.validate import check_whole
+from fastbcd.runtime.validate import check_choice, check_whole
 from fastbcd.scoring.sequential import Outputs, Sequential
 
 ENGINES = ("auto", "sequential", "stacked", "collapsed")
+PRECISIONS = ("float32", "tf32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,10 @@ class Engine:
         memory: bytes that the values of a pass, and a collapsed form, may take; None: half of
             the free memory of a CPU, 70 % of that of a GPU.
         wave: hypotheses that `choose` and `bcd` score together at most.
-        tf32: let a GPU round the factors of products to TF32: faster, and engines differ more.
+        precision: of products, "float32", "tf32" or "bf16". With "tf32" a GPU rounds their factors
+            to 10 bits. With "bf16" convolutions and linear layers run as under torch.autocast:
+            values have 8 bits; `collapsed` refuses it. Both are for GPUs: faster, and a decision
+            may differ from that of float32. Plans and collapsed forms are made in float32.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
@@ -43,7 +47,7 @@ class Engine:
     batch_size: int | None = None
     memory: int | None = None
     wave: int = 8
-    tf32: bool = False
+    precision: str = "float32"
 
     def __post_init__(self) -> None:
         if self.name not in ENGINES:
@@ -51,8 +55,7 @@ class Engine:
         check_whole("batch_size", 1 if self.batch_size is None else self.batch_size, 1)
         check_whole("memory", 1 if self.memory is None else self.memory, 1)
         check_whole("wave", self.wave, 1)
-        if not isinstance(self.tf32, bool):
-            raise TypeError(f"tf32={self.tf32!r}; it must be True or False")
+        check_choice("precision", self.precision, PRECISIONS)
 
 
 def as_engine(engine: str | Engine) -> Engine:
@@ -76,12 +79,12 @@ class Request(NamedTuple):
     example: Tensor
     batch_size: int | None
     memory: int  # bytes that this call may take
-    tf32: bool = False
+    precision: str = "float32"
 
     @property
     def tolerance(self) -> float:
         """The difference of outputs that rounding explains, relative to the largest."""
-        return 1e-9 if self.example.dtype == torch.float64 else 1e-2 if self.tf32 else 1e-4
+        return 1e-9 if self.example.dtype == torch.float64 else 1e-4
 
 
 class ScoringEngine(Protocol):

@@ -169,6 +169,11 @@ def _copy_of(outputs: Any, i: int) -> Any:
     return tree_map_only(Tensor, lambda t: t[i].clone(), outputs)
 
 
+def at_least_float32(t: Tensor) -> Tensor:
+    """t in float32 if it has 16 bits."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
 def describe(value: Any) -> str:
     """Tensors as dtype and shape, anything else as it is.
 

@@ -74,6 +74,12 @@ class Plan:
 
 def make_plan(request: Request, engine: str) -> Plan:
     """Choose the engine and the portions. The net is traced once, whichever engine is chosen."""
+    if request.precision == "bf16" and request.example.dtype != torch.float32:
+        raise ValueError(
+            f"precision='bf16' is for nets in float32, and this one is in {request.example.dtype}"
+        )
+    if request.precision == "bf16" and request.example.device.type == "cpu":
+        warn_once("precision='bf16' is meant for GPUs: most CPUs are slower in it than in float32")
     if engine == "sequential":
         return sequential_plan(request, "asked for")
     name, dtype = type(request.net).__name__, request.example.dtype
@@ -161,6 +167,8 @@ def seconds(plan: Plan, lanes: int | None = None) -> float:
 
 def collapsed_plan(request: Request, program: Program, required: bool) -> Plan | str:
     """A plan with the cached form or a new one; or, unless required, why stacked is better."""
+    if request.precision == "bf16":
+        raise NotAffine("it adds large terms that cancel, for which the 8 bits of bf16 are too few")
     if not isinstance(program.output, fx.Node):
         raise NotAffine("it returns several tensors instead of one")
     shape = program.shapes[program.output][1:]
@@ -194,7 +202,7 @@ def collapsed_plan(request: Request, program: Program, required: bool) -> Plan |
         drop_form(request.net)
         raise
     left = request.memory - cost.form_bytes
-    form.affine.begin(request.example, left // 2)
+    form.affine.begin(request.example, request.precision, left // 2)
     rows = ROWS.get(request.example.device.type, 1024)
     # A GEMM on a GPU needs all of its rows; a wave has few hypotheses.
     wanted = 128 if rows == ROWS["cpu"] else max(128, rows // max(request.hypotheses, 1))

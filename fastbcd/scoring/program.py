@@ -99,6 +99,8 @@ class Activation(NamedTuple):
 
     def run(self, x: Tensor, mask: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
         """x, residual [T, B, ...] or [B, ...], mask [T, ...] -> [T, B, ...]."""
+        if residual is not None and residual.dtype != x.dtype:  # under autocast
+            residual = residual.to(x.dtype)
         small = {"scale": self.scale, "shift": self.shift, "residual": residual, "out": out}
         if isinstance(self.module, MaskedPoly):
             return ops.masked_poly(x, mask, self.module.coef.detach(), trials=True, **small)
@@ -187,6 +189,19 @@ def make_program(net: nn.Module, image: Tensor) -> Program:
         steps, source, inputs[0], output, constants, uses, fresh, _sizes_travel(nodes),
         fusion.shapes, fusion.tuples, fusion.bytes, fusion.multiply_adds,
     )  # fmt: skip
+
+
+def in_bfloat16(program: Program) -> Program:
+    """The program with convolutions in bfloat16, to run under autocast, which converts the rest."""
+
+    def lower(step: Any) -> Any:
+        if not isinstance(step.run, Convolution):
+            return step
+        tensors = ((name, getattr(step.run, name)) for name in ("weight", "bias"))
+        half: Any = {name: t.bfloat16() for name, t in tensors if t is not None}
+        return step._replace(run=step.run._replace(**half))
+
+    return program._replace(steps=[lower(step) for step in program.steps])
 
 
 def with_flat_output(program: Program) -> Program:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from fastbcd.data.images import ImageData
 from fastbcd.masking.convert import unwrap
@@ -26,8 +27,10 @@ from fastbcd.runtime.ranks import all_sum, from_first, rank, world
 from fastbcd.runtime.tf32 import own_precision, repeatable_convolutions
 from fastbcd.scoring.accuracy import check_metric, data_for, dtype_of
 from fastbcd.scoring.engine import Engine, Request, as_engine
-from fastbcd.scoring.metric import DEFAULT, WIDTH, Criterion, Loss, Metric
+from fastbcd.scoring.metric import DEFAULT, WIDTH, Criterion, Loss, Metric, at_least_float32
 from fastbcd.scoring.plan import Plan, make_plan
+from fastbcd.scoring.program import in_bfloat16
+from fastbcd.scoring.stacked import Stacked
 
 LOOK_EVERY = 64  # batches between two reads of the sums, at most: invalid values are found there
 
@@ -199,7 +202,9 @@ class _Lanes:
             try:
                 found: dict[int, Tensor] = {}
                 for some, outputs in self.plan.engine.logits(x, self.work, base, batch):
-                    found.update(zip(some, judge(outputs), strict=True))
+                    with torch.autocast(x.device.type, enabled=False):  # that of bf16
+                        outputs = tree_map_only(Tensor, at_least_float32, outputs)
+                        found.update(zip(some, judge(outputs), strict=True))
                 return found
             except torch.OutOfMemoryError as error:
                 self.plan.use_fewer_lanes(len(self.removals), error)
@@ -258,12 +263,11 @@ def prepared(
     is stated here: a caller's autocast has no effect.
     """
     with (
-        own_precision(images.device, engine.tf32), repeatable_convolutions(), eval_mode(net),
-        ExitStack() as stack,
+        repeatable_convolutions(), eval_mode(net), ExitStack() as stack,
     ):  # fmt: skip
-        check_scorable(net, images, criterion)
         stack.callback(set_masks, net, current)
-        with torch.inference_mode():
+        with own_precision(images.device, "float32"), torch.inference_mode():
+            check_scorable(net, images, criterion)
             example = next(images.batches(2, dtype=dtype_of(net)))[0]
             limit = default_memory(example.device) if engine.memory is None else engine.memory
             # Ranks plan alike, whatever memory each of them has.
@@ -271,11 +275,14 @@ def prepared(
             plan = make_plan(Request(
                 net, current, removals, expected or len(removals), visits or len(images),
                 example,
-                engine.batch_size, limit, engine.tf32,
+                engine.batch_size, limit, engine.precision,
             ), engine.name)  # fmt: skip
             plan.criterion = criterion
-        if plan.engine.name == "stacked":
+        if isinstance(plan.engine, Stacked):
             stack.enter_context(kept_memory())
+            if engine.precision == "bf16":
+                plan.engine.program = in_bfloat16(plan.engine.program)
+        stack.enter_context(own_precision(images.device, engine.precision))
         yield plan
 
 

@@ -37,7 +37,7 @@ from fastbcd.runtime.module_mode import train_mode
 from fastbcd.runtime.tf32 import fast_convolutions, repeatable_convolutions
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import check_classes, data_for, dtype_of, first_outputs
-from fastbcd.scoring.metric import Criterion, Loss, describe
+from fastbcd.scoring.metric import Criterion, Loss, at_least_float32, describe
 from fastbcd.training.mismatch import mismatch, site_outputs
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits, with_sites
@@ -168,7 +168,7 @@ class Trainer:
                     seen = stack.enter_context(site_outputs(self.model))
                 outputs = self.parallel(x)
             torch.clear_autocast_cache()  # of weights, which only the outermost autocast clears
-            outputs = tree_map_only(Tensor, _at_least_float32, outputs)
+            outputs = tree_map_only(Tensor, at_least_float32, outputs)
             loss = (self.loss or F.cross_entropy)(outputs, labels).mean()
             if teacher is not None and s.distill:  # weight · T² · KL, a mean over positions
                 student = F.log_softmax(outputs / s.temperature, 1)
@@ -424,10 +424,6 @@ def check_same_classes(net: nn.Module, data: ImageData, teacher: nn.Module) -> N
 def check_same_sites(net: nn.Module, data: ImageData, teacher: nn.Module) -> None:
     """Refuse a teacher whose activations cannot be compared with the net's."""
     masks(net).check_same_sites(masks(with_sites(teacher, data)).sites, "the teacher")
-
-
-def _at_least_float32(t: Tensor) -> Tensor:
-    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
 def _largest(tensors: Iterable[Tensor]) -> Tensor:

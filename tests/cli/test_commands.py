@@ -243,9 +243,9 @@ def test_settings_of_the_engine_are_options(monkeypatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fastbcd, "bcd", stopped)
-    for options in ("", "--engine stacked --wave 3 --precision tf32"):
+    for options in ("", "--engine stacked --wave 3 --precision bf16"):
         assert fastbcd_(f"{BCD} --quiet {options}") == 130
-    assert given == [fastbcd.Engine(), fastbcd.Engine("stacked", wave=3, tf32=True)]
+    assert given == [fastbcd.Engine(), fastbcd.Engine("stacked", wave=3, precision="bf16")]
 
 
 def test_an_adaptive_drc_follows_adt() -> None:

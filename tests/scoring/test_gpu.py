@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import fastbcd
 from fastbcd import Engine, choose, score
@@ -86,6 +87,27 @@ def test_choose_waits_when_a_decision_is_possible(gpu, engine) -> None:
         counts.append(gpu.counts["sync"])
     assert (found.images, found.accepted) == (200, True)
     assert counts[2] - counts[1] <= 15, gpu.places  # in 50 batches
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_autocast_gives_float32_beside_bfloat16(gpu, engine) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.other, self.relu = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.ReLU()
+            self.norm = nn.GroupNorm(2, 4)  # in float32 under CUDA's autocast
+
+        def forward(self, x):
+            return self.relu(self.norm(self.conv(x)) + self.other(x))
+
+    torch.manual_seed(0)
+    data = images(40)
+    layers = nn.Conv2d(3, 4, 3), Block(), nn.Flatten(), nn.Linear(144, 5)
+    net = fastbcd.convert(nn.Sequential(*layers).eval().to("cuda"), data[0][:2])
+    truth = score(net, hypotheses(net), data)
+    found = score(net, hypotheses(net), data, Engine(engine, precision="bf16"))
+    assert not torch.equal(found.loss, truth.loss)
+    torch.testing.assert_close(found.loss, truth.loss, rtol=0.02, atol=0.01)
 
 
 def test_lanes_are_halved_when_memory_runs_out() -> None:

@@ -327,7 +327,7 @@ def test_bad_input(changes, error, words) -> None:
         ({"memory": -1}, ValueError, "memory=-1"),
         ({"wave": 0}, ValueError, "wave=0"),
         ({"wave": None}, TypeError, "wave=None"),
-        ({"tf32": 1}, TypeError, "tf32=1"),
+        ({"precision": "fp8"}, ValueError, "precision='fp8'; choose from float32, tf32, bf16"),
     ],
 )
 def test_bad_engines(options, error, words) -> None:

@@ -89,14 +89,17 @@ class AffineCache:
     def __init__(self) -> None:
         self.limit = 0  # bytes
         self.example: Tensor | None = None  # the first images of the data
+        self.precision = ""  # of the values
         self.entries: dict[int, tuple[Tensor, Tensor]] = {}  # images, [R + classes, B]
         self.compared: set[int] = set()  # numbers whose images are known to be those of this call
 
-    def begin(self, example: Tensor, limit: int) -> None:
-        """Store at most `limit` bytes, and only of the data that begins with this example."""
-        if self.example is None or not torch.equal(self.example, example):
+    def begin(self, example: Tensor, precision: str, limit: int) -> None:
+        """Store at most `limit` bytes, only of the data that begins with this example."""
+        known = self.example is not None and torch.equal(self.example, example)
+        if not known or precision != self.precision:
             self.entries = {}
-        self.example, self.limit, self.compared = example.clone(), limit, set()
+        self.example, self.precision = example.clone(), precision
+        self.limit, self.compared = limit, set()
         while self.entries and self.bytes > limit:
             self.entries.popitem()
 
