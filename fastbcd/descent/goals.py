@@ -46,19 +46,19 @@ class Goal:
         value = max(value, self.final.bounds[0].most)
         return replace(self, limits=self.limits.at_most(value))
 
-    def emptied(self, order: np.ndarray, pays: np.ndarray) -> list[int]:
-        """The sites to empty: those that pay, and then as many as the limits demand, in `order`.
+    def emptied(self, wanted: np.ndarray, others: np.ndarray) -> list[int]:
+        """The sites to empty: of `wanted` until the goal is met, then of `others` if it demands it.
 
         Only sites after which masks can still end within one ReLU of the end's limits.
         """
         counts, chosen = self.counts.copy(), list[int]()
         tight, most = self.final.reach(counts) >= 0, self.limits.most_sites()
-        for x in order:
-            if self.final.met(counts):
+        for place, x in enumerate([*wanted, *others]):
+            if self.limits.met(counts):
                 break
             after = np.where(np.arange(len(counts)) == x, 0, counts)
-            wanted = pays[x] or (counts > 0).sum() > most
-            if counts[x] and wanted and not (tight and self.final.reach(after) < 0):
+            needed = place < len(wanted) or (counts > 0).sum() > most
+            if counts[x] and needed and not (tight and self.final.reach(after) < 0):
                 chosen, counts = [*chosen, int(x)], after
         return chosen
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
-from fastbcd.descent.accounting import loss_beyond, price_of
+from fastbcd.descent.accounting import break_even, loss_beyond, price_of
 from fastbcd.descent.goals import Goal, shuffled
 from fastbcd.descent.saliency import KINDS, saliency
 from fastbcd.masking.masks import masks
@@ -31,6 +31,9 @@ Draw = Callable[[int], Tensor]  # trial -> LongTensor[size] of kept ids, no repe
 
 # Streams of random numbers; 0 is the uniform hypotheses', 1 and 2 the images', 4 an order's.
 STREAM, SITES = 3, 5
+# Hypotheses of Blocks: how many sites more than the first one they empty, in turn, of those that
+# pay at 10 times the price.
+MORE, NEAR = (0, -1, 1, 2), 10.0
 DIGITS = 20  # bits of a score that are compared
 
 
@@ -136,10 +139,11 @@ class Blocks(Saliency):
     first-order loss, the sum of `fastbcd.saliency`, and by what it saves: a ReLU its own cost, all
     ReLUs of a site also the site's rounds. Hypothesis 0 empties the sites that pay at the price per
     second at which the step reaches its goal, and removes the single ReLUs of smallest loss per
-    second. Hypothesis 1 empties no site. The others multiply the loss of each site by a random
-    factor, and draw single ReLUs as `Saliency` does. All save as much as hypothesis 0, which may
-    be more than the step's share if a site is emptied. Where no site saves rounds, hypotheses are
-    those of `Saliency`.
+    second. Hypothesis 1 empties none of them. The others empty one or two sites more, or one fewer,
+    in an order that is drawn: by the price from which on a site pays, times a random factor. They
+    draw single ReLUs as `Saliency` does. All save as much as hypothesis 0, which may be more than
+    the step's share if a site is emptied. Where no site saves rounds, hypotheses are those of
+    `Saliency`.
 
     >>> Blocks(temperature=0.5)
     Blocks(temperature=0.5, kind='mean_abs')
@@ -151,21 +155,25 @@ class Blocks(Saliency):
         where, (price, bonus) = goal.sites(kept), goal.limits.savings(counts)
         account = {"loss": loss, "where": where, "price": price, "bonus": bonus}
         saving = goal.limits.value(counts) - goal.limits.bounds[0].most
-        worth = price_of(saving, **account)
+        worth, pays = price_of(saving, **account), break_even(**account)
         alone = loss / price[where] if (price[where] > 0).all() else loss
         order = kept[torch.from_numpy(np.argsort(alone, kind="stable"))]
 
         def emptied(trial: int) -> list[int]:
-            factor = np.ones(len(counts))
+            factor, near = np.ones(len(counts)), worth * (1 + 1e-9)
             if trial > 1:
                 stream = np.random.Philox(key=[SITES, seed], counter=[0, trial, 0, step])
                 u = ((stream.random_raw(len(counts)) >> np.uint64(11)) + 0.5) * 2.0**-53
-                factor = 1 / u - 1  # from 1/9 to 9 in 80 % of the draws
+                factor, near = np.sqrt(1 / u - 1), NEAR * worth  # 1/3 to 3 in 80 % of the draws
+            sites = np.argsort(pays * factor, kind="stable")
+            sites = sites[(pays * factor <= near)[sites] & (bonus > 0)[sites]]
+            if trial:
+                sites = sites[: max(0, len(first) + MORE[trial % len(MORE)]) if trial > 1 else 0]
             beyond = loss_beyond(worth, **{**account, "loss": loss * factor[where]})
-            pays = (beyond <= 1e-9 * abs(worth * bonus)) & (bonus > 0) & (trial != 1)
-            return goal.emptied(np.argsort(beyond, kind="stable"), pays)
+            return goal.emptied(sites, np.argsort(beyond, kind="stable"))
 
-        _, after = goal.without(emptied(0))
+        first = emptied(0)
+        _, after = goal.without(first)
         goal = goal.at_most(after)
 
         def draw(trial: int) -> Tensor:

@@ -171,25 +171,17 @@ class Limits:
     def fit(self, counts: np.ndarray, where: np.ndarray, final: Limits) -> np.ndarray:
         """Which ReLUs to remove, of those at the sites `where`, the first ones first; bool [n].
 
-        The fewest first ones that meet these limits. Where a mask could then no longer end within
-        one ReLU of the `final` limits, only ReLUs of the smaller sites follow. If a site was
-        emptied, the last ones of other sites are kept as far as the limits allow.
+        The fewest first ones that meet these limits. A ReLU without which no mask can end within
+        one ReLU of the `final` limits, where that is possible now, stays, and so do the later ones
+        of its site. If a site was emptied, the last ones of other sites are kept as far as these
+        limits allow.
         """
-
-        def left(n: int) -> np.ndarray:
-            return counts - np.bincount(where[:n], minlength=len(counts))
-
-        order, low, high = np.arange(len(where)), 0, len(where)
+        order = np.arange(len(where))
         if final.reach(counts) >= 0:
-            while low < high:  # the longest start after which the limits are within reach
-                middle = (low + high + 1) // 2
-                low, high = (middle, high) if final.reach(left(middle)) >= 0 else (low, middle - 1)
-            if low < len(where):
-                small = _rank(left(low)) >= final.reach(left(low))
-                order = np.append(order[:low], order[low:][small[where[low:]]])
+            order = _longest(order, where, lambda gone: final.reach(_left(counts, gone)) >= 0)
         met = self.hold(self._after(counts, where[order]))
         gone = order[: int(met.argmax()) if met.any() else len(order)]
-        rest = counts - np.bincount(where[gone], minlength=len(counts))
+        rest = _left(counts, where[gone])
         back = gone[::-1][rest[where[gone[::-1]]] > 0]
         t, squares = self.totals(rest), np.cumsum(self.poly[where[back]])
         more = t._replace(relus=t.relus + np.arange(1, len(back) + 1), squares=t.squares - squares)
@@ -198,6 +190,12 @@ class Limits:
         removed[gone] = True
         removed[back[: int(fits.argmin())]] = False
         return removed
+
+    def room(self, counts: np.ndarray) -> int:
+        """How many ReLUs these limits leave if they are removed in a random order."""
+        where = np.repeat(np.arange(len(counts)), counts)
+        order = np.argsort(np.random.Philox(0).random_raw(len(where)), kind="stable")
+        return len(where) - int(self.fit(counts, where[order], self).sum())
 
     def _after(self, counts: np.ndarray, where: np.ndarray) -> Totals:
         """The totals after removing none, the first, the first two, … of the ReLUs at `where`."""
@@ -211,6 +209,30 @@ class Limits:
         changes = (-np.ones(len(where), dtype=int), poly, -emptied.astype(int), opened)
         steps = (np.cumsum(np.append(0, change.astype(int))) for change in changes)
         return Totals(*(total + step for total, step in zip(t, steps, strict=True)))
+
+
+def _left(counts: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """The counts without one ReLU at each of the sites `where`."""
+    return counts - np.bincount(where, minlength=len(counts))
+
+
+def _longest(
+    order: np.ndarray, where: np.ndarray, allowed: Callable[[np.ndarray], bool]
+) -> np.ndarray:
+    """`order` without what is not allowed: after each id that is not, none of its site follows.
+
+    allowed: of the sites of all ids so far; what is not allowed stays so for more of them.
+    """
+    done = 0
+    while True:
+        low, high = done, len(order)
+        while low < high:  # the longest start that is allowed
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if allowed(where[order[:middle]]) else (low, middle - 1)
+        if low == len(order):
+            return order
+        later, done = order[low:], low
+        order = np.append(order[:low], later[where[later] != where[later[0]]])
 
 
 def _rank(counts: np.ndarray) -> np.ndarray:

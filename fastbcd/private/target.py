@@ -108,6 +108,8 @@ class Target:
         """The cost of a mask's totals, or of arrays of them; None if it is unknown."""
         protocol, bandwidth, rtt = self.network
         found = amounts(protocol, *totals, bandwidth=bandwidth, rtt=rtt)
+        # What is unknown is of squares that the net does not have: `limits` refuses others.
+        found = {name: 0.0 if value is None else value for name, value in found.items()}
         if self.quantity != "seconds":
             return found[self.quantity]
         if any(value is None for value in found.values()):

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 
 from fastbcd import ops
 from fastbcd.masking.activations import MaskedActivation, MaskedPoly, MaskedReLU
-from fastbcd.masking.masks import MaskSet, mask_modules
+from fastbcd.masking.masks import MaskSet, mask_modules, masks
+from fastbcd.private.limits import counts_of
+from fastbcd.private.target import Target, limits_of
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.validate import check_number, check_whole
@@ -41,8 +43,9 @@ PUBLISHED_LAMBDA = {6_000: 200.0, 9_000: 140.0, 12_900: 80.0, 15_000: 60.0}
 
 
 def autorep(
-    net: nn.Module, data: Any, budget: int, *, teacher: nn.Module | None = None, test: Any = None,
-    epochs: int = 200, lr: float = 1e-3, lr_end: float = 1e-5, penalty: float | None = None,
+    net: nn.Module, data: Any, budget: int | Target, *, teacher: nn.Module | None = None,
+    test: Any = None, epochs: int = 200, lr: float = 1e-3, lr_end: float = 1e-5,
+    penalty: float | None = None,
     threshold: float = 0.003, batch_size: int = 128, finetune: Finetune | None = None,
     paper_quirks: bool = False, scale_x2: float = 1.0, seed: int = 0,
     run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
@@ -51,6 +54,8 @@ def autorep(
     """Replace ReLUs by quadratics until exactly `budget` are kept.
 
     Args:
+        budget: ReLUs to keep, or a `private.Target`. The training then aims at the number of ReLUs
+            that it has room for, and those with the largest aux that meet it are kept.
         net: one with polynomial sites is trained in place. One with `MaskedReLU` sites is not
             changed, and `to_poly(net)` is trained. Removed ReLUs stay removed; frozen modules
             stay frozen, see `Finetuner`.
@@ -73,8 +78,12 @@ def autorep(
     >>> start.masks.count(), start.model[2]
     (2, MaskedPoly((6,), 2 kept))
     """
-    check_whole("budget", budget, 0)
-    published = (value for most, value in PUBLISHED_LAMBDA.items() if budget <= most)
+    if isinstance(budget, Target):
+        net = Replacement.prepare(net)
+        count = limits_of(budget, net).room(counts_of(masks(net)))
+    else:
+        check_whole("budget", count := budget, 0)
+    published = (value for most, value in PUBLISHED_LAMBDA.items() if count <= most)
     penalty = next(published, 40.0) if penalty is None else penalty
     check_whole("epochs", epochs, 0)
     check_number("lr", lr, 0, strictly=True)

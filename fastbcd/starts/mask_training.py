@@ -25,8 +25,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from fastbcd.descent.goals import Goal
 from fastbcd.masking.activations import MaskedActivation, MaskedReLU
 from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
+from fastbcd.private.limits import counts_of
+from fastbcd.private.target import Target, limits_of
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import check_resume, open_run
 from fastbcd.runs.files import read_state
@@ -105,10 +108,11 @@ class Method:
     def largest(self, values: Tensor, count: int | None = None) -> MaskSet:
         """The units kept at the start with the largest values, ties by id; count: the budget."""
         kept = self.start.bits.nonzero().flatten()
-        order = torch.sort(values[kept], descending=True, stable=True).indices
-        bits = torch.zeros_like(self.start.bits)
-        bits[kept[order[: self.s.budget if count is None else count]]] = True
-        return MaskSet(self.start.sites, bits)
+        order = kept[torch.sort(values[kept], descending=True, stable=True).indices]
+        if count is not None:
+            return self.start.without(order[count:])
+        goal = Goal(self.start, self.s.limits, self.s.limits)
+        return self.start.without(goal.fit(order.flip(0), lambda: order[:0]))
 
     def warn_above(self, history: History, found: str, then: str) -> None:
         """Warn that the training ended above the budget."""
@@ -138,14 +142,16 @@ class MaskTraining:
         """Train the masks, cut them to bits, fine-tune. After an exception the net is as before."""
         if not isinstance(self.net, nn.Module):
             raise TypeError(f"net is a {type(self.net).__name__}; expected a torch.nn.Module")
-        count, budget = masks(self.net).count(), self.settings["budget"]
-        check_whole("budget", budget, 0)
-        if budget > count:
-            raise ValueError(f"budget={budget:,}; the net keeps {count:,} ReLUs: at most that many")
         check_whole("batch_size", self.batch_size, 1)
         check_whole("seed", self.seed, 0)
         check_resume(self.resume)
-        self.net = self.method.prepare(self.net)
+        self.net, budget = self.method.prepare(self.net), self.settings["budget"]
+        self.limits, counts = limits_of(budget, self.net), counts_of(masks(self.net))
+        if isinstance(budget, Target) and self.limits.met(counts):
+            raise ValueError(f"the net as it is costs {budget.cost(self.net):g}: {budget} is met")
+        if not isinstance(budget, Target) and budget > counts.sum():
+            most = f"the net keeps {counts.sum():,} ReLUs: at most that many"
+            raise ValueError(f"budget={budget:,}; {most}")
         self.data = data_for(self.net, self.data)
         self.tuning = Finetune(epochs=0) if self.finetune is None else self.finetune
         training.check_trainable(self.net, self.data, self.tuning, self.teacher)
@@ -160,9 +166,10 @@ class MaskTraining:
         given = snapshots.take(self.net)
         tuning = self.tuning.describe()
         common = {"batch_size": self.batch_size, "seed": self.seed, "finetune": tuning}
+        recorded = budget.describe() if isinstance(budget, Target) else budget
         opened = open_run(
-            self.name, {**self.settings, **common}, self.net, data=self.data, test=self.test,
-            run_dir=self.run_dir, resume=self.resume,
+            self.name, {**self.settings, "budget": recorded, **common}, self.net, data=self.data,
+            test=self.test, run_dir=self.run_dir, resume=self.resume,
             teacher=None if self.teacher is None else snapshots.weights_mark(self.teacher),
         )  # fmt: skip
         with closing(opened) as self.directory:
@@ -205,7 +212,9 @@ class MaskTraining:
 
     def _train_masks(self) -> None:
         """Train the masks to the end and write the bits into the net."""
-        known = SimpleNamespace(**self.settings, seed=self.seed, data=self.data)
+        # The number of ReLUs that the training aims at, and what the kept ones must meet.
+        aim = {"budget": self.limits.room(counts_of(masks(self.net))), "limits": self.limits}
+        known = SimpleNamespace(**self.settings | aim, seed=self.seed, data=self.data)
         method = self.method(self.net, known)
         settings = dataclasses.replace(self.tuning, **method.optimizer, batch_size=self.batch_size)
         trainer = self.trainer(method.model, self.data, settings)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from fastbcd import ops
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.masking.masks import MaskSet
+from fastbcd.private.target import Target
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.starts.mask_training import (
     MaskTraining,
@@ -38,17 +39,20 @@ PATIENCE = 5  # epochs at the start in which λ never grows
 
 
 def snl(
-    net: nn.Module, data: Any, budget: int, *, teacher: nn.Module | None = None, test: Any = None,
-    lr: float = 1e-3, lambda0: float = 1e-5, kappa: float = 1.1, threshold: float = 1e-2,
-    max_epochs: int = 2000, batch_size: int = 128, finetune: Finetune | None = PUBLISHED,
-    exact: bool = True, seed: int = 0, run_dir: str | os.PathLike[str] | None = None,
-    resume: str | bool = "auto", progress: bool = False,
+    net: nn.Module, data: Any, budget: int | Target, *, teacher: nn.Module | None = None,
+    test: Any = None, lr: float = 1e-3, lambda0: float = 1e-5, kappa: float = 1.1,
+    threshold: float = 1e-2, max_epochs: int = 2000, batch_size: int = 128,
+    finetune: Finetune | None = PUBLISHED, exact: bool = True, seed: int = 0,
+    run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
+    progress: bool = False,
 ) -> StartingPoint:  # fmt: skip
     """Linearise the net in place, down to `budget` ReLUs.
 
     Args:
         net: with `MaskedReLU` sites. Removed ReLUs stay removed; frozen modules stay frozen, see
             `Finetuner`.
+        budget: ReLUs to keep, or a `private.Target`. The training then ends at the number of ReLUs
+            that it has room for, and those with the largest a that meet it are kept.
         teacher: for the distillation; None: the net as it is given.
         lr, lambda0, kappa, threshold, max_epochs, batch_size: of the mask training; the defaults
             are the published values.

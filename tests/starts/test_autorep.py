@@ -14,6 +14,7 @@ from torch import nn
 import fastbcd
 from fastbcd import MaskedPoly, MaskedReLU
 from fastbcd.cli import main as cli
+from fastbcd.private.target import limits_of
 from fastbcd.starts import autorep as module
 from fastbcd.starts.autorep import IndicatorPoly, autorep, count_on, dapa, to_poly
 from fastbcd.starts.mask_training import twin
@@ -240,7 +241,8 @@ def test_a_training_that_stays_above_the_budget_warns() -> None:
 
 def test_which_units_are_kept() -> None:
     """Those whose bit is on before those whose bit is off, by aux."""
-    method = module.Replacement(to_poly(make("mlp")), SimpleNamespace(budget=3, seed=0))
+    net = to_poly(make("mlp"))
+    method = module.Replacement(net, SimpleNamespace(budget=3, limits=limits_of(3, net), seed=0))
     first = method.acts[0]
     with torch.no_grad():
         for act in method.acts:

@@ -13,6 +13,7 @@ from torch import nn
 import fastbcd
 from fastbcd import MaskedReLU
 from fastbcd.cli import main as cli
+from fastbcd.private.target import limits_of
 from fastbcd.starts.mask_training import twin
 from fastbcd.starts.snl import Selective, SoftReLU, growth, snl
 from fastbcd.training.settings import Finetune
@@ -168,7 +169,8 @@ def test_exact_keeps_the_largest_numbers(monkeypatch) -> None:
 
 
 def test_of_equal_numbers_the_first_is_kept() -> None:
-    method = Selective(make("mlp"), SimpleNamespace(budget=3, lambda0=1.0, kappa=1.0))
+    net = make("mlp")
+    method = Selective(net, SimpleNamespace(budget=3, limits=limits_of(3, net)))
     values = torch.zeros(50)
     values[[7, 9]] = 1
     assert method.largest(values).bits.nonzero().flatten().tolist() == [0, 7, 9]

@@ -1,0 +1,54 @@
+"""What a step removes, against all sets of ReLUs of small nets."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastbcd.descent.accounting import break_even, loss_beyond, price_of
+
+losses = st.lists(
+    st.lists(st.integers(0, 20), min_size=1, max_size=4), min_size=1, max_size=3
+).filter(lambda sites: sum(map(len, sites)) <= 9)
+
+
+@given(losses, st.data())
+@settings(max_examples=150, deadline=None)
+def test_no_other_set_saves_as_much_for_less_loss(sites, data) -> None:
+    loss = np.array([x for site in sites for x in site], dtype=float)
+    where = np.repeat(np.arange(len(sites)), [len(site) for site in sites])
+    numbers = st.lists(st.integers(0, 6), min_size=len(sites), max_size=len(sites))
+    price = np.array(data.draw(numbers), dtype=float)
+    bonus = np.array(data.draw(numbers), dtype=float)
+    account = {"loss": loss, "where": where, "price": price, "bonus": bonus}
+
+    every = np.array(list(product([False, True], repeat=len(loss))))
+    emptied = np.stack([every[:, where == x].all(1) for x in range(len(sites))], 1)
+    saved = every @ price[where] + emptied @ bonus
+    lost = every @ loss
+
+    need = data.draw(st.floats(0, 1)) * saved.max()
+    worth = price_of(need, **account)
+    pays = break_even(**account)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        alone = np.where(price[where] > 0, loss / price[where], np.inf)
+    chosen = np.minimum(alone, pays[where]) <= worth
+    mine = int(np.flatnonzero((every == chosen).all(1))[0])
+    assert saved[mine] >= need * (1 - 1e-9)
+    better = (saved >= saved[mine] - 1e-9) & (lost < lost[mine] - 1e-9)
+    assert not better.any(), (every[better], chosen)
+    # A site is emptied beyond that at the least loss beyond its worth, also if it must be.
+    beyond = loss_beyond(worth, **account)
+    value = lost - worth * saved
+    best = value.min()
+    for x in range(len(sites)):
+        assert np.isclose(value[emptied[:, x]].min(), best + max(beyond[x], 0.0), atol=1e-9)
+
+
+def test_a_site_that_saves_nothing_is_never_emptied() -> None:
+    found = break_even(np.array([1.0]), np.array([1]), np.zeros(2), np.zeros(2))
+    assert np.isinf(found).all()
+    assert price_of(1.0, np.array([1.0]), np.array([1]), np.zeros(2), np.zeros(2)) == 0

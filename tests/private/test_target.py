@@ -1,0 +1,191 @@
+"""Targets: the costs of `private.cost`, limits that are met and not undercut, refusals."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fastbcd
+from fastbcd import private
+from fastbcd.private import Constant, Protocol, Target, units
+from fastbcd.private.limits import Limits, counts_of, relus, sites
+from fastbcd.private.target import limits_of
+
+WAN = {"bandwidth": "100Mbit", "rtt": "40ms"}
+
+
+def net_of(sizes: list[int], poly: list[bool]) -> nn.Module:
+    kinds = [fastbcd.MaskedPoly if p else fastbcd.MaskedReLU for p in poly]
+    return nn.Sequential(*(kind((n, 1)) for kind, n in zip(kinds, sizes, strict=True)))
+
+
+nets = st.lists(st.tuples(st.integers(1, 7), st.booleans()), min_size=1, max_size=5)
+
+
+# ---------------------------------------------------------------------------- cost
+
+
+@given(nets, st.integers(0, 2**32), st.sampled_from(["seconds", "bytes", "rounds"]))
+@settings(max_examples=60, deadline=None)
+def test_a_target_measures_what_cost_does(sites_, seed, quantity) -> None:
+    """To the last bit, so that a target that is a net's own cost is met by that net."""
+    sizes, poly = [n for n, _ in sites_], [p for _, p in sites_]
+    net = net_of(sizes, poly)
+    full = fastbcd.masks(net).copy()
+    gone = torch.rand(full.total, generator=torch.Generator().manual_seed(seed)) < 0.6
+    fastbcd.set_masks(net, full.without(gone.nonzero().flatten()))
+    for name in ("crypten", "delphi-gc") if not any(poly) else ("crypten",):
+        expected = getattr(private.cost(net, name, **WAN), quantity)
+        target = Target(**{quantity: expected}, protocol=name, **WAN)
+        limits = limits_of(target, net)
+        assert limits.value(counts_of(fastbcd.masks(net))) == expected == target.cost(net)
+        assert target.met(net)
+
+
+def test_the_set_up_counts() -> None:
+    constants = [Constant(v, "here") for v in (100, 1e-6, 4)]
+    ours = Protocol("ours", *constants, setup_seconds=Constant(2, "here"))
+    net = net_of([3, 3], [False, False])
+    assert limits_of(Target(3, protocol=ours, **WAN), net).least() == 2
+    with pytest.raises(ValueError, match=r"keeps no ReLU costs 2\.00 s, which is the least"):
+        limits_of(Target(1.9, protocol=ours, **WAN), net)
+
+
+# --------------------------------------------------------------------------- limits
+
+
+def after(counts: np.ndarray, where: np.ndarray, gone: np.ndarray) -> np.ndarray:
+    return counts - np.bincount(where[gone], minlength=len(counts))
+
+
+@given(nets, st.integers(0, 2**32), st.floats(0, 1), st.booleans(), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_a_fit_meets_the_limits_and_wastes_no_relu(sites_, seed, share, mixed, bounded) -> None:
+    """Where it can be, the cost is within one ReLU of the limit; the reference tries each."""
+    sizes = np.array([n for n, _ in sites_])
+    poly = np.array([p and mixed for _, p in sites_])
+    random = np.random.default_rng(seed)
+    counts = random.integers(0, sizes + 1)
+    target = Target(1e9, protocol="crypten", bandwidth=1e6, rtt=random.choice([0, 1e-3, 4e-2]))
+    limits = Limits(sizes, poly, target.limits(sizes, poly))
+    value = limits.least() + share * max(limits.value(counts) - limits.least(), 0)
+    limits = limits.at_most(value, (sites(2),) if bounded else None)
+    where = random.permutation(np.repeat(np.arange(len(sizes)), counts))
+    left = after(counts, where, limits.fit(counts, where, limits))
+    assert limits.met(left)
+    if limits.reach(counts) >= 0 and not poly.any():
+        used = np.flatnonzero(left) if left.any() else np.arange(len(left))
+        for x in used:
+            more = left + (np.arange(len(left)) == x)
+            assert not limits.met(more), (left, x)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 30), st.integers(1, 4))
+@settings(max_examples=200, deadline=None)
+def test_reach_against_all_masks(counts, budget, most) -> None:
+    """A count and a number of sites: exactly the budget can be kept if `reach` says so."""
+    found = np.array(counts)
+    limits = Limits(found, np.zeros(len(found), dtype=bool), (relus(budget), sites(most)))
+    grid = np.stack(np.meshgrid(*(range(n + 1) for n in counts), indexing="ij"), -1)
+    masks = grid.reshape(-1, len(counts))
+    best = max((int(m.sum()) for m in masks if limits.met(m)), default=-1)
+    assert (limits.reach(found) >= 0) == (best == budget)
+
+
+def test_a_count_is_a_prefix() -> None:
+    units_, where = np.array([4, 4]), np.array([0, 1, 1, 0, 1])
+    limits = Limits(units_, np.array([False, False]), (relus(5),))
+    removed = limits.fit(units_, where, limits)
+    assert removed.tolist() == [True, True, True, False, False]
+    assert limits.room(units_) == 5
+    assert limits.size(units_) == 3
+
+
+def test_a_step_saves_the_share_of_its_relus() -> None:
+    net = net_of([60, 40], [False, False])
+    counts = counts_of(fastbcd.masks(net))
+    limits = limits_of(Target(0.1, **WAN), net)
+    value = limits.value(counts)
+    goal = limits.step(counts, 10, (value, 2)).bounds[0].most
+    assert goal == pytest.approx(0.9 * value)
+    assert limits.step(counts, 100, (value, 2)).bounds[0].most == 0.1  # never below the target
+    by_count = limits_of(50, net).step(counts, 10, (100, 2))
+    assert by_count.size(counts) == 10
+
+
+def test_the_bound_on_sites_falls_evenly_with_the_logarithm() -> None:
+    net = net_of([1000] * 8, [False] * 8)
+    limits, counts = limits_of(1000, net, max_sites=2), counts_of(fastbcd.masks(net))
+    allowed = []
+    for count in (8000, 4000, 2000):  # half of them goes in each step
+        now = np.full(8, count // 8)
+        allowed.append(limits.step(now, count // 2, (8000, 8)).most_sites())
+    assert allowed == [6, 4, 2]
+    assert limits_of(9000, net, 8).met(counts)
+    met = limits_of(8000, net_of([1000] * 9, [False] * 9), max_sites=8)
+    assert met.step(np.full(9, 100), 100, (900, 9)).most_sites() == 8  # one site per step
+
+
+# -------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "one of seconds, bytes, rounds; nothing was given"),
+        ({"seconds": 1, "rounds": 9}, "seconds and rounds was given"),
+        ({"seconds": -1}, "seconds=-1; give seconds, 0 or more"),
+        ({"seconds": "1 hour"}, "seconds='1 hour'; give seconds"),
+        ({"bytes": "20bit"}, "bytes='20bit'; give bytes"),
+        ({"rounds": -1}, "rounds=-1"),
+        ({"seconds": 1, "bandwidth": "100"}, None),
+        ({"seconds": 1, "bandwidth": "fast"}, "bandwidth='fast'; give bits per second"),
+        ({"seconds": 1, "rtt": True}, "rtt=True; give seconds"),
+        ({"seconds": 1, "protocol": "crypton"}, "did you mean 'crypten'"),
+        ({"seconds": 1, "protocol": "spu-semi2k"},
+         "seconds cannot be a target under 'spu-semi2k': its relu_rounds is unknown"),
+        ({"rounds": 1, "protocol": "spu-cheetah"}, "its relu_rounds is unknown"),
+        ({"bytes": 1, "protocol": "spu-cheetah"}, None),
+        ({"seconds": 1, "relus": -1}, "relus=-1"),
+    ],
+)  # fmt: skip
+def test_targets_refuse(arguments, message) -> None:
+    if message is None:
+        Target(**arguments)
+    else:
+        with pytest.raises(ValueError, match=message):
+            Target(**arguments)
+
+
+def test_targets_refuse_a_net() -> None:
+    poly, plain = net_of([4], [True]), net_of([4], [False])
+    with pytest.raises(ValueError, match="its square_bytes is unknown"):
+        limits_of(Target(bytes=1e6, protocol="delphi-gc"), poly)
+    assert Target(bytes=1e6, protocol="delphi-gc").met(plain)
+    with pytest.raises(ValueError, match=r"keeps no ReLU costs 64\.0 B, which is the least"):
+        limits_of(Target(bytes=60), poly)
+    dear = [Constant(v, "here") for v in (1, 1e-6, 1, 2, 1e-6, 1)]
+    with pytest.raises(ValueError, match="a square costs more than a ReLU"):
+        limits_of(Target(bytes=8, protocol=Protocol("dear", *dear)), poly)
+    with pytest.raises(ValueError, match=r"the 1 largest sites \(max_sites\) keep 4 ReLUs"):
+        limits_of(5, net_of([4, 3], [False, False]), max_sites=1)
+    with pytest.raises(TypeError, match=r"budget=1\.5"):
+        limits_of(1.5, plain)  # type: ignore[arg-type]
+
+
+def test_units() -> None:
+    assert units.bits_per_second("1Gbit") == units.bits_per_second("1 Gbps") == 1e9
+    assert units.bits_per_second("40MB/s") == 3.2e8
+    assert units.in_seconds("250us") == units.in_seconds("250µs") == pytest.approx(2.5e-4)
+    assert units.in_bytes("1.5kB") == units.in_bytes(1500) == 1500
+    for read in (units.bits_per_second, units.in_seconds, units.in_bytes):
+        with pytest.raises(ValueError, match="give"):
+            read(math.nan)
+    same = private.cost(fastbcd.MaskSet.full({"a": (9,)}), bandwidth="1Mbit", rtt="2ms")
+    assert (same.bandwidth, same.rtt) == (1e6, 0.002)
