@@ -130,20 +130,18 @@ class Way(NamedTuple):
     stage: SavedRun
     points: list[Point]
 
-    def by_relus(self) -> Line:
-        return Line(self.label, self.method, [(p.relus, p.accuracy) for p in self.points])
+    def by_relus(self, whole: float = 100) -> Line:
+        """Accuracy against ReLUs, in percent of the accuracy `whole`."""
+        points = [(p.relus, 100 * p.accuracy / whole) for p in self.points]
+        return Line(self.label, self.method, points)
 
 
 def accuracy(runs: Sequence[Stages], about: Subject, network: Network) -> list[Section]:
-    """Test accuracy against ReLUs, beside the published curves, and seconds; else train accuracy.
-
-    They stand beside each other.
-    """
+    """Test accuracy against ReLUs, with the published curves, and against seconds; else train."""
     for name, found in (("accuracy", _tested(runs)), ("train accuracy", _trained(runs))):
         if found:
-            lines = [way.by_relus() for way in found]
-            timed = seconds(found, network, label=_label(name, about))
-            return [_curves(name, about, lines), *timed]
+            lines, label = [way.by_relus() for way in found], _label(name, about)
+            return [_curves(name, about, lines), *seconds(found, network, label=label)]
     return [_section("no accuracy")]
 
 
@@ -170,14 +168,10 @@ def _trained(runs: Sequence[Stages]) -> list[Way]:
 def relative(runs: Sequence[Stages], about: Subject, given: float | None) -> Section | None:
     """Accuracy as a share of the dense net's, as in the paper's comparison with SENet."""
     ways = [way for way in _tested(runs) if way.stage.kind != "dense"]
-    drawn = [(way, baseline(way.run, runs, given)) for way in ways]
-    lines = [
-        Line(way.label, way.method, [(p.relus, 100 * p.accuracy / dense) for p in way.points])
-        for way, dense in drawn
-        if dense
-    ]
+    dense = [baseline(way.run, runs, given) for way in ways]
+    lines = [way.by_relus(whole) for way, whole in zip(ways, dense, strict=True) if whole]
     if not lines:
-        return _section("no baseline") if drawn else None
+        return _section("no baseline") if ways else None
     return _curves("relative", about, lines)
 
 

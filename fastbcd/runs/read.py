@@ -289,6 +289,11 @@ def _stage(folder: Path) -> SavedRun | None:
     net, start = config["net"], _masks(progress.start.tensors, config["net"]["sites"])
     if start is None:
         raise ValueError(f"{folder}: the start has no masks for the sites that config.json lists")
+    for number, record in enumerate(progress.records, 1):
+        kept = record.get("sites") or [0] * len(start.sites)
+        if len(kept) != len(start.sites) or not all(type(n) is int for n in kept):
+            where = f"{folder / 'history.jsonl'}, line {number}: sites is {kept}"
+            raise ValueError(f"{where}; expected {len(start.sites)} whole numbers")
     weights = _weights(progress.state, list(net["tensors"]))
     now = None if weights is None else _masks(weights, net["sites"])
     # No method adds a ReLU.

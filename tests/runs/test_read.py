@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,6 +73,16 @@ def test_steps_to_go_by_the_last_share(finished, budget, steps) -> None:
         read(finished).last, masks=None, history=history, config={"settings": settings}
     )
     assert stage.steps_to_go() == steps
+
+
+@pytest.mark.parametrize("sites", ["[3, 2]", '["3"]', "[1.5]"])
+def test_sites_of_a_step_that_are_none(sites, tmp_path) -> None:
+    """Records of version 1 have no digest."""
+    shutil.copytree(Path(__file__).parent / "old_run" / "bcd", tmp_path / "bcd")
+    path = tmp_path / "bcd" / "history.jsonl"
+    path.write_text(path.read_text().replace('"after": 13', f'"sites": {sites}, "after": 13'))
+    with pytest.raises(ValueError, match=r"history\.jsonl, line 1: sites is .* expected 1 whole"):
+        read(tmp_path / "bcd")
 
 
 def test_stages_of_a_chain(stages) -> None:
