@@ -11,7 +11,8 @@ from itertools import compress
 from typing import Any
 
 import torch
-from torch import fx, nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 from torch.fx import graph_module
 
 from fastbcd.masking.activations import MaskedActivation, MaskedReLU
@@ -19,6 +20,23 @@ from fastbcd.masking.activations import MaskedActivation, MaskedReLU
 LOCK = threading.RLock()
 _MAKERS = (torch.arange, torch.as_tensor, torch.empty, torch.eye, torch.full, torch.linspace,
            torch.ones, torch.rand, torch.randn, torch.tensor, torch.zeros)  # fmt: skip
+
+
+class FunctionalBatchNorm(nn.Module):
+    """F.batch_norm with `training` from train() and eval(). The caller holds all tensors.
+
+    They are passed by keyword: hooks of FlopCounterMode fail on positional ones.
+    """
+
+    def __init__(self, momentum: float, eps: float) -> None:
+        super().__init__()
+        self.options: Any = {"momentum": momentum, "eps": eps}
+
+    def forward(self, x: Tensor, *, num_batches_tracked: Any = None, **tensors: Any) -> Tensor:
+        """x [B, C, ...] -> [B, C, ...]."""
+        if self.training and num_batches_tracked is not None:
+            num_batches_tracked.add_(1)
+        return F.batch_norm(x, training=self.training, **self.options, **tensors)
 
 
 class Tracer(fx.Tracer):
@@ -42,7 +60,8 @@ class Tracer(fx.Tracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache) if here else attr_val
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, MaskedActivation) or super().is_leaf_module(m, module_qualified_name)
+        ours = isinstance(m, MaskedActivation | FunctionalBatchNorm)
+        return ours or super().is_leaf_module(m, module_qualified_name)
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         with LOCK:
@@ -84,16 +103,15 @@ def without_inplace(net: nn.Module, original: fx.Graph) -> fx.Graph:
     graph = copy.deepcopy(original)
     order = {n: i for i, n in enumerate(graph.nodes)}
     for node, place in order.items():
-        method = str(node.target) if node.op == "call_method" else ""
-        if node.target in _PURE:
-            node.target = _PURE[node.target]
-        elif method.endswith("_"):
-            node.target = method[:-1]
-        elif node.kwargs.get("inplace"):
-            node.update_kwarg("inplace", False)
-        elif node.op != "call_module" or pure_module(module := _module(net, node)) is module:
-            node.target = "reshape" if method == "view" else node.target  # channels_last allows it
+        if not overwrites(net, node):
+            view = node.op == "call_method" and node.target == "view"
+            node.target = "reshape" if view else node.target  # channels_last allows it
             continue
+        if node.kwargs.get("inplace"):
+            node.update_kwarg("inplace", False)
+        if node.op != "call_module":
+            written = node.target.removesuffix("_") if node.op == "call_method" else node.target
+            node.target = _PURE.get(written, written)
         changed = node.args[0] if node.args else next(iter(node.kwargs.values()))
         if not isinstance(changed, fx.Node):
             continue
@@ -107,6 +125,15 @@ def without_inplace(net: nn.Module, original: fx.Graph) -> fx.Graph:
                     f"node {node.name!r} writes into memory that is read later as {other.name!r}"
                 )
     return graph
+
+
+def overwrites(net: nn.Module, node: fx.Node) -> bool:
+    """Does a node write into its first argument?"""
+    if node.op == "call_module":
+        return bool(getattr(_module(net, node), "inplace", False))
+    name = getattr(node.target, "__name__", str(node.target))
+    by_name = name.endswith("_") and not name.endswith("__")
+    return node.target in _PURE or by_name or bool(node.kwargs.get("inplace"))
 
 
 def drop_emptied(net: nn.Module, graph: fx.Graph) -> None:

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from fastbcd.graph.trace import FunctionalBatchNorm
 from fastbcd.masking.activations import MaskedReLU
-from fastbcd.masking.tracing import FunctionalBatchNorm
 from fastbcd.scoring.collapsed import patches
 from fastbcd.scoring.collapsed.patches import Patch, Value, stored, whole
 from fastbcd.scoring.program import Activation, Call, Convolution, Program, scale_and_shift
