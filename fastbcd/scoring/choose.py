@@ -113,9 +113,10 @@ def choose(
         if confidence is None:
             search = _Search(plan, images, adt, early)
         else:
+            whole = margins is None  # the first step: the base's margins are needed for the next
             order, first, margins = visiting_order(images, margins, seed=seed, step=step)
             search = _SampledSearch(plan, images, order, margins)
-            search.begin(first, adt=adt, confidence=confidence)
+            search.begin(first, adt=adt, confidence=confidence, whole=whole)
         size = 1
         while removals:
             accepted = search.wave(removals)
@@ -236,7 +237,7 @@ class _SampledSearch:
         self.plan, self.data, self.order, self.margins = plan, data, order, margins
         self.removals: dict[int, Tensor] = {}
 
-    def begin(self, first: int, **settings: float) -> None:
+    def begin(self, first: int, **settings: Any) -> None:
         self.sampled = Sampled(self.visit, len(self.data), first, **settings)
 
     def visit(self, numbers: list[int], begin: int, end: int) -> dict[int, np.ndarray]:

@@ -7,7 +7,7 @@ fixed numbers of images, so they depend on no engine, batch size or number of ra
 
 The chance of another choice than the exact one is at most error = 1 - confidence per step:
 - hypothesis k passes or fails, wrongly with probability error / ((k+1)(k+2)) at most;
-- if all K fail, each is compared with each other, and the best one is eliminated by one of the
+- if all K fail, they are compared with the leader, and the best one is eliminated by one of the
   K - 1 others with probability error / (K+1) at most;
 - and 1/(1·2) + 1/(2·3) + ... + 1/(K(K+1)) + 1/(K+1) = 1.
 """
@@ -25,8 +25,8 @@ from fastbcd.data.images import ImageData
 from fastbcd.scoring.confidence import interval, log_evidence
 
 # Images between two decisions, the largest of: LEAST, a part of all, a part of those seen.
-LEAST, LOOKS, GROW = 128, 200, 16
-SURE = 0.998  # the share of changes that are smaller than the distance of an image that is drawn
+LEAST, LOOKS, GROW = 128, 100, 16
+SURE = 0.98  # the share of changes that are smaller than the distance of an image that is drawn
 EPOCH = 2**32  # of the random order; no training has so many epochs
 
 
@@ -39,19 +39,21 @@ class Sampled:
     """One step's search: who answers what so far, and what is decided.
 
     visit: runs hypotheses on the images of a range of visits. first: how many of the `total`
-    visits go to images that are not drawn at random.
+    visits go to images that are not drawn at random. whole: run the base on all images at once.
     """
 
     def __init__(
-        self, visit: Visit, total: int, first: int, *, adt: float, confidence: float
-    ) -> None:
+        self, visit: Visit, total: int, first: int, *, adt: float, confidence: float,
+        whole: bool = False,
+    ) -> None:  # fmt: skip
         self.visit, self.total, self.first, self.error = visit, total, first, 1.0 - confidence
         # A difference of `limit` or more answers is no pass.
         self.limit = _limit(adt, total)
         self.looks = [first] if first else []
         while (n := self.looks[-1] if self.looks else 0) < total:
             self.looks.append(min(n + max(LEAST, total // LOOKS, n // GROW), total))
-        self.found: dict[int, np.ndarray] = {-1: np.zeros((2, 0))}  # by number: [2, seen]
+        # By number: [2, seen].
+        self.found = visit([-1], 0, total) if whole else {-1: np.zeros((2, 0))}
 
     def seen(self, k: int) -> int:
         """How many images a hypothesis was run on."""
@@ -116,16 +118,16 @@ class Sampled:
         error = self.error / (len(left) + 1) / max(len(left) - 1, 1)
         while len(left) > 1:
             n = min(self.seen(k) for k in left)
-            for k in list(left):
-                others = [j for j in left if j != k]
-                # D of the pair (k, j) is below 0: k has fewer correct answers than j.
-                if others and (self.is_below(k, others, n, 0, error) > 0).any():
-                    left.remove(k)
+            leader = max(left, key=lambda k: (self.found[k][0, :n] > 0).sum())
+            others = [k for k in left if k != leader]
+            # D of the pair (leader, k) is 1 or more: k has fewer correct answers.
+            worse = self.is_below(leader, others, n, 1, error) < 0
+            left = [leader, *(k for k, out in zip(others, worse, strict=True) if not out)]
             if n == self.total:
                 break
             if behind := [k for k in left if self.seen(k) == n]:
                 self.proceed(behind)
-        return left
+        return sorted(left)
 
     # ------------------------------------------------------------------ what is reported
 
