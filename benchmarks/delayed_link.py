@@ -3,7 +3,7 @@
 Each process enters a network namespace of its own, whose only device is a TUN. A thread of the
 parent moves every IP packet from one device to the other, half a round trip after it was sent: data
 and TCP's acknowledgements alike, at any bandwidth. (`tc netem` does the same inside the kernel,
-where the kernel has it.) The thread itself adds about 0.1 ms, more on a busy machine.
+where the kernel has it.) The thread itself adds some 0.1 ms, more on a busy machine.
 
 It needs /dev/net/tun, `ip` of iproute2, and root; `unshare -r command` may serve for root.
 """
@@ -25,6 +25,7 @@ from typing import Any
 
 DEVICE, ADDRESSES = "tun0", ("10.77.0.1", "10.77.0.2")
 MTU = 65_000  # bytes
+SPIN = 3e-4  # seconds before a packet is due in which the thread does not sleep
 # Buffers for a long link: with the usual 128 kB a message takes several round trips.
 BUFFERS = {"tcp_rmem": "4096 8388608 16777216", "tcp_wmem": "4096 8388608 16777216"}
 NEW_NETWORK, TUNSETIFF, TUN_WITHOUT_HEADER = 0x40000000, 0x400454CA, 0x1001  # of Linux
@@ -68,7 +69,7 @@ class DelayedLink:
         other = dict(zip(devices, devices[::-1], strict=True))
         waiting: deque[tuple[float, int, bytes]] = deque()
         while True:
-            left = max(0.0, waiting[0][0] - time.perf_counter()) if waiting else None
+            left = max(0.0, waiting[0][0] - time.perf_counter() - SPIN) if waiting else None
             for device in select.select(devices, [], [], left)[0]:
                 packet = os.read(device, MTU + 100)
                 due = time.perf_counter() + self.one_way.value

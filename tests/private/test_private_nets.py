@@ -227,6 +227,19 @@ def test_no_operation_is_exported_for_emptied_sites(kind, tmp_path) -> None:
         assert not [name for name in names if "identity" in name or "where" in name]
 
 
+def test_nothing_is_exported_for_emptied_sites_of_a_net_without_a_graph(tmp_path) -> None:
+    """fastbcd.models call their activations by hand: nn.Identity in gather form, then nothing."""
+    net = fastbcd.models.resnet20(num_classes=5, image_size=8, width=4, blocks=1).eval()
+    kept = fastbcd.masks(net).copy()
+    kept.bits[:-9] = False
+    fastbcd.set_masks(net, kept)
+    assert type(private.gather_form(net).get_submodule(kept.sites[0].name)) is nn.Identity
+    private.export(net, nets.images(3)[0], tmp_path / "net.pt2")
+    names = operators(tmp_path / "net.pt2")
+    for word, times in {"relu": 1, "index_copy": 1, "conv2d": 7, "clone": 0, "where": 0}.items():
+        assert sum(word in name for name in names) == times, word
+
+
 def test_squares_of_sites_without_relus_are_exported(tmp_path) -> None:
     """Without gathers: every unit of such a site is a square."""
     net = with_sites(set(), "poly")
