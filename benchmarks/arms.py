@@ -145,6 +145,8 @@ class Arm:
         self.seconds += sum(sum(step.seconds.values()) for step in run.history)
 
     def tune(self, epochs: int) -> None:
+        if not epochs:
+            return
         assert epochs >= 0, f"{self.name} has taken {-epochs} epochs more than --epochs"
         begun = time.perf_counter()
         tuner = fastbcd.Finetuner(

@@ -1,0 +1,230 @@
+"""Compare methods at equal epochs and equal batches: SNL, BCD, linearize, AutoReP, DeepReDuce, ….
+
+    FASTBCD_DATA=folder python benchmarks/methods.py                # ResNet-20 on CIFAR-10
+    python benchmarks/methods.py --rows SNL linearize --seeds 0     # a part of it
+    python benchmarks/methods.py --quick                            # a tiny version, minutes
+
+The folder holds `cifar10-12k.npz` and `resnet20-cifar10.safetensors`. Every row goes from the dense
+net to 20,000 and to 8,000 of ResNet-20's 188,416 ReLUs, with every seed, in `--epochs` epochs of
+`--images` images in all, in batches of `--batch`, and distills from the dense net:
+
+    SNL, AutoReP        train masks until `--final` epochs are left, then fine-tune
+    BCD                 the paper: SNL down to 40,000 ReLUs, then uniform hypotheses, one epoch per
+                        step, and a fine-tune of `--final` epochs
+    DeepReDuce          trials of one epoch, and the rest for the net that is best
+    SENet, ReLUPruner   half of the epochs for masks, half for the fine-tune
+    linearize, linearize poly   `fastbcd.linearize`, for the identity and for quadratics
+
+Each row has a learning rate of its own: `--rates SENet=0.02 linearize=auto` sets some. After the
+table, BCD runs for more epochs (`--long`), until it is as accurate as linearize was after
+`--epochs`. Every arm has run directories of its own below `--out`; the same command resumes. The
+rows and seeds may run one by one; the same command with all of them then reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import fastbcd
+from arms import Arm, Problem, add_options, cifar10, fashion_mnist
+from table import machine
+
+SHARES = (20_000 / 188_416, 8_000 / 188_416)
+REFERENCE = 40_000 / 188_416  # where SNL hands over to BCD: B_ref
+WAN = {"bandwidth": "100Mbit", "rtt": "40ms"}
+Result = dict[str, Any]
+
+
+# ------------------------------------------------------------------------------------- rows
+
+
+def start(arm: Arm, method: Callable[..., Any], budget: int, **settings: Any) -> None:
+    """Run a starting point in the arm's folder and count its epochs and seconds."""
+    o = arm.o
+    found = method(
+        arm.net, arm.problem.train, budget, teacher=arm.problem.dense, seed=arm.seed,
+        batch_size=o.batch, run_dir=arm.folder / "start", progress=o.progress, **settings,
+    )  # fmt: skip
+    arm.net, records = found.model, found.history + found.finetune
+    arm.epochs += len(records)
+    arm.seconds += sum(sum(record["seconds"].values()) for record in records)
+
+
+def snl(arm: Arm, budget: int) -> None:
+    arm.snl(budget, arm.o.epochs - arm.o.final)
+
+
+def bcd(arm: Arm, budget: int) -> None:
+    reference = round(REFERENCE * fastbcd.masks(arm.net).total)
+    arm.snl(reference, arm.o.snl_epochs, arm.settings(arm.o.snl_tune))
+    arm.descend(budget, budget / reference, proposal="uniform")
+
+
+def autorep(arm: Arm, budget: int) -> None:
+    o = arm.o
+    start(
+        arm, fastbcd.autorep, budget, epochs=o.epochs - o.final, lr=o.autorep_lr,
+        penalty=o.autorep_penalty,
+    )  # fmt: skip
+
+
+def deepreduce(arm: Arm, budget: int) -> None:
+    tune = arm.settings(0)
+    start(
+        arm, fastbcd.deepreduce, budget, epochs=arm.o.epochs, trial_epochs=1, lr=tune.lr,
+        finetune=tune,
+    )  # fmt: skip
+
+
+def senet(arm: Arm, budget: int) -> None:
+    o, whole = arm.o, arm.settings
+    arm.settings = lambda epochs: replace(whole(epochs), mismatch=o.mismatch)  # type: ignore[method-assign]
+    start(
+        arm, fastbcd.senet, budget, epochs=o.epochs // 2, every=3, lr=o.lr, finetune=arm.settings(0)
+    )  # fmt: skip
+
+
+def relupruner(arm: Arm, budget: int) -> None:
+    epochs, batches = arm.o.epochs // 2, -(-len(arm.problem.train) // arm.o.batch)
+    start(
+        arm, fastbcd.relupruner, budget, epochs=epochs, warmup=min(1, epochs - 1), lr=arm.o.lr,
+        interval=max(1, batches // 4), finetune=arm.settings(0),
+    )  # fmt: skip
+
+
+def linearize(arm: Arm, budget: int, replacement: str = "identity") -> None:
+    o, problem = arm.o, arm.problem
+    run = fastbcd.linearize(
+        problem.dense, problem.train, budget, epochs=o.epochs, replacement=replacement, lr=o.lr,
+        batch_size=o.batch, seed=arm.seed, run_dir=arm.folder / "linearize", progress=o.progress,
+    )  # fmt: skip
+    arm.net = run.model
+    arm.epochs += o.epochs
+    arm.seconds += sum(sum(step.seconds.values()) for step in run.history)
+
+
+# Each with its learning rate of the fine-tune, or of its own training; None: what it chooses.
+ROWS: dict[str, tuple[Callable[[Arm, int], None], float | None]] = {
+    "SNL": (snl, 0.01), "BCD": (bcd, 0.01), "linearize": (linearize, None),
+    "AutoReP": (autorep, 0.001), "linearize poly": (partial(linearize, replacement="poly"), None),
+    "DeepReDuce": (deepreduce, 0.01), "SENet": (senet, 0.01), "ReLUPruner": (relupruner, 0.01),
+}  # fmt: skip
+
+
+def result(
+    problem: Problem, o: argparse.Namespace, row: str, budget: int, *, seed: int,
+    epochs: int | None = None,
+) -> Result:  # fmt: skip
+    """Run one arm, or read its result. epochs: in place of --epochs."""
+    work, lr = ROWS[row]
+    epochs = o.epochs if epochs is None else epochs
+    own = {**vars(o), "lr": o.lr.get(row, lr), "epochs": epochs, "snl_batch": o.batch}
+    name = f"{row} {budget}" + (f" {epochs} epochs" if epochs != o.epochs else "")
+    arm = Arm(problem, argparse.Namespace(**own), name, seed)
+
+    def run(arm: Arm) -> Result:
+        work(arm, budget)
+        kept = fastbcd.masks(arm.net).counts().values()
+        cost = fastbcd.private.cost(arm.net, "crypten", **WAN).known_seconds
+        return {"row": row, "budget": budget, "sites": sum(n > 0 for n in kept), "private": cost}
+
+    found = arm.result(run)
+    print(f"{name}, seed {seed}: {found['accuracy']:.2f} % after {found['epochs']} epochs, "
+          f"{found['seconds']:.0f} s", flush=True)  # fmt: skip
+    return found
+
+
+# ------------------------------------------------------------------------------------ report
+
+
+def print_table(results: list[Result], o: argparse.Namespace, budgets: list[int]) -> None:
+    """One line for each row and budget: means over seeds, and each seed's accuracy."""
+    columns = {"accuracy": "test %", "epochs": "epochs", "seconds": "seconds", "sites": "sites",
+               "private": "private s"}  # fmt: skip
+    for budget in budgets:
+        print(f"\n{f'{budget:,} ReLUs':<16}" + "".join(f"{c:>10}" for c in columns.values())
+              + "   each seed, %")  # fmt: skip
+        for row in o.rows:
+            mine = [r for r in results if (r["row"], r["budget"]) == (row, budget)]
+            means = (mean(r[key] for r in mine) for key in columns)
+            cells = "{:>10.2f}{:>10.0f}{:>10.0f}{:>10.1f}{:>10.3f}".format(*means)
+            print(f"{row:<16}{cells}   " + " / ".join(f"{r['accuracy']:.2f}" for r in mine))
+
+
+def time_to_accuracy(
+    problem: Problem, o: argparse.Namespace, results: list[Result], budgets: list[int]
+) -> None:
+    """How many epochs BCD needs to be as accurate as linearize."""
+    print(f"\nepochs of BCD for the accuracy of linearize after {o.epochs}")
+    for budget in budgets:
+        for seed in o.seeds:
+            known = {r["row"]: r["accuracy"] for r in results
+                     if (r["budget"], r["seed"]) == (budget, seed)}  # fmt: skip
+            best, goal, text = known["BCD"], known["linearize"], f"{o.epochs}"
+            for epochs in o.long if best < goal else ():
+                found = result(problem, o, "BCD", budget, seed=seed, epochs=epochs)
+                best, text = max(best, found["accuracy"]), f"{epochs}"
+                if best >= goal:
+                    break
+            text = text if best >= goal else f"more than {text}: {best:.2f} %"
+            print(f"{budget:>7,} ReLUs, seed {seed}, {goal:.2f} %: {text}", flush=True)
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_options(parser, batch=25)
+    add = parser.add_argument
+    add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="(all)")
+    add("--rates", nargs="+", default=[], metavar="ROW=LR", help="learning rates; auto: its own")
+    add("--long", type=int, nargs="*", default=[60, 120], help="epochs of longer BCD (%(default)s)")
+    add("--snl-epochs", type=int, default=8, help="of SNL's masks down to B_ref (%(default)s)")
+    add("--snl-tune", type=int, default=2, help="epochs at B_ref before BCD (%(default)s)")
+    add("--autorep-lr", type=float, default=1e-3, help="of its masks (%(default)s)")
+    add("--autorep-penalty", type=float, default=200.0, help="(%(default)s)")
+    add("--mismatch", type=float, default=0.1, help="of SENet (%(default)s)")
+    parser.set_defaults(images=5_000, samples=1_000, epochs=30, final=5)
+    o = parser.parse_args()
+    if o.quick:
+        vars(o).update(images=128, samples=64, epochs=10, final=2, snl_epochs=2, snl_tune=1,
+                       seeds=[0], dense_epochs=2, rt=2, long=[12])  # fmt: skip
+    try:
+        o.lr = {row: None if lr == "auto" else float(lr)
+                for row, lr in (rate.split("=") for rate in o.rates)}  # fmt: skip
+    except ValueError:
+        parser.error(f"--rates {' '.join(o.rates)}: write ROW=LR, such as SENet=0.02")
+    if unknown := set(o.lr) - set(ROWS):
+        parser.error(f"--rates: no row is called {sorted(unknown)[0]}; choose from {list(ROWS)}")
+    o.out = o.out or Path("runs") / ("methods-quick" if o.quick else "methods")
+    return o
+
+
+def main() -> None:
+    o = options()
+    if o.quick:
+        problem = fashion_mnist(o.images, width=o.width, epochs=o.dense_epochs, out=o.out)
+    else:
+        problem = cifar10(o.images)
+    total = fastbcd.masks(problem.dense).total
+    budgets = [round(share * total) for share in SHARES]
+    print(machine())
+    print(f"{total:,} ReLUs, {fastbcd.accuracy(problem.dense, problem.test):.2f} % on "
+          f"{len(problem.test):,} test images; {' '.join(sys.argv)}", flush=True)  # fmt: skip
+    # Seeds first: an interrupted experiment then has whole comparisons.
+    results = [
+        result(problem, o, row, budget, seed=seed)
+        for seed in o.seeds for budget in budgets for row in o.rows
+    ]  # fmt: skip
+    print_table(results, o, budgets)
+    if {"BCD", "linearize"} <= set(o.rows):
+        time_to_accuracy(problem, o, results, budgets)
+
+
+if __name__ == "__main__":
+    main()
