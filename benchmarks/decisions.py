@@ -107,14 +107,15 @@ def exact(right: np.ndarray, adt: float) -> tuple[int, bool, int]:
 
 def sampled(rows: np.ndarray, adt: float, confidence: float, margins, data, seed: int, step: int):
     """(choice, passes, images, margins) from the records of one step."""
-    whole = margins is None
-    order, first, margins = visiting_order(data, margins, seed=seed, step=step)
-    place = order.numpy()
+    visits = visiting_order(data, margins, seed=seed, step=step)
+    place = visits.order.numpy()
 
     def visit(numbers, begin, end):
         return {k: rows[k + 1][:, place[begin:end]] for k in numbers}
 
-    search = Sampled(visit, rows.shape[2], first, adt=adt, confidence=confidence, whole=whole)
+    search = Sampled(
+        visit, len(place), visits.first, adt=adt, confidence=confidence, whole=margins is None
+    )
     choice, size, begin = None, 1, 0
     while choice is None and begin < len(rows) - 1:
         choice = search.wave(range(begin, min(begin + size, len(rows) - 1)))
@@ -125,7 +126,7 @@ def sampled(rows: np.ndarray, adt: float, confidence: float, margins, data, seed
         choice = max(values, key=lambda k: (values[k][0], -values[k][1], -k))
     images = sum(search.seen(k) for k in search.found)
     found = (search.found[k][0] for k in (-1, choice))
-    return choice, passes, images, new_margins(margins, order, *found)
+    return choice, passes, images, new_margins(visits, *found)
 
 
 def compare(steps: list[np.ndarray], adt: float, total: int, seeds: int) -> dict[str, dict]:

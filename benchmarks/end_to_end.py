@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import os
 import time
 from collections import defaultdict
@@ -124,7 +125,8 @@ class Authors:
                 self.finetune(number)
             self.seconds["finetune"] += time.perf_counter() - clock
             clock = time.perf_counter()
-            percent = 100.0 * self.evaluate(self.test)[0] / len(self.test)
+            due = number % self.options.test_every == 0 or number == self.options.steps
+            percent = 100.0 * self.evaluate(self.test)[0] / len(self.test) if due else math.nan
             self.seconds["test"] += time.perf_counter() - clock
             history.append((trial, accepted, percent))
             print(f"  authors step {number}: hypothesis {trial}, {percent:.2f} %", flush=True)
@@ -143,6 +145,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--confidence", type=float, help="of fastbcd's decisions (exact)")
+    parser.add_argument("--test-every", type=int, default=1, help="steps, in both runs")
     o = parser.parse_args()
     folder = Path(os.environ["FASTBCD_DATA"])
     train, test = (fastbcd.ImageData.from_npz(folder / "cifar10-12k.npz", s, mean=MEAN, std=STD)
@@ -159,7 +163,7 @@ def main() -> None:
     run = fastbcd.bcd(
         net, train, o.relus - o.steps * o.drc, drc=o.drc, rt=o.rt, adt=o.adt, samples=o.samples,
         finetune=Finetune(epochs=o.epochs, lr=o.lr), finetune_when="on_reject", teacher=teacher,
-        test=test, seed=o.seed, progress=True,
+        test=test, seed=o.seed, confidence=o.confidence, test_every=o.test_every, progress=True,
     )  # fmt: skip
     ours = time.perf_counter() - begun
     loop = Authors(twin, teacher, train, train.first(o.samples), test, o)
@@ -173,12 +177,19 @@ def main() -> None:
     print("\nstep   fastbcd: hypothesis, test %    authors: hypothesis, test %")
     for step, (trial, accepted, percent) in zip(run.history, history, strict=True):
         words = ["accepted" if a else "fine-tuned" for a in (step.accepted, accepted)]
-        print(f"{step.number:>4}   {step.chosen:>10} {words[0]:>10} {step.test_accuracy:>6.2f}"
+        mine = math.nan if step.test_accuracy is None else step.test_accuracy
+        print(f"{step.number:>4}   {step.chosen:>10} {words[0]:>10} {mine:>6.2f}"
               f"   {trial:>10} {words[1]:>10} {percent:>6.2f}")  # fmt: skip
     print("\nseconds       fastbcd   authors")
     for phase in ("propose", "score", "finetune", "test"):
         print(f"{phase:<12} {seconds[phase]:>8.1f} {loop.seconds[phase]:>9.1f}")
     print(f"{'all':<12} {ours:>8.1f} {theirs:>9.1f}   {theirs / ours:.1f}x")
+    if o.confidence is not None:
+        seen = sum(sum(step.images.values()) for step in run.history) / len(run.history)
+        print(f"images per step of fastbcd, with the base: {seen:,.0f} of {o.samples:,} each")
+    last, error = (run.history[-1].test_accuracy, history[-1][2]), 50 / len(test) ** 0.5
+    print(f"test accuracy at the end: {last[0]:.2f} %, authors {last[1]:.2f} % (standard error of "
+          f"each on {len(test):,} images: {error:.1f} at most)")  # fmt: skip
     tuned = [i for i, step in enumerate(run.history) if not step.accepted]
     first = tuned[0] if tuned else len(history)
     agree = sum(s.chosen == t for s, (t, _, _) in zip(run.history, history, strict=True))

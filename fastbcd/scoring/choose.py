@@ -27,7 +27,7 @@ from fastbcd.scoring.confidence import check_confidence
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.metric import Criterion, Loss, Metric
 from fastbcd.scoring.plan import Plan
-from fastbcd.scoring.sampled import Sampled, expected_visits, new_margins, visiting_order
+from fastbcd.scoring.sampled import Sampled, Visits, expected_visits, new_margins, visiting_order
 from fastbcd.scoring.score import Tally, answers, check_removals, prepared, read, run_pass
 
 ROUNDING = 1e-5  # by which engines and batch sizes may differ: closer losses are equal
@@ -105,18 +105,18 @@ def choose(
     removals = dict(islice(source, 1))
     if not removals:
         raise ValueError("there is no hypothesis to choose from")
-    some, visits = [*removals.values()], None
+    some, visits, needed = [*removals.values()], None, None
     if confidence is not None:
-        visits = expected_visits(len(images), adt, confidence)
-    with prepared(net, current, some, images, engine, criterion, engine.wave, visits) as plan:
+        visits = visiting_order(images, margins, seed=seed, step=step)
+        needed = expected_visits(visits, adt, confidence)
+    with prepared(net, current, some, images, engine, criterion, engine.wave, needed) as plan:
         search: _Search | _SampledSearch
-        if confidence is None:
+        if visits is None:
             search = _Search(plan, images, adt, early)
         else:
-            whole = margins is None  # the first step: the base's margins are needed for the next
-            order, first, margins = visiting_order(images, margins, seed=seed, step=step)
-            search = _SampledSearch(plan, images, order, margins)
-            search.begin(first, adt=adt, confidence=confidence, whole=whole)
+            search = _SampledSearch(plan, images, visits)
+            # The next step needs the base's margins of all images.
+            search.begin(adt=adt, confidence=confidence, whole=margins is None)
         size = 1
         while removals:
             accepted = search.wave(removals)
@@ -233,16 +233,17 @@ class _Search:
 class _SampledSearch:
     """One step's search with a confidence: runs the hypotheses for `Sampled`, which decides."""
 
-    def __init__(self, plan: Plan, data: ImageData, order: Tensor, margins: Tensor) -> None:
-        self.plan, self.data, self.order, self.margins = plan, data, order, margins
+    def __init__(self, plan: Plan, data: ImageData, visits: Visits) -> None:
+        self.plan, self.data, self.visits = plan, data, visits
         self.removals: dict[int, Tensor] = {}
 
-    def begin(self, first: int, **settings: Any) -> None:
-        self.sampled = Sampled(self.visit, len(self.data), first, **settings)
+    def begin(self, **settings: Any) -> None:
+        """settings: of `Sampled`."""
+        self.sampled = Sampled(self.visit, len(self.data), self.visits.first, **settings)
 
     def visit(self, numbers: list[int], begin: int, end: int) -> dict[int, np.ndarray]:
         removals = {k: self.removals[k] for k in numbers if k >= 0}
-        images = self.data.subset(self.order[begin:end])
+        images = self.data.subset(self.visits.order[begin:end])
         found = answers(self.plan, images, removals, base=-1 in numbers)
         return {k: t.numpy() for k, t in found.items()}
 
@@ -264,7 +265,7 @@ class _SampledSearch:
             round(value) if seen[number] == n else None, loss / n,
             round(base) if seen[-1] == n else None, base_loss / n, n, self.plan.engine.name,
             value / n, base / n, percent(value, n), percent(base, n), seen, s.interval(number),
-            new_margins(self.margins, self.order, s.found[-1][0], s.found[number][0]),
+            new_margins(self.visits, s.found[-1][0], s.found[number][0]),
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -154,10 +155,16 @@ class Sampled:
         return 100.0 * (exact + ends[0]) / self.total, 100.0 * (exact + ends[1]) / self.total
 
 
-def visiting_order(
-    data: ImageData, margins: Tensor | None, *, seed: int, step: int
-) -> tuple[Tensor, int, Tensor]:
-    """The order of the visits, int64 [N]; how many of them are not drawn; margins to be filled in.
+class Visits(NamedTuple):
+    """In which order a step visits the images, and what is known of them."""
+
+    order: Tensor  # int64 [N]
+    first: int  # so many of them are not drawn at random
+    margins: Tensor  # [2, N], see `visiting_order`
+
+
+def visiting_order(data: ImageData, margins: Tensor | None, *, seed: int, step: int) -> Visits:
+    """The visits of a step.
 
     margins [2, N]: of each image its distance from another answer when it was last seen, and by
     how much the last hypothesis changed that; NaN where it is not known. Images that are closer
@@ -174,29 +181,31 @@ def visiting_order(
     if int(front.sum()) > len(data) // 2:
         front[:] = False
     chosen = front.to(order.device)[order]
-    return torch.cat([order[chosen], order[~chosen]]), int(front.sum()), margins.clone()
+    return Visits(torch.cat([order[chosen], order[~chosen]]), int(front.sum()), margins)
 
 
-def new_margins(old: Tensor, order: Tensor, base: np.ndarray, chosen: np.ndarray) -> Tensor:
+def new_margins(visits: Visits, base: np.ndarray, chosen: np.ndarray) -> Tensor:
     """The margins for the next step, in which the chosen hypothesis is the base.
 
-    old: [2, N]; base, chosen: margins of the first visits, in their order.
+    base, chosen: margins of the first visits, in their order.
     """
-    order, both = order.cpu(), min(len(base), len(chosen))
-    distance, change = old[0].clone(), torch.full_like(old[1], torch.nan)
+    order, both = visits.order.cpu(), min(len(base), len(chosen))
+    distance, change = visits.margins[0].clone(), torch.full_like(visits.margins[1], torch.nan)
     for seen in (base, chosen):
         distance[order[: len(seen)]] = torch.from_numpy(abs(seen)).float()
     change[order[:both]] = torch.from_numpy(abs(chosen[:both] - base[:both])).float()
     return torch.stack([distance, change])
 
 
-def expected_visits(total: int, adt: float, confidence: float) -> int:
+def expected_visits(visits: Visits, adt: float, confidence: float) -> int:
     """About how many images a hypothesis takes that changes few answers.
 
-    That none of `limit` losses is among n images has the probability (1 - n/N)^limit.
+    That none of `limit` losses is among n of N images has the probability (1 - n/N)^limit.
     """
+    total, drawn = len(visits.order), len(visits.order) - visits.first
     limit = max(_limit(adt, total), 1)
-    return math.ceil(total * min(1.0, 1.5 * (1.0 - ((1.0 - confidence) / 2) ** (1.0 / limit))))
+    share = min(1.0, 1.5 * (1.0 - ((1.0 - confidence) / 2) ** (1.0 / limit)))
+    return visits.first + math.ceil(drawn * share)
 
 
 def _limit(adt: float, total: int) -> int:

@@ -111,6 +111,13 @@ def choices(folder: Path) -> Any:
             engine = fastbcd.Engine(wave=wave, batch_size=3)
             c = fastbcd.choose(net, removals, data, adt=adt, engine=engine)
             found.append([name, n, c.number, c.accepted, c.correct, c.base_correct, c.tried])
+    net, data = problem("mlp", 301)
+    removals = [fastbcd.masks(net).sample(4, seed=3, step=0, trial=t) for t in range(4)]
+    margins = None
+    for step in range(2):  # the second with the margins of the first
+        c = fastbcd.choose(net, removals, data, adt=3.0, confidence=0.8, step=step, margins=margins)
+        margins = c.margins
+        found.append([c.number, c.accepted, str(c.seen), c.interval])
     return found
 
 

@@ -13,7 +13,7 @@ import fastbcd
 from fastbcd import Engine, choose
 from fastbcd.scoring import sampled
 from fastbcd.scoring.confidence import PRIORS, interval, log_evidence
-from fastbcd.scoring.sampled import Sampled, new_margins, visiting_order
+from fastbcd.scoring.sampled import Sampled, expected_visits, new_margins, visiting_order
 from helpers.nets import images, make, thinned
 
 
@@ -207,22 +207,27 @@ def test_the_order_is_random_and_begins_with_what_may_change() -> None:
     data = fastbcd.ImageData.from_arrays(
         torch.zeros(50, 1, 2, 2), torch.zeros(50, dtype=torch.long)
     )
-    order, first, margins = visiting_order(data, None, seed=3, step=1)
-    assert first == 0
-    assert margins.isnan().all()
+    visits = visiting_order(data, None, seed=3, step=1)
+    order = visits.order
+    assert visits.first == 0
+    assert visits.margins.isnan().all()
     assert sorted(order.tolist()) == list(range(50))
-    again, other = (visiting_order(data, None, seed=3, step=step)[0] for step in (1, 2))
+    again, other = (visiting_order(data, None, seed=3, step=step).order for step in (1, 2))
     assert torch.equal(order, again)
     assert not torch.equal(order, other)
-    # 10 images were seen: changes of about 1, and distances 0 to 9.
+    # 10 images were seen: changes of about 1, and distances of 1 to 10.
     base = np.arange(10.0)
-    margins = new_margins(margins, order, base, base + np.linspace(1, 0.9, 10))
+    margins = new_margins(visits, base, base + np.linspace(1, 0.9, 10))
     assert margins[0].isfinite().sum() == margins[1].isfinite().sum() == 10
-    after, first, _ = visiting_order(data, margins * torch.tensor([[1.0], [3.0]]), seed=3, step=2)
-    assert first == 3
-    assert set(after[:3].tolist()) == set(order[:3].tolist())
-    rest = [i for i in other.tolist() if i not in after[:3].tolist()]
-    assert after[3:].tolist() == rest
+    margins[1] *= 3
+    after = visiting_order(data, margins, seed=3, step=2)
+    assert after.first == 3
+    assert set(after.order[:3].tolist()) == set(order[:3].tolist())
+    rest = [i for i in other.tolist() if i not in order[:3].tolist()]
+    assert after.order[3:].tolist() == rest
+    # A decision needs the first images and some others: fewer if ADT allows more losses.
+    needed = [expected_visits(after, adt, 0.999) for adt in (0.0, 20.0, 60.0)]
+    assert 50 == needed[0] > needed[1] > needed[2] > 3
 
 
 def test_what_is_refused() -> None:

@@ -35,6 +35,12 @@ def test_data_goes_to_the_device_of_the_net(gpu, engine) -> None:
     assert fastbcd.accuracy(there, data) == fastbcd.accuracy(net, data)
     chosen = [choose(n, removals, data, adt=-100.0, engine=engine).number for n in (net, there)]
     assert chosen[0] == chosen[1]
+    data, margins = images(200), None
+    for step in range(2):  # the second with the margins of the first
+        some = {"adt": 9.0, "engine": engine, "confidence": 0.8, "step": step, "margins": margins}
+        here, away = (choose(n, removals, data, **some) for n in (net, there))
+        assert (here.number, here.seen, here.interval) == (away.number, away.seen, away.interval)
+        margins = here.margins
 
 
 @pytest.mark.filterwarnings("ignore:fastbcd scores")
