@@ -4,7 +4,8 @@
     fastbcd.bcd(start.model, data, budget=15_000, teacher=dense)
 
 As published (Jha et al., arXiv 2103.01396), each net being trained with distillation from the net
-with all its ReLUs:
+with all its ReLUs. This follows summaries of the paper, not its text, so that equations are not
+cited by number; the authors' code of the networks agrees with steps 2 to 4.
 
 1. Criticality. For each stage k, a net with the ReLUs of stage k alone is trained: it reaches the
    accuracy A_k with R_k ReLUs, and C_k = A_k / R_k^w.
@@ -37,6 +38,7 @@ from torch import Tensor, nn
 from fastbcd.descent.proposals import ranking
 from fastbcd.descent.saliency import saliency
 from fastbcd.masking.masks import MaskSet, Site, masks, set_masks
+from fastbcd.private.target import Target
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.scoring.accuracy import accuracy
@@ -46,9 +48,9 @@ from fastbcd.training.trainer import Trainer, cosine
 
 
 def deepreduce(
-    net: nn.Module, data: Any, budget: int, *, teacher: nn.Module | None = None, test: Any = None,
-    epochs: int = 200, trial_epochs: int = 10, lr: float = 0.01, discount: float = 0.07,
-    batch_size: int = 128, finetune: Finetune | None = None, seed: int = 0,
+    net: nn.Module, data: Any, budget: int | Target, *, teacher: nn.Module | None = None,
+    test: Any = None, epochs: int = 200, trial_epochs: int = 10, lr: float = 0.01,
+    discount: float = 0.07, batch_size: int = 128, finetune: Finetune | None = None, seed: int = 0,
     run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
     progress: bool = False,
 ) -> StartingPoint:  # fmt: skip
@@ -57,6 +59,7 @@ def deepreduce(
     Args:
         net: with `MaskedReLU` sites. Removed ReLUs stay removed; frozen modules stay frozen, see
             `Finetuner`.
+        budget: ReLUs to keep, or a `private.Target`.
         teacher: for the distillation; None: the net as it is given.
         epochs: of all trainings together. The result is trained for those that are left by the
             trials: one for each of D stages, and up to 2·D for candidates.

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from fastbcd import ops
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.masking.masks import MaskSet
+from fastbcd.private.target import Target
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.starts.mask_training import (
@@ -53,8 +54,8 @@ REACHED = 0.6  # of the epochs after the warm-up, until the budget is reached
 
 
 def relupruner(
-    net: nn.Module, data: Any, budget: int, *, teacher: nn.Module | None = None, test: Any = None,
-    epochs: int = 150, lr: float = 0.05, warmup: int = 4, interval: int = 100,
+    net: nn.Module, data: Any, budget: int | Target, *, teacher: nn.Module | None = None,
+    test: Any = None, epochs: int = 150, lr: float = 0.05, warmup: int = 4, interval: int = 100,
     batch_size: int = 128, finetune: Finetune | None = PUBLISHED, seed: int = 0,
     run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
     progress: bool = False,
@@ -64,6 +65,7 @@ def relupruner(
     Args:
         net: with `MaskedReLU` sites. Removed ReLUs stay removed; frozen modules stay frozen, see
             `Finetuner`.
+        budget: ReLUs to keep, or a `private.Target`.
         teacher: for the distillation; None: the net as it is given.
         epochs, lr: of the training of the masks, with a constant learning rate.
         warmup: epochs at its start that keep all ReLUs.
