@@ -34,7 +34,11 @@ def input_tensor(images: Any, layout: str | None) -> Tensor:
         dims = images.ndim if images.dtype == torch.uint8 else 0
         last = dims == 4 and _channels_last(*images.shape[1:])
         layout = "NHW" if dims == 3 else "NHWC" if last else "NC..."
-    if layout not in LAYOUTS or LAYOUTS[layout] not in (None, images.ndim):
+    if (
+        not isinstance(layout, str)
+        or layout not in LAYOUTS
+        or LAYOUTS[layout] not in (None, images.ndim)
+    ):
         raise ValueError(
             f"layout is {layout!r} for images {list(images.shape)}; give 'NCHW', 'NHWC' (4 "
             f"dimensions), 'NHW' (3) or 'NC...' (inputs of any shape, taken as they are)"

@@ -79,6 +79,9 @@ class ImageData:
                 raise ValueError(f"{name} are on {tensor.device}, the images on {images.device}")
         pixels.stats(self.mean, self.std, images.shape[1:])
         if self.classes is not None:
+            check_whole("classes", self.classes, 0)
+            if self.classes >= 2**63:
+                raise ValueError(f"classes={self.classes}; labels are int64, below 2^63")
             arrays.check_labels(labels, self.classes, "labels")
 
     # ------------------------------------------------------------------ where it comes from

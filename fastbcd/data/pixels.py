@@ -18,14 +18,18 @@ def stats(
 ) -> tuple[Values, Values]:
     """A mean and std for inputs of this shape, without N: 0 and 1 where none is given."""
     channels = shape[0] if len(shape) > 1 else 1
-    means = (0.0,) * channels if mean is None else tuple(map(float, mean))
-    stds = (1.0,) * channels if std is None else tuple(map(float, std))
-    for name, values in (("mean", means), ("std", stds)):
+    found = []
+    for name, given, default in (("mean", mean, 0.0), ("std", std, 1.0)):
+        try:
+            values = (default,) * channels if given is None else tuple(map(float, given))
+        except (TypeError, ValueError):
+            raise TypeError(f"{name}={given!r}; it must have a number for each channel") from None
         if len(values) != channels:
             raise ValueError(f"{name} has {len(values)} values for {channels} channels")
         if not np.isfinite(values).all() or (name == "std" and min(values) <= 0):
             raise ValueError(f"{name} is {values}; it must be finite, and std above 0")
-    return means, stds
+        found.append(values)
+    return found[0], found[1]
 
 
 def normalise(images: Tensor, mean: Values, std: Values, out: Tensor) -> Tensor:

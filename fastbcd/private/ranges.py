@@ -88,8 +88,12 @@ def activation_ranges(
     >>> activation_ranges(net, (x, torch.tensor([0]))).sites[0].low
     -2.0
     """
-    bits, fraction = fixed_point or (math.inf, 1)
-    if not 0 < fraction < bits - 1:
+    try:
+        bits, fraction = (math.inf, 1) if fixed_point is None else fixed_point
+        valid = 0 < fraction < bits - 1
+    except (TypeError, ValueError):
+        valid = False
+    if not valid:
         form = "(bits, fraction bits), such as (64, 16), with 0 < fraction < bits - 1"
         raise ValueError(f"fixed_point={fixed_point!r}; give {form}")
     images = data_for(net, data)

@@ -272,7 +272,12 @@ class MaskTraining:
         """Train for an epoch, seeded by its number; complete its record, print it, save it."""
         begin, what = time.perf_counter(), record.get("phase", self.name)
         bar = tqdm(total=len(trainer.sizes), disable=not self.progress, desc=what)
-        with bar, training.repeatable(self.data.device, self.seed, record["epoch"]):
+        with (
+            bar,
+            training.repeatable(
+                self.data.device, self.seed, record["epoch"], trainer.settings.fast
+            ),
+        ):
             record |= train(record["epoch"], bar)
         if self.test is not None:
             record["test_accuracy"] = accuracy(trainer.model, self.test)

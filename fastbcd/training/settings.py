@@ -76,7 +76,8 @@ class Finetune:
             raise ValueError("temperature=0; it must be positive, the paper's is 4")
         if self.mismatch and self.compile:
             raise ValueError(f"mismatch={self.mismatch} needs compile=False: it reads activations")
-        check_choice("amp", self.amp, (None, True, False, "bf16", "fp16"))
+        if self.amp not in ("bf16", "fp16") and not isinstance(self.amp, bool | None):  # 0 == False
+            raise ValueError(f"amp={self.amp!r}; choose from None, True, False, bf16, fp16")
         for name in ("flip", "compile", "fast", "sync_batch_norm"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r}; it must be True or False")

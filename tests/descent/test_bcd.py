@@ -231,7 +231,7 @@ def test_a_budget_that_is_met_is_done_at_once(capsys) -> None:
         ({"drc": lambda count: count / 2}, TypeError, r"drc\(30\)=15.0"),
         ({"rt": 0}, ValueError, "rt=0"),
         ({"adt": math.nan}, ValueError, "adt=nan; it must be finite"),
-        ({"adt": "0.3"}, TypeError, "adt='0.3'"),
+        ({"adt": "0.3"}, TypeError, "adt='0.3'.*a number, in percentage points"),
         ({"seed": -1}, ValueError, "seed=-1"),
         ({"samples": 0}, ValueError, "samples=0"),
         ({"samples": 41}, ValueError, "samples=41; there are 40 train images"),

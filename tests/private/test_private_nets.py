@@ -324,6 +324,9 @@ def test_ranges_outside_the_fixed_point() -> None:
 
 def test_ranges_refuse() -> None:
     net = nets.make("mlp")
+    for wrong in (0, (16,), "ab"):
+        with pytest.raises(ValueError, match="such as"):
+            private.activation_ranges(net, nets.images(2), fixed_point=wrong)
     with pytest.raises(ValueError, match=r"fixed_point=\(16, 15\)"):
         private.activation_ranges(net, nets.images(2), fixed_point=(16, 15))
     with pytest.raises(ValueError, match="there are no images"):

@@ -103,6 +103,23 @@ def test_algorithms_on_a_gpu(gpu, fast, expected, monkeypatch) -> None:
     assert flags() == before
 
 
+@pytest.mark.filterwarnings("ignore:after 1 epochs:RuntimeWarning")
+@pytest.mark.parametrize("fast", [False, True])
+def test_snl_trains_with_these_algorithms(gpu, fast, monkeypatch) -> None:
+    seen, plain = set(), trainer.Trainer.epoch
+    noted = lambda *a, **k: seen.add(flags()[-1]) or plain(*a, **k)  # noqa: E731
+    monkeypatch.setattr(trainer.Trainer, "epoch", noted)
+    tune = dataclasses.replace(SMALL, fast=fast, epochs=1, amp=False)
+    fastbcd.snl(make("mlp").to("cuda"), images(16), 45, max_epochs=1, finetune=tune, batch_size=8)
+    assert seen == {fast}  # of cuDNN's benchmark, for masks and for the fine-tuning
+
+
+@pytest.mark.parametrize("amp", [0, 1.0, "fp8"])
+def test_amp_is_none_of_these(amp) -> None:
+    with pytest.raises(ValueError, match="choose from None, True, False, bf16, fp16"):
+        Finetune(amp=amp)
+
+
 def test_strict_algorithms_of_the_user_stay(gpu) -> None:
     torch.use_deterministic_algorithms(True)
     try:
