@@ -31,7 +31,7 @@ from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.scoring.accuracy import dtype_of
-from fastbcd.starts.mask_training import MaskTraining, Method, StartingPoint, channels_last, twin
+from fastbcd.starts.mask_training import Method, StartingPoint, channels_last, train_masks, twin
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer, cosine, training_dtype
 
@@ -78,26 +78,19 @@ def autorep(
     >>> start.masks.count(), start.model[2]
     (2, MaskedPoly((6,), 2 kept))
     """
+    given = dict(locals())
     if isinstance(budget, Target):
-        net = Replacement.prepare(net)
+        given["net"] = net = Replacement.prepare(net)
         count = limits_of(budget, net).room(counts_of(masks(net)))
     else:
         check_whole("budget", count := budget, 0)
     published = (value for most, value in PUBLISHED_LAMBDA.items() if count <= most)
-    penalty = next(published, 40.0) if penalty is None else penalty
+    given["penalty"] = next(published, 40.0) if penalty is None else penalty
     check_whole("epochs", epochs, 0)
     check_number("lr", lr, 0, strictly=True)
-    settings = {
-        "budget": budget, "epochs": epochs, "lr": lr, "lr_end": lr_end, "penalty": penalty,
-        "threshold": threshold, "paper_quirks": paper_quirks, "scale_x2": scale_x2,
-    }  # fmt: skip
     for name in ("lr_end", "penalty", "threshold", "scale_x2"):
-        check_number(name, settings[name], 0)
-    return MaskTraining(
-        name="autorep", method=Replacement, settings=settings, net=net, data=data, test=test,
-        teacher=teacher, finetune=finetune, batch_size=batch_size, seed=seed, run_dir=run_dir,
-        resume=resume, progress=progress,
-    ).run()  # fmt: skip
+        check_number(name, given[name], 0)
+    return train_masks(Replacement, given)
 
 
 def dapa(mean: Tensor, var: Tensor, paper_quirks: bool = False) -> Tensor:
@@ -203,6 +196,8 @@ def to_poly(net: nn.Module) -> nn.Module:
 class Replacement(Method):
     """AutoReP's mask training."""
 
+    name = "autorep"
+
     @staticmethod
     def prepare(net: nn.Module) -> nn.Module:
         identity = any(isinstance(act, MaskedReLU) for act in mask_modules(net).values())
@@ -216,9 +211,6 @@ class Replacement(Method):
 
         super().__init__(net, s, indicator)
 
-    def done(self, history: list[dict[str, Any]]) -> bool:
-        return len(history) >= self.s.epochs
-
     def epoch(self, trainer: Trainer, epoch: int, bar: Any) -> dict[str, Any]:
         if epoch == 0:
             self._calibrate(trainer)
@@ -230,9 +222,6 @@ class Replacement(Method):
             act.measuring = False
             act.follow(self.s.threshold)
         return {"count": int(self.bits().sum()), "lambda": self.s.penalty, "lr": lr, "loss": loss}
-
-    def bits(self) -> Tensor:
-        return self.gather("mask")
 
     def decide(self, history: list[dict[str, Any]]) -> MaskSet:
         aux, on = self.gather("aux").double(), self.bits()

@@ -42,7 +42,7 @@ from fastbcd.private.target import Target
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.scoring.accuracy import accuracy
-from fastbcd.starts.mask_training import MaskTraining, Method, StartingPoint, only_identity
+from fastbcd.starts.mask_training import Method, StartingPoint, only_identity, train_masks
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer, cosine
 
@@ -81,6 +81,7 @@ def deepreduce(
     >>> start.masks.count(), [record["training"] for record in start.history][:2]
     (3, ['stage 1 alone', 'stage 2 alone'])
     """
+    given = dict(locals())
     check_whole("trial_epochs", trial_epochs, 1)
     check_whole("epochs", epochs, 1)
     check_number("lr", lr, 0, strictly=True)
@@ -90,15 +91,7 @@ def deepreduce(
             f"epochs={epochs}; up to {3 * d} trials of {trial_epochs} epochs each, for {d} stages, "
             f"must leave some: increase epochs or reduce trial_epochs"
         )
-    settings = {
-        "budget": budget, "epochs": epochs, "trial_epochs": trial_epochs, "lr": lr,
-        "discount": discount,
-    }  # fmt: skip
-    return MaskTraining(
-        name="deepreduce", method=Reduction, settings=settings, net=net, data=data, test=test,
-        teacher=teacher, finetune=finetune, batch_size=batch_size, seed=seed, run_dir=run_dir,
-        resume=resume, progress=progress,
-    ).run()  # fmt: skip
+    return train_masks(Reduction, given)
 
 
 def stages(m: MaskSet) -> list[list[Site]]:
@@ -195,6 +188,7 @@ class Training(NamedTuple):
 class Reduction(Method):
     """DeepReDuce's trainings, one after the other."""
 
+    name = "deepreduce"
     optimizer: ClassVar[dict[str, Any]] = {}  # the fine-tune's
 
     @staticmethod
@@ -211,9 +205,6 @@ class Reduction(Method):
         self.measured = {
             r["training"]: r["train_accuracy"] for r in history if "train_accuracy" in r
         }
-
-    def done(self, history: list[dict[str, Any]]) -> bool:
-        return len(history) >= self.s.epochs
 
     def trainings(self) -> Iterator[Training]:
         """All of them in order; those of candidates depend on the accuracies of the ones before."""
@@ -253,9 +244,3 @@ class Reduction(Method):
             if training.name.endswith(" alone"):
                 record["criticality"] = criticality(found, record["count"], self.s.discount)
         return record
-
-    def bits(self) -> Tensor:
-        return masks(self.model).bits
-
-    def decide(self, history: list[dict[str, Any]]) -> MaskSet:
-        return masks(self.model).copy()

@@ -80,13 +80,12 @@ class Method:
 
     s: the settings, seed and data. start: the masks at the start. model: the net's own weights with
     trainable activations `acts`, which `activation` makes of the net's; without it, the net itself.
-    A subclass has prepare(net), which returns the net whose masks are trained; done(history);
-    epoch(trainer, epoch, bar), which returns the epoch's record with "count" and "loss"; bits(),
-    the current mask, bool [total]; and decide(history), the MaskSet that is kept. optimizer:
-    changes to the fine-tune's settings for these epochs. matched: trainer.teacher is needed, with
-    the net's sites.
+    A subclass has epoch(trainer, epoch, bar), which returns the epoch's record with "count" and
+    "loss". optimizer: changes to the fine-tune's settings for these epochs. matched: it needs
+    trainer.teacher, with the net's sites.
     """
 
+    name: ClassVar[str]  # of its function
     optimizer: ClassVar[dict[str, Any]] = {"optimizer": "adam", "weight_decay": 0.0}
     matched = False
 
@@ -98,8 +97,25 @@ class Method:
         self.model = net if activation is None else twin(net, activation)
         self.acts: list[Any] = list(mask_modules(self.model).values())
 
+    @staticmethod
+    def prepare(net: nn.Module) -> nn.Module:
+        """The net whose masks are trained; refuses one that the method cannot take."""
+        return net
+
     def begin(self, history: History) -> None:
         """Continue after these epochs; the model's own tensors are already restored."""
+
+    def done(self, history: History) -> bool:
+        """Whether the masks are trained."""
+        return len(history) >= self.s.epochs
+
+    def bits(self) -> Tensor:
+        """The current mask, bool [total], on the CPU."""
+        return self.gather("mask")
+
+    def decide(self, history: History) -> MaskSet:
+        """The masks that are kept."""
+        return MaskSet(self.start.sites, self.bits())
 
     def gather(self, name: str) -> Tensor:
         """A tensor that every activation has, [*shape], by the units' flat ids, on the CPU."""
@@ -117,14 +133,19 @@ class Method:
     def warn_above(self, history: History, found: str, then: str) -> None:
         """Warn that the training ended above the budget."""
         above = f"{found}, more than the budget of {self.s.budget:,}; {then}"
-        warnings.warn(f"after {len(history)} epochs {above}", RuntimeWarning, stacklevel=7)
+        warnings.warn(f"after {len(history)} epochs {above}", RuntimeWarning, stacklevel=8)
 
 
-@dataclass(kw_only=True)
+def train_masks(method: type[Any], given: dict[str, Any]) -> StartingPoint:
+    """Train masks by a method; given: all arguments of its function, by name."""
+    common = {f.name: given.pop(f.name) for f in dataclasses.fields(MaskTraining)[2:]}
+    return MaskTraining(method, given, **common).run()
+
+
+@dataclass
 class MaskTraining:
     """One run of a method: the net, the data and the settings."""
 
-    name: str
     method: type[Any]  # of a `Method`, called with the net and the settings
     settings: dict[str, Any]  # of the method: what decides the outcome, for config.json
     net: nn.Module
@@ -168,8 +189,8 @@ class MaskTraining:
         common = {"batch_size": self.batch_size, "seed": self.seed, "finetune": tuning}
         recorded = budget.describe() if isinstance(budget, Target) else budget
         opened = open_run(
-            self.name, {**self.settings, "budget": recorded, **common}, self.net, data=self.data,
-            test=self.test, run_dir=self.run_dir, resume=self.resume,
+            self.method.name, {**self.settings, "budget": recorded, **common}, self.net,
+            data=self.data, test=self.test, run_dir=self.run_dir, resume=self.resume,
             teacher=None if self.teacher is None else snapshots.weights_mark(self.teacher),
         )  # fmt: skip
         with closing(opened) as self.directory:
@@ -270,7 +291,7 @@ class MaskTraining:
         train: Callable[[int, Any], dict[str, Any]], more: Callable[[], Tensors],
     ) -> None:  # fmt: skip
         """Train for an epoch, seeded by its number; complete its record, print it, save it."""
-        begin, what = time.perf_counter(), record.get("phase", self.name)
+        begin, what = time.perf_counter(), record.get("phase", self.method.name)
         bar = tqdm(total=len(trainer.sizes), disable=not self.progress, desc=what)
         with (
             bar,

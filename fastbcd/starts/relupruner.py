@@ -38,11 +38,11 @@ from fastbcd.private.target import Target
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.starts.mask_training import (
-    MaskTraining,
     Method,
     StartingPoint,
     channels_last,
     only_identity,
+    train_masks,
 )
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer
@@ -83,20 +83,14 @@ def relupruner(
     >>> start.masks.count(), [record["count"] for record in start.history]
     (2, [6, 6, 6, 2])
     """
+    given = dict(locals())
     check_whole("epochs", epochs, 1)
     check_whole("warmup", warmup, 0)
     check_whole("interval", interval, 1)
     check_number("lr", lr, 0, strictly=True)
     if finetune is not None and finetune.compile:
         raise ValueError("finetune.compile=True; relupruner reads activations: use compile=False")
-    settings = {
-        "budget": budget, "epochs": epochs, "lr": lr, "warmup": warmup, "interval": interval
-    }  # fmt: skip
-    return MaskTraining(
-        name="relupruner", method=Pruner, settings=settings, net=net, data=data, test=test,
-        teacher=teacher, finetune=finetune, batch_size=batch_size, seed=seed, run_dir=run_dir,
-        resume=resume, progress=progress,
-    ).run()  # fmt: skip
+    return train_masks(Pruner, given)
 
 
 def scheduled(epoch: int, *, epochs: int, warmup: int, count: int, budget: int) -> int:
@@ -167,6 +161,7 @@ class WatchedReLU(MaskedActivation):
 class Pruner(Method):
     """ReLUPruner's mask training."""
 
+    name = "relupruner"
     optimizer: ClassVar[dict[str, Any]] = {}  # the fine-tune's
 
     @staticmethod
@@ -175,9 +170,6 @@ class Pruner(Method):
 
     def __init__(self, net: nn.Module, s: SimpleNamespace) -> None:
         super().__init__(net, s, lambda act: WatchedReLU(act.mask))
-
-    def done(self, history: list[dict[str, Any]]) -> bool:
-        return len(history) >= self.s.epochs
 
     def epoch(self, trainer: Trainer, epoch: int, bar: Any) -> dict[str, Any]:
         def after_batch(batches: int) -> None:
@@ -188,9 +180,6 @@ class Pruner(Method):
         loss = trainer.epoch(epoch, self.s.lr, before_batch=after_batch, bar=bar)
         after_batch((epoch + 1) * len(trainer.sizes))
         return {"count": int(self.bits().sum()), "lr": self.s.lr, "loss": loss}
-
-    def bits(self) -> Tensor:
-        return self.gather("mask")
 
     def decide(self, history: list[dict[str, Any]]) -> MaskSet:
         kept = MaskSet(self.start.sites, self.bits())

@@ -40,7 +40,7 @@ import math
 import os
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -48,11 +48,12 @@ from torch import Tensor, nn
 from fastbcd import ops
 from fastbcd.data.images import ImageData
 from fastbcd.masking.activations import MaskedActivation
-from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
+from fastbcd.masking.masks import MaskSet, mask_modules, set_masks
+from fastbcd.private.target import Target
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.scoring.accuracy import first_outputs
-from fastbcd.starts.mask_training import History, MaskTraining, Method, StartingPoint, twin
+from fastbcd.starts.mask_training import History, Method, StartingPoint, train_masks, twin
 from fastbcd.training.mismatch import direction
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
@@ -63,9 +64,10 @@ IMAGES, BATCH = 5_000, 128  # that masks are relearned on; how many at a time
 
 
 def senet(
-    net: nn.Module, data: Any, budget: int, *, teacher: nn.Module | None = None, test: Any = None,
-    density: float = 0.1, epochs: int = 40, every: int = 4, tolerance: float = 0.05,
-    lr: float = 1e-2, batch_size: int = 128, finetune: Finetune | None = CHOSEN, seed: int = 0,
+    net: nn.Module, data: Any, budget: int | Target, *, teacher: nn.Module | None = None,
+    test: Any = None, density: float = 0.1, epochs: int = 40, every: int = 4,
+    tolerance: float = 0.05, lr: float = 1e-2, batch_size: int = 128,
+    finetune: Finetune | None = CHOSEN, seed: int = 0,
     run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
     progress: bool = False,
 ) -> StartingPoint:  # fmt: skip
@@ -74,6 +76,8 @@ def senet(
     Args:
         net: with sites of any kind; those with polynomials keep them. Removed ReLUs stay removed;
             frozen modules stay frozen, see `Finetuner`.
+        budget: ReLUs to keep, or a `private.Target`: of the number of ReLUs that it has room for,
+            some go at random where its rounds need it.
         teacher: the net with all ReLUs, converted or not, with the same sites; None: the net as it
             is given.
         density: the share of the weights that pruning leaves, for the sensitivity of the layers.
@@ -93,6 +97,7 @@ def senet(
     >>> start.masks.count(), "changed" in start.history[-1]
     (2, True)
     """
+    given = dict(locals())
     check_number("density", density, 0, strictly=True)
     if density > 1:
         raise ValueError(f"density={density}; it is a share, at most 1")
@@ -100,15 +105,7 @@ def senet(
     check_whole("every", every, 1)
     check_number("tolerance", tolerance, 0)
     check_number("lr", lr, 0, strictly=True)
-    settings = {
-        "budget": budget, "density": density, "epochs": epochs, "every": every,
-        "tolerance": tolerance, "lr": lr,
-    }  # fmt: skip
-    return MaskTraining(
-        name="senet", method=Sensitive, settings=settings, net=net, data=data, test=test,
-        teacher=teacher, finetune=finetune, batch_size=batch_size, seed=seed, run_dir=run_dir,
-        resume=resume, progress=progress,
-    ).run()  # fmt: skip
+    return train_masks(Sensitive, given)
 
 
 def allocate(budget: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:
@@ -219,7 +216,8 @@ def differences(net: nn.Module, teacher: TeacherLogits, data: ImageData) -> list
 class Sensitive(Method):
     """SENet's mask training."""
 
-    optimizer = {}  # noqa: RUF012
+    name = "senet"
+    optimizer: ClassVar[dict[str, Any]] = {}  # the fine-tune's
     matched = True
 
     @staticmethod
@@ -265,9 +263,3 @@ class Sensitive(Method):
             order = torch.sort(value, descending=True, stable=True).indices
             chosen[site.start + order[:count]] = True
         return MaskSet(self.start.sites, chosen)
-
-    def bits(self) -> Tensor:
-        return self.gather("mask")
-
-    def decide(self, history: History) -> MaskSet:
-        return masks(self.model).copy()

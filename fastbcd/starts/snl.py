@@ -25,11 +25,11 @@ from fastbcd.masking.masks import MaskSet
 from fastbcd.private.target import Target
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.starts.mask_training import (
-    MaskTraining,
     Method,
     StartingPoint,
     channels_last,
     only_identity,
+    train_masks,
 )
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer, training_dtype
@@ -70,20 +70,13 @@ def snl(
     >>> start.masks.count(), sorted(start.accuracy)
     (2, ['final', 'thresholded', 'trained'])
     """
+    given = dict(locals())
     check_number("lr", lr, 0, strictly=True)
     check_number("lambda0", lambda0, 0)
     check_number("kappa", kappa, 1)
     check_number("threshold", threshold, 0)
     check_whole("max_epochs", max_epochs, 0)
-    settings = {
-        "budget": budget, "lr": lr, "lambda0": lambda0, "kappa": kappa, "threshold": threshold,
-        "max_epochs": max_epochs, "exact": exact,
-    }  # fmt: skip
-    return MaskTraining(
-        name="snl", method=Selective, settings=settings, net=net, data=data, test=test,
-        teacher=teacher, finetune=finetune, batch_size=batch_size, seed=seed, run_dir=run_dir,
-        resume=resume, progress=progress,
-    ).run()  # fmt: skip
+    return train_masks(Selective, given)
 
 
 class SoftReLU(MaskedActivation):
@@ -117,6 +110,8 @@ def growth(counts: Sequence[int], lowest: int) -> list[bool]:
 
 class Selective(Method):
     """SNL's mask training."""
+
+    name = "snl"
 
     @staticmethod
     def prepare(net: nn.Module) -> nn.Module:
