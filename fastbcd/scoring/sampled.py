@@ -27,7 +27,7 @@ from fastbcd.scoring.confidence import interval, log_evidence
 
 # Images between two decisions, the largest of: LEAST, a part of all, a part of those seen.
 LEAST, LOOKS, GROW = 128, 100, 16
-SURE = 0.98  # the share of changes that are smaller than the distance of an image that is drawn
+SURE = 0.99  # the share of changes that are smaller than the distance of an image that is drawn
 EPOCH = 2**32  # of the random order; no training has so many epochs
 
 
