@@ -1,6 +1,6 @@
 """The search of a step with a confidence: each decision takes the images that it needs.
 
-Images are visited in an order that is drawn anew for each step: first all that are likely to
+Images are visited in an order that each step draws for itself: first all that are likely to
 change their answer, as their margins in earlier steps say, then the others at random. What the
 first add to a difference is exact; the rest is bounded by confidence.py. Decisions are made at
 fixed numbers of images, so they depend on no engine, batch size or number of ranks.
