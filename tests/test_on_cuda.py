@@ -196,7 +196,7 @@ def test_an_epoch_waits_no_more_often_with_more_batches(gpu, method) -> None:
             fastbcd.Finetuner(net, data, tune, teacher).run(1)
         elif method == "snl":
             fastbcd.snl(net, data, 50, batch_size=16, finetune=tune, teacher=teacher)
-        elif method == "senet":  # masks are relearned in batches of 128 images
+        elif method == "senet":  # masks are relearned in batches of 32 images
             fastbcd.senet(net, data, 20, epochs=2, batch_size=16, finetune=tune, teacher=teacher)
         else:
             fastbcd.autorep(net, data, 50, epochs=2, batch_size=16, teacher=teacher)

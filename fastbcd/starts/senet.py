@@ -3,7 +3,8 @@
     start = fastbcd.senet(net, data, budget=30_000, test=test, run_dir="runs/senet-30k")
     fastbcd.bcd(start.model, data, budget=15_000, teacher=dense)
 
-The paper (Kundu et al., arXiv 2301.09254) has three stages; its formulas as they are used here:
+The paper (Kundu et al., arXiv 2301.09254) has three stages. Only summaries of it were at hand, so
+its formulas are stated here without their numbers:
 
 1. Sensitivity. The weights of the dense net are pruned to a density d. The pruning sensitivity of
    layer l is the share of its weights that are left, η_l, and its ReLU sensitivity is 1 - η_l. The
@@ -60,7 +61,7 @@ from fastbcd.training.teacher import TeacherLogits
 from fastbcd.training.trainer import Trainer, training_dtype
 
 CHOSEN = Finetune(epochs=100, lr=1e-2, mismatch=0.1)
-IMAGES, BATCH = 5_000, 128  # that masks are relearned on; how many at a time
+IMAGES, BATCH = 5_000, 32  # that masks are relearned on; how many at a time
 
 
 def senet(
@@ -235,9 +236,7 @@ class Sensitive(Method):
         sensitivity, kept = relu_sensitivity(net, s.data, s.density), self.start.counts().values()
         self.counts = allocate(s.budget, sensitivity, list(kept))
         drawn = torch.Generator().manual_seed(s.seed)
-        values = torch.rand(self.start.total, generator=drawn).split(
-            [x.numel for x in self.start.sites]
-        )
+        values = [torch.rand(site.shape, generator=drawn) for site in self.start.sites]
         set_masks(net, self.largest_by_site(values))
 
     def done(self, history: History) -> bool:

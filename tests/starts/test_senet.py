@@ -115,7 +115,7 @@ def plain_differences(net: nn.Module, teacher: nn.Module, x: torch.Tensor) -> li
 @pytest.mark.parametrize("name", ["resnet", "poly", "mlp", "untraceable"])
 @pytest.mark.filterwarnings("ignore:.*torch.fx cannot trace:RuntimeWarning")
 def test_differences_are_those_of_the_formula(name) -> None:
-    net, teacher, images = thinned(make(name)), make(name), data(150)  # two batches
+    net, teacher, images = thinned(make(name)), make(name), data(50)  # two batches
     with torch.no_grad():
         for p in net.parameters():
             p.mul_(1.1)
@@ -124,7 +124,7 @@ def test_differences_are_those_of_the_formula(name) -> None:
     found = differences(net, logits, images)
     assert same(state(net), before)
     truth = plain_differences(
-        copy.deepcopy(net), copy.deepcopy(teacher), next(images.batches(150))[0]
+        copy.deepcopy(net), copy.deepcopy(teacher), next(images.batches(50))[0]
     )
     for own, expected in zip(found, truth, strict=True):
         torch.testing.assert_close(own, expected.double(), rtol=1e-4, atol=1e-7)
@@ -169,6 +169,13 @@ def test_exact_budget_and_records(name) -> None:
         assert any(p.requires_grad for n, p in net.named_parameters() if n.endswith("coef"))
     run = fastbcd.bcd(net, data(), budget=90, drc=11, rt=2, finetune=None)
     assert run.masks.count() == 90
+
+
+def test_a_target_is_a_budget() -> None:
+    target = fastbcd.private.Target(bytes=464 * 25 + 1, protocol="crypten")
+    start = senet(make("mlp"), data(), target, **QUICK)
+    assert start.masks.count() == 25
+    assert target.met(start.model)
 
 
 def test_it_stops_when_masks_hardly_change() -> None:
