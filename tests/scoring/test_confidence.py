@@ -230,6 +230,29 @@ def test_the_order_is_random_and_begins_with_what_may_change() -> None:
     assert 50 == needed[0] > needed[1] > needed[2] > 3
 
 
+@pytest.mark.parametrize("adt", [-math.inf, 0.0, math.inf])
+@pytest.mark.parametrize("n", [1, 3, 300])
+def test_extreme_cases_are_those_of_the_exact_choice(n, adt) -> None:
+    """Few images, any ADT, a hypothesis that removes nothing, a loss of one's own."""
+    net, data = net_and_data(n)
+    kept = fastbcd.masks(net).bits.nonzero().flatten()
+    hypotheses = [kept, kept[:0], kept[:2], kept[:0]]
+
+    def mean(outputs, targets):
+        return -outputs.gather(1, targets[:, None]).mean()
+
+    exact = choose(net, hypotheses, data, adt=adt, loss=mean)
+    found = choose(net, hypotheses, data, adt=adt, loss=mean, confidence=0.9999)
+    assert (found.number, found.accepted, found.tried) == (
+        exact.number,
+        exact.accepted,
+        exact.tried,
+    )
+    if found.seen[found.number] == n:
+        assert found.correct == exact.correct
+        assert found.loss == pytest.approx(exact.loss)
+
+
 def test_what_is_refused() -> None:
     net, data = net_and_data(5)
     one = [torch.tensor([int(fastbcd.masks(net).bits.nonzero()[0])])]
