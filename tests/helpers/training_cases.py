@@ -21,6 +21,7 @@ from fastbcd import Finetuner
 from fastbcd.runs.directory import RunDirectory
 from fastbcd.runtime import ranks
 from fastbcd.scoring.accuracy import accuracy
+from helpers import sync_norm
 from helpers.kill_cases import fork, succeeds
 from helpers.nets import make, thinned
 from helpers.rank_cases import on_ranks, said
@@ -39,11 +40,15 @@ def result(net: torch.nn.Module, **more: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------- on two ranks
 
 
-def finetuned(folder: Path, name: str = "mlp", **changes: Any) -> Any:
+def finetuned(folder: Path, name: str = "mlp", synced: bool = False, **changes: Any) -> Any:
     net, teacher = thinned(make(name)), make(name)
     # 41 samples: shares of 8 and 8, and in the last batch of 4 and 5.
     settings = dataclasses.replace(SMALL, **changes)
     tuner = Finetuner(net, pair(41), settings, teacher, seed=1)
+    if synced and ranks.world() > 1:  # a Finetuner on a CPU refuses it
+        sync_norm.on_cpus()
+        tuner = Finetuner(net, pair(41), settings, teacher, seed=1)
+        tuner.settings = dataclasses.replace(settings, sync_batch_norm=True)
     losses = [tuner.run(step=s)["loss"] for s in range(2)]
     computed = int(ranks.all_sum(torch.tensor(tuner.teacher.computed)))
     return result(net, loss=losses, computed=computed, accuracy=accuracy(net, pair(41)))
@@ -51,6 +56,11 @@ def finetuned(folder: Path, name: str = "mlp", **changes: Any) -> Any:
 
 def finetuned_resnet(folder: Path) -> Any:
     return finetuned(folder, "resnet")
+
+
+def finetuned_synced(folder: Path) -> Any:
+    """Batch norm over the images of both ranks."""
+    return finetuned(folder, "resnet", synced=True)
 
 
 def mismatch(folder: Path) -> Any:
@@ -138,7 +148,7 @@ def killed(folder: Path) -> None:
 
 def all_cases(folder: Path) -> dict[str, Any]:
     starts = (snl, autorep, deepreduce, senet, relupruner)
-    cases = (finetuned, finetuned_resnet, mismatch, dense, *starts)
+    cases = (finetuned, finetuned_resnet, finetuned_synced, mismatch, dense, *starts)
     # One rank alone first: the forked processes then find every module imported.
     alone = [case(folder) for case in cases]
     ranked = [on_ranks(case, folder, 2) for case in cases]

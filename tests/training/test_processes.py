@@ -24,7 +24,9 @@ def found(tmp_path_factory) -> dict:
 STARTS = ["snl", "autorep", "deepreduce", "senet", "relupruner"]
 
 
-@pytest.mark.parametrize("case", ["finetuned", "finetuned_resnet", "mismatch", "dense", *STARTS])
+@pytest.mark.parametrize(
+    "case", ["finetuned", "finetuned_resnet", "finetuned_synced", "mismatch", "dense", *STARTS]
+)
 def test_two_ranks_train_as_one(found, case) -> None:
     first, second, alone = found[case]
     assert "failed" not in first, first["failed"]
