@@ -3,7 +3,7 @@
     start = fastbcd.senet(net, data, budget=30_000, test=test, run_dir="runs/senet-30k")
     fastbcd.bcd(start.model, data, budget=15_000, teacher=dense)
 
-The paper (Kundu et al., arXiv 2301.09254) has three stages. Only summaries of it were at hand, so
+The paper (Kundu et al., arXiv 2301.09254) has three stages. Only summaries of it were available, so
 its formulas are stated here without their numbers:
 
 1. Sensitivity. The weights of the dense net are pruned to a density d. The pruning sensitivity of
