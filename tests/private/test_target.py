@@ -89,7 +89,7 @@ def test_a_fit_meets_the_limits_and_wastes_no_relu(sites_, seed, share, mixed, b
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 30), st.integers(1, 4))
 @settings(max_examples=200, deadline=None)
 def test_reach_against_all_masks(counts, budget, most) -> None:
-    """A count and a number of sites: exactly the budget can be kept if `reach` finds it possible."""
+    """A count and a number of sites: exactly the budget can be kept if `reach` allows it."""
     found = np.array(counts)
     limits = Limits(found, np.zeros(len(found), dtype=bool), (relus(budget), sites(most)))
     grid = np.stack(np.meshgrid(*(range(n + 1) for n in counts), indexing="ij"), -1)
