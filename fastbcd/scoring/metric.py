@@ -149,8 +149,7 @@ class Criterion:
         """Refuse outputs and targets that cross-entropy does not fit, if that is the loss."""
         if self.loss is not None:
             return
-        fits = isinstance(outputs, Tensor) and outputs.ndim > 1 and targets.dtype == torch.int64
-        if not fits or targets.shape[1:] != outputs.shape[2:]:
+        if not are_logits(outputs, targets):
             raise ValueError(
                 f"{who} returns {describe(outputs)} beside targets {describe(targets)}: "
                 f"cross-entropy needs logits [B, classes, ...] and int64 targets [B, ...]; pass "
@@ -162,6 +161,16 @@ class Criterion:
 
 
 DEFAULT = Criterion()
+
+
+def are_logits(outputs: Any, targets: Tensor) -> bool:
+    """Whether they are logits [B, classes, ...] and class indices [B, ...].
+
+    >>> are_logits(torch.zeros(2, 5), torch.tensor([0, 4]))
+    True
+    """
+    fits = isinstance(outputs, Tensor) and outputs.ndim > 1 and targets.dtype == torch.int64
+    return fits and targets.shape[1:] == outputs.shape[2:]
 
 
 def _copy_of(outputs: Any, i: int) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fastbcd.graph.fuse import NormActivation
 from fastbcd.masking.activations import MaskedActivation
+from fastbcd.scoring.metric import at_least_float32
 
 
 @contextmanager
@@ -47,8 +48,7 @@ def site_outputs(
 
 def direction(a: Tensor) -> Tensor:
     """Each sample of [B, ...] divided by its norm, in float32 or wider; zeros stay zeros."""
-    a = a.to(torch.promote_types(a.dtype, torch.float32))
-    norm = _norm(a)
+    norm = _norm(a := at_least_float32(a))
     return a / norm.masked_fill(norm == 0, math.inf)
 
 

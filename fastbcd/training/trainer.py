@@ -37,7 +37,7 @@ from fastbcd.runtime.module_mode import train_mode
 from fastbcd.runtime.tf32 import fast_convolutions, repeatable_convolutions
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import check_classes, data_for, dtype_of, first_outputs
-from fastbcd.scoring.metric import Criterion, Loss, at_least_float32, describe
+from fastbcd.scoring.metric import Criterion, Loss, are_logits, at_least_float32, describe
 from fastbcd.training.mismatch import mismatch, site_outputs
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits, with_sites
@@ -407,13 +407,11 @@ def check_same_classes(net: nn.Module, data: ImageData, teacher: nn.Module) -> N
     """Refuse a teacher whose outputs are not logits of the net's classes."""
     who = {"the net": net, "the teacher": teacher}
     own, other = (first_outputs(module, data, name, 1) for name, module in who.items())
-    targets = data.labels
-    logits = isinstance(own, Tensor) and own.ndim > 1 and targets.dtype == torch.int64
-    if not logits or targets.shape[1:] != own.shape[2:]:
+    if not are_logits(own, data.labels):
         raise ValueError(
             f"the teacher {type(teacher).__name__} cannot be distilled from: that needs logits "
             f"[B, classes, ...] and class indices [B, ...], but the net returns {describe(own)} "
-            f"beside targets {describe(targets)}; use teacher=None"
+            f"beside targets {describe(data.labels)}; use teacher=None"
         )
     if not isinstance(other, Tensor) or own.shape[1:] != other.shape[1:]:
         if isinstance(other, Tensor) and own.ndim == other.ndim == 2:
