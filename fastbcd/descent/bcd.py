@@ -306,7 +306,7 @@ class Descent:
         count, value, least = int(counts.sum()), self.limits.value(counts), self.limits.least()
         step: Any = SimpleNamespace(accepted=True, chosen=1)
         while value > first.most and count:
-            most = math.ceil((value - first.most) / (value - least) * count - 1e-9)
+            most = max(1, math.ceil((value - first.most) / (value - least) * count - 1e-9))
             sizes.append(min(self._size(count, [*self.history, *[step] * len(sizes)]), most))
             value -= sizes[-1] / count * (value - least)
             count -= sizes[-1]
