@@ -215,16 +215,14 @@ def test_no_operation_is_exported_for_emptied_sites(kind, tmp_path) -> None:
     if kind == "onnx":
         pytest.importorskip("onnxscript")
     found, x = [], nets.images(3)[0]
-    for number, net in enumerate([with_sites({1}), never_there({1}), with_sites({0, 1, 4})]):
+    for number, net in enumerate([with_sites({1, 4}), never_there({1, 4})]):
         path = tmp_path / f"{number}.{kind}"
         private.export(net, x, path)
-        found.append(operators(path))
+        found.append([name.lower() for name in operators(path)])
     assert found[0] == found[1]
-    for number, sites in ((0, 1), (2, 3)):
-        names = [name.lower() for name in found[number]]
-        for word in ("relu", "index_copy" if kind == "pt2" else "scatter"):
-            assert sum(word in name for name in names) == sites
-        assert not [name for name in names if "identity" in name or "where" in name]
+    for word in ("relu", "index_copy" if kind == "pt2" else "scatter"):
+        assert sum(word in name for name in found[0]) == 2
+    assert not [name for name in found[0] if "identity" in name or "where" in name]
 
 
 def test_nothing_is_exported_for_emptied_sites_of_a_net_without_a_graph(tmp_path) -> None:
