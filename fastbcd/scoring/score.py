@@ -212,12 +212,13 @@ class _Lanes:
 
 
 def answers(
-    plan: Plan, data: ImageData, removals: dict[int, Tensor], base: bool
+    plan: Plan, data: ImageData, removals: dict[int, Tensor], base: bool, begin: int | None = None
 ) -> dict[int, Tensor]:
     """By number, the margin and the loss of each image, DoubleTensor[2, N] on the CPU.
 
     The margin is the logit of the label minus the largest other one. Each rank runs a part of the
-    images; all get all numbers.
+    images; all get all numbers. begin: the place of the data among all images of this plan, if
+    others will be asked about the same part; an engine may keep what it computes of it.
     """
     asked = base or not all(ids.numel() for ids in removals.values())
     numbers, lanes = [-1, *removals] if asked else list(removals), _Lanes(plan, removals)
@@ -228,7 +229,7 @@ def answers(
             plan.batch, dtype=plan.request.example.dtype, memory_format=plan.engine.memory_format
         ):
             judge = partial(plan.criterion.margins_and_losses, targets=targets)
-            some = lanes.run(x, asked, None, judge)
+            some = lanes.run(x, asked, None if begin is None else begin + at, judge)
             both = [some[k if k in some else -1] for k in numbers]
             found[:, :, at : at + len(x)] = torch.stack(both)
             at += len(x)
