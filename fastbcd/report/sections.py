@@ -10,7 +10,6 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from fastbcd import private
 from fastbcd.masking.masks import MaskSet
@@ -203,7 +202,7 @@ def seconds(ways: Sequence[Way], network: Network, *, label: str) -> list[Sectio
         missing += len(way.points) - len(known)
         some = np.linspace(0, len(known) - 1, min(len(known), 200)).round().astype(int)
         if len(known := [known[i] for i in some]):
-            costs = [_cost_of(way.stage, point, network) for point in known]
+            costs = [network.cost(way.stage.masks_at(p), way.stage.poly) for p in known]
             points = [(c.known_seconds, p.accuracy) for p, c in zip(known, costs, strict=True)]
             lines.append(Line(way.label, way.method, points))
             c, used = costs[-1], sum(site.relus > 0 for site in costs[-1].sites)
@@ -220,13 +219,6 @@ def seconds(ways: Sequence[Way], network: Network, *, label: str) -> list[Sectio
         ranges="; ".join(f"{r[0]}: {r[-1]:.2f} % at {r[-2]}" for r in rows),
     )  # fmt: skip
     return [found._replace(tables=[t._replace(folded=len(rows) == 1) for t in found.tables])]
-
-
-def _cost_of(stage: SavedRun, point: Point, network: Network) -> private.Cost:
-    """The cost of a net, which depends on how many ReLUs each site keeps and not on which."""
-    kept = zip(stage.start.sites, point.sites or (), strict=True)
-    bits = torch.cat([torch.arange(site.numel) < n for site, n in kept])
-    return network.cost(MaskSet(stage.start.sites, bits), stage.poly)
 
 
 def baseline(run: Stages, runs: Sequence[Stages], given: float | None) -> float | None:

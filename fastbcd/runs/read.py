@@ -148,6 +148,12 @@ class SavedRun:
             kept[-1] = list(self.masks.counts().values())
         return kept
 
+    def masks_at(self, point: Point) -> MaskSet:
+        """Some masks with as many ReLUs at each site as the point's net: they cost as much."""
+        kept = zip(self.start.sites, point.sites or (), strict=True)
+        bits = torch.cat([torch.arange(site.numel) < n for site, n in kept])
+        return MaskSet(self.start.sites, bits)
+
     def seconds(self) -> dict[str, float]:
         """Seconds spent, by phase, over all finished steps."""
         spent: Counter[str] = Counter()

@@ -70,6 +70,19 @@ def test_cost_command(run, capsys) -> None:
     assert capsys.readouterr().out.strip() == str(private.cost(run))
 
 
+def test_cost_lists_accuracy_against_relus_and_seconds(stages, capsys) -> None:
+    """Dense net, start, and the steps of BCD, each with the cost of its own masks."""
+    assert fastbcd_(f"cost {stages} --protocol crypten spu-semi2k") == 0
+    out = capsys.readouterr().out
+    dense, snl, bcd = (fastbcd.load_run(stages / n) for n in ("1-dense", "2-snl", "3-bcd"))
+    for run in (dense, snl, bcd):
+        cost = private.cost(run.masks, "crypten")
+        row = f"{run.count:>9,}{1:>7}{cost.seconds * 1e3:>9.2f} ms{run.accuracy:>8.2f} %"
+        assert row in out, row
+    assert out.count("  test accuracy:\n        ReLUs  sites") == 2
+    assert out.count("  ≥ ") == 2 + 1 + len(bcd.history), "an unknown part is marked"
+
+
 def test_cost_of_an_unfinished_start(tmp_path, monkeypatch, capsys) -> None:
     """Between epochs the state of SNL holds real-valued masks."""
     with monkeypatch.context() as patch:
@@ -114,7 +127,7 @@ def check_recorded(net: nn.Module, name: str, capsys) -> None:
     x = torch.randn(3, 1, 28, 28)
     assert torch.equal(torch.export.load("net.pt2").module()(x), net.eval()(x))
     assert fastbcd_("cost recorded") == 0
-    assert capsys.readouterr().out.strip() == str(private.cost(net))
+    assert capsys.readouterr().out.startswith(str(private.cost(net)))
     assert fastbcd_("report recorded") == 0
     page = Path("recorded/report/report.html").read_text(encoding="utf-8")
     assert f"{name} on Fashion-MNIST, small" in page
