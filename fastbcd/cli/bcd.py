@@ -17,8 +17,17 @@ from fastbcd.recipes import run as recipe_run
 # The options that can be given with --recipe; the recipe fixes the others.
 WITH_RECIPE = ("recipe", "dry_run", "weights", "root", "download", "run_dir", "seed", "device",
                "progress", "samples", "engine")  # fmt: skip
+
+
+def _targeted(options: argparse.Namespace) -> bool:
+    return any(getattr(options, q) is not None for q in ("seconds", "bytes", "rounds"))
+
+
 # Options that need another one: what they need, and whether it is there.
 NEEDS = {
+    **dict.fromkeys(
+        ("protocol", "bandwidth", "rtt"), ("--seconds, --bytes or --rounds", _targeted)
+    ),
     "dry_run": ("--recipe", lambda options: options.recipe is not None),
     "saliency_temperature": ("--proposal saliency", lambda options: options.proposal == "saliency"),
     "scale_x2": ("--format autorep", lambda options: options.format == "autorep"),
@@ -28,8 +37,8 @@ NEEDS = {
 
 def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse options that do not go together; a recipe gives its data and run directory."""
-    if (options.budget is None) == (options.recipe is None):
-        parser.error("give either --budget or --recipe")
+    if (options.budget is None and not _targeted(options)) == (options.recipe is None):
+        parser.error("give either --budget, --seconds, --bytes or --rounds, or --recipe")
     for name, value in vars(options).items():
         flag = f"--{name.replace('_', '-')}"
         if value == parser.get_default(name):
@@ -49,7 +58,7 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Remove ReLUs until --budget are left, or run a --recipe with all its stages."""
+    """Remove ReLUs until the budget or the target is met, or run a --recipe."""
     if options.dry_run:
         return print(recipes.plan(recipes.get(options.recipe)))
     data, test = inputs.load_data(options)
@@ -68,8 +77,11 @@ def _run(options: argparse.Namespace, data: ImageData, test: ImageData) -> fastb
         kept = f"{masks.count():,} of {masks.total:,} ReLUs"
         inputs.say(f"{name} on {options.data}: {kept}, test {accuracy:.2f} %")
     proposal, temperature = options.proposal, options.saliency_temperature
+    budget = options.budget
+    if _targeted(options):
+        budget = call(fastbcd.private.Target, options, relus=options.budget)
     return call(
-        fastbcd.bcd, options, net=net, data=data, test=test,
+        fastbcd.bcd, options, net=net, data=data, test=test, budget=budget,
         proposal=proposal if temperature is None else fastbcd.Saliency(temperature),
         teacher=inputs.given_teacher(options, data),
         finetune=call(fastbcd.Finetune, options) if options.epochs else None,

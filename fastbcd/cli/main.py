@@ -75,5 +75,8 @@ def run(command: str, arguments: list[str]) -> int:
 
 def _default_run_dir(command: str, options: argparse.Namespace) -> Path:
     net = options.model.replace(":", ".") if options.model else options.arch
+    targets = {"seconds": "s", "bytes": "B", "rounds": "rounds"}
+    given = {unit: getattr(options, name, None) for name, unit in targets.items()}
     parts = [command, net, Path(options.data).stem, getattr(options, "budget", None)]
+    parts += [f"{value:g}{unit}" for unit, value in given.items() if value is not None]
     return Path("runs") / "-".join(str(part) for part in parts if part is not None)

@@ -325,8 +325,12 @@ def test_ctrl_c_before_anything_is_saved(monkeypatch, capsys) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("bcd --arch resnet20", "give either --budget or --recipe"),
-        ("bcd --recipe resnet18-cifar100-15k --budget 3", "give either --budget or --recipe"),
+        ("bcd --arch resnet20", "give either --budget, --seconds, --bytes or --rounds, or --rec"),
+        ("bcd --recipe resnet18-cifar100-15k --budget 3", "give either --budget, --seconds"),
+        ("bcd --recipe resnet18-cifar100-15k --seconds 3", "give either --budget, --seconds"),
+        ("bcd --budget 3 --rtt 40ms", "--rtt goes with --seconds, --bytes or --rounds only"),
+        ("bcd --seconds 1 --rounds 9", "not allowed with argument"),
+        ("bcd --seconds fast", "'fast'; give seconds, 0 or more"),
         ("bcd --recipe resnet18-cifar100-16k", "resnet18-cifar100-15k"),
         (f"{BCD} --drc 0%", "--drc: 0% is neither a number of ReLUs, 1 or more, nor a share"),
         (f"{BCD} --drc 101%", "--drc: 101% is neither"),
