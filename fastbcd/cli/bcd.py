@@ -28,7 +28,6 @@ NEEDS = {
     **dict.fromkeys(
         ("protocol", "bandwidth", "rtt"), ("--seconds, --bytes or --rounds", _targeted)
     ),
-    "dry_run": ("--recipe", lambda options: options.recipe is not None),
     "saliency_temperature": ("--proposal saliency", lambda options: options.proposal == "saliency"),
     "scale_x2": ("--format autorep", lambda options: options.format == "autorep"),
     "teacher": ("--epochs of 1 or more", lambda options: options.epochs > 0),
@@ -59,10 +58,12 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 def work(options: argparse.Namespace) -> None:
     """Remove ReLUs until the budget or the target is met, or run a --recipe."""
-    if options.dry_run:
+    if options.dry_run and options.recipe:
         return print(recipes.plan(recipes.get(options.recipe)))
     data, test = inputs.load_data(options)
     run = (_run_recipe if options.recipe else _run)(options, data, test)
+    if options.dry_run:
+        return
     last = run.history[-1].test_accuracy if run.history else None
     tested = "" if last is None else f", test {last:.2f} %"
     inputs.say(f"{run.masks.count():,} ReLUs kept{tested}; weights and masks: {options.run_dir}")

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fastbcd import info
-from fastbcd.cli import bcd, cost, demo, export, recipes, report, starts, train
+from fastbcd.cli import bcd, cost, demo, export, linearize, recipes, report, starts, train
 from fastbcd.cli.inputs import say
 from fastbcd.cli.options import TABLE, parser_of
 from fastbcd.runtime import ranks
 
 COMMANDS = TABLE["commands"]  # their help and options
 WORK: dict[str, Callable[[argparse.Namespace], None]] = {
-    "demo": lambda options: demo.show(options.run_dir), "train": train.work, **starts.METHODS,
-    "bcd": bcd.work, "recipes": recipes.work, "report": report.work, "cost": cost.work,
-    "export": export.work,
+    "demo": lambda options: demo.show(options.run_dir), "linearize": linearize.work,
+    "train": train.work, **starts.METHODS, "bcd": bcd.work, "recipes": recipes.work,
+    "report": report.work, "cost": cost.work, "export": export.work,
 }  # fmt: skip
 
 

@@ -254,10 +254,7 @@ class Descent:
         if self.seed >= 2**63:
             raise ValueError(f"seed={self.seed}; it must be at most 2^63 - 1")
         if self.adt not in (math.inf, -math.inf):
-            try:
-                check_number("adt", self.adt)
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{error}, in percentage points") from None
+            check_number("adt", self.adt)
         if not (isinstance(self.finetune, Finetune | None) or callable(self.finetune)):
             name = type(self.finetune).__name__
             way_out = "give fastbcd.Finetune(...), a function f(net, step), or None"
@@ -305,7 +302,8 @@ class Descent:
         counts, first, sizes = counts_of(masks(self.net)), self.limits.bounds[0], list[int]()
         count, value, least = int(counts.sum()), self.limits.value(counts), self.limits.least()
         step: Any = SimpleNamespace(accepted=True, chosen=1)
-        while value > first.most and count:
+        rounding = 1e-9 * abs(value)
+        while value - first.most > rounding and count:
             most = max(1, math.ceil((value - first.most) / (value - least) * count - 1e-9))
             sizes.append(min(self._size(count, [*self.history, *[step] * len(sizes)]), most))
             value -= sizes[-1] / count * (value - least)

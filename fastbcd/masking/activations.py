@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +11,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from fastbcd import ops
 from fastbcd.ops.saliency import saliency
-
-# The least-squares quadratic of ReLU under a standard Gaussian: c0, c1, c2.
-RELU_QUADRATIC = (1 / math.sqrt(8 * math.pi), 0.5, 1 / math.sqrt(8 * math.pi))
 
 
 class SaliencyPass(NamedTuple):
@@ -84,7 +80,8 @@ class MaskedReLU(MaskedActivation):
 class MaskedPoly(MaskedActivation):
     """ReLU where the bit is 1, c2*x² + c1*x + c0 where it is 0, with `coef` [3, C] learned.
 
-    coef starts as the quadratic nearest to ReLU for x ~ N(0, 1).
+    coef starts as the identity: 0, 1, 0. The quadratic nearest to ReLU would be closer to it, but
+    grows with x², and a deep net of such quadratics diverges in training.
 
     >>> act = MaskedPoly((2,))
     >>> act.mask[1] = False
@@ -94,7 +91,7 @@ class MaskedPoly(MaskedActivation):
 
     def __init__(self, shape: tuple[int, ...] | int, *, device: Any = None) -> None:
         super().__init__(shape, device=device)
-        start = torch.tensor(RELU_QUADRATIC, device=device).unsqueeze(1)
+        start = torch.tensor([0.0, 1.0, 0.0], device=device).unsqueeze(1)  # c0, c1, c2
         self.coef = nn.Parameter(start.repeat(1, self.mask.shape[0]))
 
 

@@ -183,8 +183,6 @@ def to_poly(net: nn.Module) -> nn.Module:
             return act
         new = MaskedPoly(tuple(act.mask.shape), device=act.mask.device).to(dtype)
         new.mask.copy_(act.mask)
-        with torch.no_grad():
-            new.coef.copy_(new.coef.new_tensor([0.0, 1.0, 0.0])[:, None])  # c0, c1, c2
         return new.train(act.training)
 
     result = twin(copy.deepcopy(net), poly)

@@ -47,6 +47,7 @@ def coloured():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(2704, 10))
 """
 BCD = "bcd --model my_nets:small --data tiny.npz --budget 30 --drc 60 --rt 2 --epochs 1"
+LINEARIZE = "linearize --model my_nets:small --data tiny.npz --budget 30 --epochs 3 --rt 2"
 SALIENCY = f"{BCD} --proposal saliency --saliency-temperature"
 TRAIN = "train --model my_nets:small --data tiny.npz --epochs 3 --run-dir dense"
 
@@ -345,7 +346,6 @@ def test_ctrl_c_before_anything_is_saved(monkeypatch, capsys) -> None:
         (f"{SALIENCY} -1", "--saliency-temperature: invalid temperature value: '-1'"),
         (f"{SALIENCY} nan", "--saliency-temperature: invalid temperature value: 'nan'"),
         (f"{SALIENCY} warm", "--saliency-temperature: invalid temperature value: 'warm'"),
-        (f"{BCD} --dry-run", "--dry-run goes with --recipe only"),
         (f"{BCD} --scale-x2 0.5", "--scale-x2 goes with --format autorep only"),
         (f"{BCD} --epochs 0 --teacher dense", "--teacher goes with --epochs of 1 or more only"),
         (f"{BCD} --engine magic", "invalid choice: 'magic'"),
@@ -365,6 +365,33 @@ def test_a_recipe_can_be_looked_at_first(capsys) -> None:
     assert not Path("runs").exists()
 
 
+def test_a_dry_run_prints_the_plan_and_writes_nothing(capsys) -> None:
+    for line in (BCD, LINEARIZE):
+        assert fastbcd_(f"{line} --dry-run --quiet") == 0
+        assert "plan: " in capsys.readouterr().out
+    assert not Path("runs").exists()
+
+
+def test_linearize(capsys) -> None:
+    assert fastbcd_(f"{TRAIN} --quiet") == 0
+    line = f"{LINEARIZE} --weights dense --padding 1 --no-flip"
+    assert fastbcd_(f"{line} --run-dir made") == 0
+    out = capsys.readouterr().out
+    assert out.index("3 epochs of training") < out.index("step 3: 30 ReLUs, only training")
+    assert "30 ReLUs kept, test " in out
+    settings = json.loads(Path("made/config.json").read_text())["settings"]
+    assert (settings["linearize"]["epochs"], settings["rt"]) == (3, 2)
+    assert (settings["finetune"]["padding"], settings["finetune"]["flip"]) == (1, False)
+    assert fastbcd_(f"{line} --run-dir made --quiet") == 0
+    assert "the run in made is done: 3 steps" in capsys.readouterr().out
+    assert fastbcd_(f"{line} --start made --budget 10 --run-dir more --quiet") == 0
+    assert [r["after"] for r in records("more")] == [17, 10, 10]
+    before, after = (weights(name)["2.mask"] for name in ("made", "more"))
+    assert not (after & ~before).any()
+    assert fastbcd_("linearize --model my_nets:small --data tiny.npz --budget 999") == 2
+    assert "budget=999; the net keeps 196 ReLUs" in capsys.readouterr().err
+
+
 def test_every_command_has_help(capsys) -> None:
     for name in cli.COMMANDS:
         with pytest.raises(SystemExit) as caught:
@@ -373,22 +400,26 @@ def test_every_command_has_help(capsys) -> None:
         assert f"fastbcd {name}" in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore:after 5 epochs:RuntimeWarning")
+def test_the_net_of_the_demo_is_worth_linearising() -> None:
+    test = fastbcd.load("fashion-mnist-mini", "test")
+    assert fastbcd.accuracy(demo.trained_resnet(), test) >= 88
+
+
 def test_the_demo_shows_a_table_and_a_page_and_is_then_done(monkeypatch, capsys) -> None:
-    """All stages, on few images."""
-    demo.show(Path("demo"), images=64, tests=40)
+    """On few images."""
+    demo.show(Path("demo"), images=64, tests=40, epochs=4)
     first = capsys.readouterr().out
-    assert "dense        28,224" in first
-    assert "SNL           5,000" in first
-    assert "step 10         300" in first
+    assert "start        28,224" in first
+    assert "step 4        1,000" in first
     assert "layer3.0.alpha2" in first
+    assert "28,224 → 1,000 ReLUs: private inference of an image by CrypTen" in first
     pytest.importorskip("matplotlib")
     assert "a page with figures: demo/report/report.html" in first
     assert Path("demo/report/accuracy.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    demo.show(Path("demo"), images=64, tests=40)
+    demo.show(Path("demo"), images=64, tests=40, epochs=4)
     again = capsys.readouterr().out
-    assert "the run in demo/3-bcd is done: 10 steps, 300 ReLUs kept" in again
+    assert "the run in demo is done: 4 steps, 1,000 ReLUs kept" in again
     tables = [text[text.index("  ReLUs ") :] for text in (first, again)]
     assert tables[0].partition("a page")[0] == tables[1].partition("no page")[0]
     assert "pip install 'fastbcd[plot]'" in tables[1], "it does without matplotlib"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fastbcd
+from fastbcd.cli.demo import trained_resnet
 from fastbcd.descent.plan import Plan
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.training.trainer import Finetuner, Trainer
@@ -176,6 +177,24 @@ def test_quadratics() -> None:
     with pytest.raises(ValueError, match="pass replacement='poly'"):
         short(run.model, budget=4)
     assert short(run.model, budget=4, replacement="poly").masks.count() == 4
+
+
+def test_quadratics_from_a_dense_net_stay_finite() -> None:
+    """Without training they are the identity; training with a large learning rate moves them."""
+    model = trained_resnet()
+    nets = [fastbcd.models.build(**{**model.arch, "replacement": r}) for r in ("identity", "poly")]
+    x = next(images(20).batches(20))[0]
+    for net in nets:
+        net.load_state_dict(model.state_dict(), strict=False)
+        kept = fastbcd.masks(net)
+        fastbcd.set_masks(net, kept.without(kept.sample(20_000, seed=0, step=0, trial=0)))
+    assert torch.equal(*(net.eval()(x) for net in nets))
+    run = fastbcd.linearize(model, images(300), 5_000, epochs=7, lr=0.01, rt=1, replacement="poly",
+                            progress=False)  # fmt: skip
+    coefs = [m.coef for m in run.model.modules() if isinstance(m, fastbcd.MaskedPoly)]
+    assert all(c.isfinite().all() for c in coefs)
+    assert max(float(c.detach()[2].abs().max()) for c in coefs) > 1e-3
+    assert run.history[-1].base_accuracy > 70
 
 
 # ----------------------------------------------------------------------------------- plans

@@ -39,12 +39,18 @@ def plain_trainer(net, data, s: Finetune, teacher, seed: int, step: int) -> floa
         ),
         "adam": lambda p: torch.optim.Adam(p, s.lr, weight_decay=s.weight_decay, foreach=False),
     }
-    optimizer = make_optimizer[s.optimizer](net.parameters())
+    groups = [{"params": [p for name, p in net.named_parameters() if not name.endswith("coef")]}]
+    coefs = {"params": [p for name, p in net.named_parameters() if name.endswith("coef")]}
+    own = {"weight_decay": 0.0} if s.optimizer == "sgd" else {}
+    groups += [{**coefs, **own}] if coefs["params"] else []
+    optimizer = make_optimizer[s.optimizer](groups)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, s.epochs)
     divergence = nn.KLDivLoss(reduction="batchmean")
     own, given = (activations(n) if s.mismatch else [] for n in (net, teacher))
     for epoch in range(s.epochs):
         total = 0.0
+        for group in optimizer.param_groups[1:] if s.optimizer == "sgd" else ():
+            group["lr"] = min(0.1 * optimizer.param_groups[0]["lr"], 1e-4)
         batches = data.train_batches(
             s.batch_size, seed=seed, step=step, epoch=epoch, padding=s.padding, flip=s.flip
         )
