@@ -1,6 +1,6 @@
-"""`fastbcd demo`: a small trained ResNet on embedded images, from all its ReLUs to a few hundred.
+"""`fastbcd demo`: a small trained ResNet on embedded images, from all its ReLUs to a thousand.
 
-The weights in fastbcd/data/assets/demo-resnet.safetensors are those after epoch 60 of
+The weights in fastbcd/data/assets/demo-resnet.safetensors are the result of
 
     fastbcd train --model fastbcd.cli.demo:small_resnet --data fashion-mnist-mini --epochs 60 \
         --batch-size 64 --padding 2 --run-dir runs/demo-dense
