@@ -112,9 +112,9 @@ PROMISED = {
     "Scores": "correct, loss, base_correct, base_loss, samples, engine",
     "bcd": "net, data, budget, *, drc=100, rt=50, adt=0.3, "
     "finetune=fastbcd.Finetune(epochs=20, lr=1e-3), finetune_when='every_step', "
-    "proposal='uniform', teacher=None, test=None, samples=None, seed=0, run_dir=None, "
+    "proposal=None, teacher=None, test=None, samples=None, seed=0, run_dir=None, "
     "resume='auto', engine='auto'",
-    "steps": "net, data, budget, *, drc=100, rt=50, adt=0.3, proposal='uniform', test=None, "
+    "steps": "net, data, budget, *, drc=100, rt=50, adt=0.3, proposal=None, test=None, "
     "samples=None, seed=0, run_dir=None, resume='auto', engine='auto'",
     "Run": "model, masks, history",
     "Finetune": "epochs=20, lr=1e-3",

@@ -254,7 +254,10 @@ class Descent:
         if self.seed >= 2**63:
             raise ValueError(f"seed={self.seed}; it must be at most 2^63 - 1")
         if self.adt not in (math.inf, -math.inf):
-            check_number("adt", self.adt)
+            try:
+                check_number("adt", self.adt)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{error}, in percentage points") from None
         if not (isinstance(self.finetune, Finetune | None) or callable(self.finetune)):
             name = type(self.finetune).__name__
             way_out = "give fastbcd.Finetune(...), a function f(net, step), or None"
