@@ -42,7 +42,7 @@ from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.metric import Criterion, Loss, Metric
 from fastbcd.scoring.score import check_scorable, score
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Finetuner, check_same_classes, seeded
+from fastbcd.training.trainer import Finetuner, check_same_classes, seeded, training_record
 
 PAPER = Finetune()
 WHEN = ("every_step", "on_reject")
@@ -443,7 +443,7 @@ class Descent:
         tuned: dict[str, Any] = {"finetune_when": self.finetune_when}
         if isinstance(self.finetune, Finetune):
             tuned |= {"teacher": snapshots.weights_mark(self.teacher)}
-            return {**tuned, "finetune": self.finetune.describe()}
+            return {**tuned, "finetune": training_record(self.finetune, self.net)}
         return {**tuned, "finetune": self.finetune and _name_of(self.finetune)}
 
     def _fix_memory(self, recorded: dict[str, int]) -> None:

@@ -185,7 +185,7 @@ class MaskTraining:
             check_classes(self.net, self.test, "the net, asked about the test set,")
         self.progress = self.progress and ranks.rank() == 0
         given = snapshots.take(self.net)
-        tuning = self.tuning.describe()
+        tuning = training.training_record(self.tuning, self.net)
         common = {"batch_size": self.batch_size, "seed": self.seed, "finetune": tuning}
         recorded = budget.describe() if isinstance(budget, Target) else budget
         opened = open_run(

@@ -415,6 +415,14 @@ def check_loss(net: nn.Module, data: ImageData, loss: Loss | None) -> None:
     criterion.summed_loss(outputs, next(data.batches(2))[1])
 
 
+def training_record(settings: Finetune, net: nn.Module) -> dict[str, Any]:
+    """What config.json has of a training: `describe`, and the learning rate of quadratics."""
+    found = settings.describe()
+    if settings.optimizer == "sgd" and any(isinstance(m, MaskedPoly) for m in net.modules()):
+        found["quadratics_lr"] = [QUADRATICS, QUADRATICS_MOST]  # runs begun before it lack it
+    return found
+
+
 def check_same_classes(net: nn.Module, data: ImageData, teacher: nn.Module) -> None:
     """Refuse a teacher whose outputs are not logits of the net's classes."""
     who = {"the net": net, "the teacher": teacher}

@@ -290,3 +290,11 @@ def test_bad_types_are_refused() -> None:
         short(colour="red")
     with pytest.raises(ValueError, match="the teacher has 3 classes and the net 10"):
         short(teacher=nn.Sequential(nn.Flatten(), nn.Linear(784, 3)))
+
+
+def test_the_learning_rate_of_quadratics_is_recorded(tmp_path, monkeypatch) -> None:
+    """A run with another rate would end elsewhere: it does not resume."""
+    short(replacement="poly", run_dir=tmp_path)
+    monkeypatch.setattr("fastbcd.training.trainer.QUADRATICS_MOST", 1e-3)
+    with pytest.raises(ValueError, match="quadratics_lr"):
+        short(replacement="poly", run_dir=tmp_path)
