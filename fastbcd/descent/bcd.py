@@ -23,6 +23,7 @@ from tqdm import tqdm
 from fastbcd.descent.goals import Goal
 from fastbcd.descent.plan import Plan
 from fastbcd.descent.proposals import Proposal, Saliency, check_describe, find_proposal, fitted
+from fastbcd.descent.returns import to_return
 from fastbcd.descent.schedules import Schedule
 from fastbcd.descent.step import Step, timed
 from fastbcd.masking.masks import MaskSet, masks, set_masks
@@ -93,7 +94,9 @@ def bcd(
 
     Args:
         budget: ReLUs to keep, or a `fastbcd.private.Target`: seconds, bytes or rounds of private
-            inference. The cost ends at or below the target, as close to it as one ReLU allows.
+            inference. The cost ends at or below the target, as close to it as one ReLU allows: if
+            an emptied site takes it below, removed ReLUs of sites in use return, those of largest
+            first-order gain first, as far as there are any.
         data: the train set, for scoring and fine-tuning: ImageData, (images, labels), a Dataset
             or a DataLoader. test: the test set, measured after every `test_every` steps and after
             the last one, if given.
@@ -107,7 +110,8 @@ def bcd(
             ReLUs of small first-order effect, "blocks", `Blocks(...)`: single ReLUs or whole sites
             of small effect per second saved, or a `Proposal` of your own. None: "uniform"; with a
             target or max_sites "blocks".
-        max_sites: keep ReLUs in at most so many sites.
+        max_sites: keep ReLUs in at most so many sites; fewer than `budget` ReLUs only if those
+            sites have fewer.
         samples: score on the first n train images; None: on all.
         run_dir: where every finished step is saved. The same call resumes from there, also on
             another device or number of ranks. resume: "auto"; "must" (True) refuses a directory
@@ -279,7 +283,7 @@ class Descent:
                         yield step
                     _check_unchanged(masks(self.net), removed)
                     saved = self._save(step, run)
-                    bar.update(step.drc)
+                    bar.update(step.before - step.after)
             except BaseException:
                 snapshots.restore(self.net, saved)
                 raise
@@ -360,13 +364,14 @@ class Descent:
             )  # fmt: skip
             self.margins = c.margins
         seconds["score"] -= seconds["propose"]
-        left, size = current.without(c.removal), len(c.removal)
-        set_masks(self.net, left)
+        set_masks(self.net, current.without(c.removal))
+        back = to_return(self.net, self.scored, self.limits, loss=self.loss)
+        set_masks(self.net, left := masks(self.net).including(back))
         step = Step(
-            number=number, before=current.count(), after=left.count(), drc=size, chosen=c.number,
-            cost=self._cost(), tried=c.number + 1 if c.accepted else rt, accepted=c.accepted,
-            drops=dict(sorted(c.drops.items())), engine=c.engine, seconds=seconds,
-            base_accuracy=c.base_percent, base_loss=c.base_loss,
+            number=number, before=current.count(), after=left.count(), drc=len(c.removal),
+            returned=len(back), cost=self._cost(), chosen=c.number, accepted=c.accepted,
+            tried=c.number + 1 if c.accepted else rt, drops=dict(sorted(c.drops.items())),
+            engine=c.engine, seconds=seconds, base_accuracy=c.base_percent, base_loss=c.base_loss,
             chosen_accuracy=c.percent, chosen_loss=c.loss, sites=list(left.counts().values()),
             images=c.seen, interval=None if c.interval is None else list(c.interval),
         )  # fmt: skip

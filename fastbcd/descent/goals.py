@@ -49,17 +49,16 @@ class Goal:
     def emptied(self, wanted: np.ndarray, others: np.ndarray) -> list[int]:
         """The sites to empty: of `wanted` until the goal is met, then of `others` if it demands it.
 
-        Only sites after which masks can still end within one ReLU of the end's limits.
+        The last site in use stays: single ReLUs are removed there.
         """
-        counts, chosen = self.counts.copy(), list[int]()
-        tight, most = self.final.reach(counts) >= 0, self.limits.most_sites()
+        counts, chosen, most = self.counts.copy(), list[int](), self.limits.most_sites()
         for place, x in enumerate([*wanted, *others]):
-            if self.limits.met(counts):
+            used = int((counts > 0).sum())
+            if self.limits.met(counts) or used == 1:
                 break
-            after = np.where(np.arange(len(counts)) == x, 0, counts)
-            needed = place < len(wanted) or (counts > 0).sum() > most
-            if counts[x] and needed and not (tight and self.final.reach(after) < 0):
-                chosen, counts = [*chosen, int(x)], after
+            if counts[x] and (place < len(wanted) or used > most):
+                chosen.append(int(x))
+                counts[x] = 0
         return chosen
 
     def without(self, sites: Any) -> tuple[Tensor, Goal]:
@@ -73,9 +72,13 @@ class Goal:
         gone, met = self._fit(ids)
         return gone if met else self._fit(torch.cat([ids, rest()]))[0]
 
+    def back(self, ids: Tensor) -> Tensor:
+        """Those of the removed `ids`, the first ones first, that can return within the limits."""
+        return ids[torch.from_numpy(self.limits.back(self.counts, self.sites(ids)))].sort().values
+
     def _fit(self, ids: Tensor) -> tuple[Tensor, bool]:
         where = self.sites(ids)
-        gone = self.limits.fit(self.counts, where, self.final)
+        gone = self.limits.fit(self.counts, where)
         left = self.counts - np.bincount(where[gone], minlength=len(self.counts))
         return ids[torch.from_numpy(gone)].sort().values, bool(self.limits.met(left))
 

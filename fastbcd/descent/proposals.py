@@ -46,7 +46,7 @@ class Proposal(ABC):
     resumed run draws the same hypotheses. A dataclass is described in config.json by its fields.
 
     If the budget is a cost, `size` is the number of ReLUs that are worth the step's saving. Where a
-    hypothesis empties a site and so saves more, the last of its ids are kept.
+    hypothesis empties a site and so saves more, the last of its ids at other sites are kept.
 
     >>> class LastFirst(fastbcd.Proposal):
     ...     def __call__(self, net, data, size, *, seed, step):
@@ -142,8 +142,9 @@ class Blocks(Saliency):
     second. Hypothesis 1 empties none of them. The others empty one or two sites more, or one fewer,
     in an order that is drawn: by the price from which on a site pays, times a random factor. They
     draw single ReLUs as `Saliency` does. All save as much as hypothesis 0, which may be more than
-    the step's share if a site is emptied. Where no site saves rounds, hypotheses are those of
-    `Saliency`.
+    the step's share if a site is emptied, but not more than the budget asks for: what a site saves
+    beyond it is for the ReLUs that return after the choice. Where no site saves rounds, hypotheses
+    are those of `Saliency`.
 
     >>> Blocks(temperature=0.5)
     Blocks(temperature=0.5, kind='mean_abs')

@@ -2,7 +2,8 @@
 
 Removing kept ReLU p changes its output a_p by min(z_p, 0), and so the loss L of a sample
 by t_p = dL/da_p · min(z_p, 0), to first order. In eval mode samples do not mix, so that one
-backward pass from the loss summed over a batch holds every sample's own dL/da.
+backward pass from the loss summed over a batch holds every sample's own dL/da. Returning a removed
+ReLU undoes its removal: the loss falls by E t.
 """
 
 from __future__ import annotations
@@ -58,6 +59,22 @@ def saliency(
     (torch.Size([6]), torch.float64, inf)
     """
     check_choice("kind", kind, KINDS)
+    found = _mean(net, data, kind == "mean_abs", batch_size, loss)
+    return found.abs().masked_fill(~masks(net).bits, torch.inf)
+
+
+def gains(net: nn.Module, data: Any, *, loss: Loss | None = None) -> Tensor:
+    """By how much the loss falls to first order if each removed ReLU returns, DoubleTensor[total].
+
+    Its output changes by -min(z, 0), and so the loss by -t: E t. A kept ReLU has -inf.
+    """
+    return _mean(net, data, False, None, loss).masked_fill(masks(net).bits, -torch.inf)
+
+
+def _mean(
+    net: nn.Module, data: Any, absolute: bool, batch_size: int | None, loss: Loss | None
+) -> Tensor:
+    """E|t| or E t of every unit, DoubleTensor[total] on the CPU."""
     check_whole("batch_size", batch_size, 1, optional=True)
     images, kept = data_for(net, data), masks(net)
     if not len(images):
@@ -65,15 +82,15 @@ def saliency(
     if batch_size is None:
         batch_size = max(8, min(256, VALUES.get(images.device.type, 2**23) // kept.total))
     check_loss(net, images, loss)
-    totals = _totals(net, images, kind == "mean_abs", batch_size, Criterion(loss=loss))
-    found = (all_sum(torch.cat([t.flatten().cpu() for t in totals])) / len(images)).abs()
+    totals = _totals(net, images, absolute, batch_size, Criterion(loss=loss))
+    found = all_sum(torch.cat([t.flatten().cpu() for t in totals])) / len(images)
     if not found.isfinite().all():
         site, position = kept.locate(int((~found.isfinite()).nonzero()[0]))
         raise FloatingPointError(
             f"the saliency at site {site.name!r}, position {position}, is not finite; look at the "
             f"weights and at the range of the activations"
         )
-    return found.masked_fill(~kept.bits, torch.inf)
+    return found
 
 
 def _totals(

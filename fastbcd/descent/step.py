@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NUMBERED = ("drops", "images")  # fields by number of the hypothesis; JSON has texts as keys
-OPTIONAL = ("cost", "images", "interval")  # recorded only if they are known
+OPTIONAL = ("returned", "cost", "images", "interval")  # recorded only if not the default
 
 
 @dataclass(kw_only=True)
 class Step:
     """One step of BCD: `drc` of `before` ReLUs were removed. Accuracies in percent, losses mean CE.
 
+    Where emptied sites saved more than the budget asked for, ReLUs of other sites `returned`:
+    after = before - drc + returned.
     Steps of `linearize` at the budget only train: their drc is 0.
     With a metric of your own, accuracies are its mean, in percent of its range if it has bounds.
     int(step) is its number, 1 for the first.
@@ -38,13 +40,14 @@ class Step:
     drops: dict[int, float]  # percentage points, of the hypotheses scored on all images
     base_accuracy: float  # on the train set, before the removal
     base_loss: float
-    chosen_accuracy: float  # after it, before any training
+    chosen_accuracy: float  # after it, before any return or training
     chosen_loss: float
     engine: str
     sites: list[int] | None = None  # ReLUs kept at each site after it; None in older records
     train_loss: float | None = None  # of the last epoch of the training, if it is known
     test_accuracy: float | None = None  # after the training, if there is test data
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    returned: int = 0  # ReLUs removed in this step or earlier
     cost: float | None = None  # after it, in the unit of the target; None without a target
     # With a confidence, accuracies, losses and drops are estimates; recorded only then:
     images: dict[int, int] | None = None  # that each decision took, by number; -1: the base
@@ -61,7 +64,7 @@ class Step:
         """A dictionary that JSON can hold."""
         record = dataclasses.asdict(self)
         for name in OPTIONAL:
-            if record[name] is None:
+            if record[name] == getattr(type(self), name):
                 del record[name]
         numbered = {name: record[name] for name in NUMBERED if name in record}
         return record | {k: {str(n): v for n, v in d.items()} for k, d in numbered.items()}

@@ -111,6 +111,12 @@ class MaskSet:
         smaller.bits[self.check_kept(torch.as_tensor(ids))] = False
         return smaller
 
+    def including(self, ids: Tensor) -> MaskSet:
+        """A copy with the removed ReLUs `ids` returned."""
+        larger = self.copy()
+        larger.bits[ids] = True
+        return larger
+
     def check_kept(self, ids: Tensor) -> Tensor:
         """ids as a LongTensor on the CPU, or an error that names the first bad one."""
         if ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool):

@@ -277,11 +277,11 @@ def saliency_backward(
 ) -> tuple[Tensor, Tensor]:
     """dx of a masked activation, and the first-order effects of removals, summed over the batch.
 
-    A removal adds min(z, 0) to the output of a kept unit, or poly(z) - relu(z) if there is coef:
-    sums [*S] = sum of grad * added, or of |grad * added|, where the bit is 1; 0 where it is 0
+    A removal adds min(z, 0) to the output of a kept unit, or poly(z) - relu(z) if there is coef,
+    and a return takes as much from that of a removed one:
+    sums [*S] = sum of grad * added, or of |grad * added|
     """
     z, g, bits = _sum(x, residual), grad.to(compute_dtype(grad.dtype)), mask.bool()
     dx = _gradient(g[None], z[None], bits, coef)[0].to(grad.dtype)
     effect = g * -_added_by_relu(z, coef)
-    effect = effect.abs() if absolute else effect
-    return dx, _sum_batch(effect.masked_fill(~bits, 0))
+    return dx, _sum_batch(effect.abs() if absolute else effect)

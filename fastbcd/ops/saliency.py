@@ -3,7 +3,8 @@
 Removing the ReLU of a kept unit adds min(z, 0) to its output (poly(z) - relu(z) at a polynomial
 site), which changes the loss by grad * min(z, 0) to first order. Where z < 0 the output is 0 and
 does not determine z, so the input (and the residual) is saved for the backward instead of the
-output: the same memory, and nothing is computed twice.
+output: the same memory, and nothing is computed twice. Returning a removed ReLU undoes its removal
+and has the opposite effect, so that the sums are of all units.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ def saliency(
         anchor: any tensor that requires a gradient. It never gets one; it makes autograd run
             this backward even if nothing before the activation requires a gradient.
         totals: DoubleTensor[*S]; the backward adds the sum over the batch of grad * added, or of
-            |grad * added| if absolute, for kept units.
+            |grad * added| if absolute.
 
     >>> x, totals = torch.tensor([[-2.0, -3.0, 4.0]]), torch.zeros(3, dtype=torch.float64)
     >>> mask, anchor = torch.tensor([True, False, True]), torch.zeros((), requires_grad=True)
     >>> saliency(x, mask, anchor, totals, absolute=True).sum().backward()
     >>> totals
-    tensor([2., 0., 0.], dtype=torch.float64)
+    tensor([2., 3., 0.], dtype=torch.float64)
     """
     small = None if coef is None else coef.detach().to(compute_dtype(x.dtype))
     return _Saliency.apply(anchor, x, residual, mask, small, totals, absolute)

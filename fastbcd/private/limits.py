@@ -153,49 +153,42 @@ class Limits:
                 most = max(most, math.ceil(excess / single - 1e-9) if single > 0 else count)
         return min(most, count)
 
-    def reach(self, counts: np.ndarray) -> int:
-        """The largest k for which the k largest sites alone can end within one ReLU of the limits.
-
-        One ReLU in each of them is within the limits, and all their ReLUs and one more are not.
-        -1 if there is no such k: then every mask ends further below the limits.
-        """
-        k = np.arange(int((counts > 0).sum()) + 1)
-        kept = np.where(_rank(counts) < k[:, None], counts, 0)  # [k, sites]
-        t = self.totals(kept)
-        more = Totals(
-            t.relus + 1, np.maximum(t.squares - 1, 0), np.maximum(t.relu_sites, 1), t.square_sites
-        )
-        possible = self.met(np.minimum(kept, 1)) & ~self.hold(more)
-        return int(k[possible].max(initial=-1))
-
-    def fit(self, counts: np.ndarray, where: np.ndarray, final: Limits) -> np.ndarray:
+    def fit(self, counts: np.ndarray, where: np.ndarray) -> np.ndarray:
         """Which ReLUs to remove, of those at the sites `where`, the first ones first; bool [n].
 
-        The fewest first ones that meet these limits. A ReLU without which no mask can end within
-        one ReLU of the `final` limits, where that is possible now, stays, and so do the later ones
-        of its site. If a site was emptied, the last ones of other sites are kept as far as these
-        limits allow.
+        The fewest first ones that meet these limits. If a site was emptied, the last ones of other
+        sites are kept as far as these limits allow.
         """
-        order = np.arange(len(where))
-        if final.reach(counts) >= 0:
-            order = _longest(order, where, lambda gone: final.reach(_left(counts, gone)) >= 0)
-        met = self.hold(self._after(counts, where[order]))
-        gone = order[: int(met.argmax()) if met.any() else len(order)]
-        rest = _left(counts, where[gone])
-        back = gone[::-1][rest[where[gone[::-1]]] > 0]
-        t, squares = self.totals(rest), np.cumsum(self.poly[where[back]])
-        more = t._replace(relus=t.relus + np.arange(1, len(back) + 1), squares=t.squares - squares)
-        fits = np.append(self.hold(more), False)
-        removed = np.zeros(len(where), dtype=bool)
-        removed[gone] = True
-        removed[back[: int(fits.argmin())]] = False
-        return removed
+        met = self.hold(self._after(counts, where))
+        gone = np.arange(len(where)) < (met.argmax() if met.any() else len(where))
+        rest, last = _left(counts, where[gone]), np.flatnonzero(gone)[::-1]
+        gone[last[self.back(rest, where[last])]] = False
+        return gone
+
+    def back(self, counts: np.ndarray, where: np.ndarray) -> np.ndarray:
+        """Which removed ReLUs to return, of those at the sites `where`, the first ones first.
+
+        bool [n]: as many as these limits allow, in sites that keep any. Where a ReLU exceeds them,
+        those of other sites may not, because its square costs more or was the site's last one.
+        """
+        returned, one = np.zeros(len(where), dtype=bool), np.eye(len(counts), dtype=int)
+        while True:
+            fits = (counts > 0) & self.met(counts + one)
+            left = np.flatnonzero(~returned & fits[where])
+            if not len(left):
+                return returned
+            # After returning all of them but the last n, …, 1, 0: removals in the opposite order.
+            every = counts + np.bincount(where[left], minlength=len(counts))
+            met = self.hold(self._after(every, where[left[::-1]]))[::-1]
+            left = left[: len(left) if met.all() else int(met.argmin()) - 1]
+            returned[left] = True
+            counts = counts + np.bincount(where[left], minlength=len(counts))
 
     def room(self, counts: np.ndarray) -> int:
         """How many ReLUs these limits leave if they are removed in a random order."""
         where = np.repeat(np.arange(len(counts)), counts)
         order = np.argsort(np.random.Philox(0).random_raw(len(where)), kind="stable")
-        return len(where) - int(self.fit(counts, where[order], self).sum())
+        return len(where) - int(self.fit(counts, where[order]).sum())
 
     def _after(self, counts: np.ndarray, where: np.ndarray) -> Totals:
         """The totals after removing none, the first, the first two, … of the ReLUs at `where`."""
@@ -214,27 +207,3 @@ class Limits:
 def _left(counts: np.ndarray, where: np.ndarray) -> np.ndarray:
     """The counts without one ReLU at each of the sites `where`."""
     return counts - np.bincount(where, minlength=len(counts))
-
-
-def _longest(
-    order: np.ndarray, where: np.ndarray, allowed: Callable[[np.ndarray], bool]
-) -> np.ndarray:
-    """`order` without what is not allowed: after each id that is not, none of its site follows.
-
-    allowed: of the sites of all ids so far; what is not allowed stays so for more of them.
-    """
-    done = 0
-    while True:
-        low, high = done, len(order)
-        while low < high:  # the longest start that is allowed
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if allowed(where[order[:middle]]) else (low, middle - 1)
-        if low == len(order):
-            return order
-        later, done = order[low:], low
-        order = np.append(order[:low], later[where[later] != where[later[0]]])
-
-
-def _rank(counts: np.ndarray) -> np.ndarray:
-    """0 for the largest site, 1 for the next one, …; equal ones by number."""
-    return np.argsort(np.argsort(-counts, kind="stable"), kind="stable")

@@ -4,7 +4,7 @@
 // What a removal adds to a kept unit's output; dx; the sum over the batch:
 // relu:  added = min(z, 0);          dz = 0 where the bit is 1 and z <= 0, else grad
 // poly:  added = poly(z) - relu(z);  dz = grad*(2*c2*z + c1) where the bit is 0
-// sum += grad*added, or its absolute value, where the bit is 1
+// sum += grad*added, or its absolute value
 template <bool poly, bool absolute, bool residual, class scalar, class compute>
 void saliency_tile(
     scalar* dx, compute* sums, const scalar* grad, const scalar* x, const scalar* r,
@@ -24,7 +24,7 @@ void saliency_tile(
     compute effect = g * added;
     if constexpr (absolute) effect = effect < 0 ? -effect : effect;
     dx[i] = static_cast<scalar>(kept ? passed : other);
-    sums[i] += kept ? effect : compute(0);
+    sums[i] += effect;
   }
 }
 

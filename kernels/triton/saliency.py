@@ -63,7 +63,7 @@ def saliency_backward_kernel(
         effect = grad * added
         if ABSOLUTE:
             effect = tl.abs(effect)
-        sums += tl.where(kept, effect, 0.0)
+        sums += effect
         # dz = grad * 1[z > 0] where the bit is 1
         dz = tl.where(kept, tl.where(z <= 0, 0.0, grad), other)
         tl.store(dx_ptr + item + offs, dz, mask=valid)

@@ -73,8 +73,11 @@ def restated(net: nn.Module, x: Tensor, labels: Tensor, kind: str) -> Tensor:
             t.append((y.grad * added)[0].flatten())
         found.append(torch.cat(t))
     t = torch.stack(found).double()
+    kept = fastbcd.masks(net).bits
+    if kind == "gain":
+        return t.mean(0).masked_fill(kept, -math.inf)
     s = t.abs().mean(0) if kind == "mean_abs" else t.mean(0).abs()
-    return s.masked_fill(~fastbcd.masks(net).bits, math.inf)
+    return s.masked_fill(~kept, math.inf)
 
 
 @KINDS
@@ -88,6 +91,15 @@ def test_equals_the_definition(name, kind) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
     single = fastbcd.saliency(thinned(make(name)), (x.float(), labels), kind=kind)
     torch.testing.assert_close(single, wanted, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_gains_equal_the_definition(name) -> None:
+    net, (x, labels) = thinned(make(name)).double(), images(9)
+    found = saliencies.gains(net, (x.double(), labels))
+    assert found.isfinite().any()
+    wanted = restated(net, x.double(), labels, "gain")
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:Untraceable runs as it is:RuntimeWarning")

@@ -145,6 +145,11 @@ def salient(folder: Path) -> Any:
         chosen = [(s.chosen, s.accepted) for s in run.history]
         found.append([name, run.masks.bits.nonzero().flatten().tolist(), chosen])
     net, data = problem("resnet", 300)
+    run = fastbcd.bcd(
+        net, data, 40, drc=fastbcd.Fraction(0.5), rt=2, max_sites=1, finetune=None, seed=1
+    )
+    found.append([[s.returned for s in run.history], run.masks.bits.nonzero().flatten().tolist()])
+    net, data = problem("resnet", 300)
     found.append(ranks.digest({"s": fastbcd.saliency(net, data, batch_size=32)}).hex())
     return found
 

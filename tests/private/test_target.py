@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -64,10 +65,8 @@ def after(counts: np.ndarray, where: np.ndarray, gone: np.ndarray) -> np.ndarray
     return counts - np.bincount(where[gone], minlength=len(counts))
 
 
-@given(nets, st.integers(0, 2**32), st.floats(0, 1), st.booleans(), st.booleans())
-@settings(max_examples=300, deadline=None)
-def test_a_fit_meets_the_limits_and_wastes_no_relu(sites_, seed, share, mixed, bounded) -> None:
-    """Where it can be, the cost is within one ReLU of the limit; the reference tries each."""
+def some_limits(sites_, seed, share, mixed, bounded) -> tuple[Limits, np.ndarray]:
+    """Limits between nothing and a mask, and the counts of that mask."""
     sizes = np.array([n for n, _ in sites_])
     poly = np.array([p and mixed for _, p in sites_])
     random = np.random.default_rng(seed)
@@ -75,33 +74,74 @@ def test_a_fit_meets_the_limits_and_wastes_no_relu(sites_, seed, share, mixed, b
     target = Target(1e9, protocol="crypten", bandwidth=1e6, rtt=random.choice([0, 1e-3, 4e-2]))
     limits = Limits(sizes, poly, target.limits(sizes, poly))
     value = limits.least() + share * max(limits.value(counts) - limits.least(), 0)
-    limits = limits.at_most(value, (sites(2),) if bounded else None)
-    where = random.permutation(np.repeat(np.arange(len(sizes)), counts))
-    left = after(counts, where, limits.fit(counts, where, limits))
+    return limits.at_most(value, (sites(2),) if bounded else None), counts
+
+
+CASE = (nets, st.integers(0, 2**32), st.floats(0, 1), st.booleans(), st.booleans())
+
+
+@given(*CASE)
+@settings(max_examples=300, deadline=None)
+def test_a_fit_meets_the_limits_and_wastes_no_relu(sites_, seed, share, mixed, bounded) -> None:
+    """The cost is within one ReLU of the limit, in any site in use; the reference tries each."""
+    limits, counts = some_limits(sites_, seed, share, mixed, bounded)
+    where = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(counts)), counts))
+    left = after(counts, where, limits.fit(counts, where))
     assert limits.met(left)
-    if limits.reach(counts) >= 0 and not poly.any():
-        used = np.flatnonzero(left) if left.any() else np.arange(len(left))
-        for x in used:
-            more = left + (np.arange(len(left)) == x)
-            assert not limits.met(more), (left, x)
+    for x in np.flatnonzero((left > 0) & (left < counts)):
+        assert not limits.met(left + (np.arange(len(left)) == x)), (left, x)
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 30), st.integers(1, 4))
-@settings(max_examples=200, deadline=None)
-def test_reach_against_all_masks(counts, budget, most) -> None:
-    """A count and a number of sites: exactly the budget can be kept if `reach` allows it."""
-    found = np.array(counts)
-    limits = Limits(found, np.zeros(len(found), dtype=bool), (relus(budget), sites(most)))
-    grid = np.stack(np.meshgrid(*(range(n + 1) for n in counts), indexing="ij"), -1)
-    masks = grid.reshape(-1, len(counts))
-    best = max((int(m.sum()) for m in masks if limits.met(m)), default=-1)
-    assert (limits.reach(found) >= 0) == (best == budget)
+@given(*CASE)
+@settings(max_examples=300, deadline=None)
+def test_returned_relus_against_one_after_the_other(sites_, seed, share, mixed, bounded) -> None:
+    """The first that fits, again and again, until none does."""
+    limits, most = some_limits(sites_, seed, share, mixed, bounded)
+    random = np.random.default_rng(seed)
+    counts = random.integers(0, most + 1)
+    where = random.permutation(np.repeat(np.arange(len(most)), limits.units - counts))
+    found = limits.back(counts, where)
+    now, waiting = counts.copy(), list(range(len(where)))
+
+    def fits(n: int) -> bool:
+        return now[where[n]] > 0 and limits.met(now + (np.arange(len(now)) == where[n]))
+
+    if not limits.poly.any():
+        while (n := next(filter(fits, waiting), None)) is not None:
+            waiting.remove(n)
+            now[where[n]] += 1
+        assert np.flatnonzero(~found).tolist() == waiting
+    now = counts + np.bincount(where[found], minlength=len(counts))
+    assert not any(fits(n) for n in np.flatnonzero(~found))
+    assert limits.met(now) or not found.any()
+
+
+@given(nets.filter(lambda found: sum(n for n, _ in found) <= 12), st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_returned_relus_against_all_sets(sites_, seed) -> None:
+    """No other set of ReLUs of the sites in use that is within the limits gains more."""
+    limits, most = some_limits(sites_, seed, 0.7, mixed=False, bounded=True)
+    random = np.random.default_rng(seed)
+    counts = random.integers(0, most + 1)
+    if not limits.met(counts):
+        return
+    where = np.repeat(np.arange(len(most)), limits.units - counts)
+    gain = random.random(len(where))
+    order = np.argsort(-gain)
+    found = gain[order[limits.back(counts, where[order])]].sum()
+    best = 0.0
+    for chosen in itertools.product([False, True], repeat=len(where)):
+        kept = np.array(chosen, dtype=bool)
+        new = counts + np.bincount(where[kept], minlength=len(counts))
+        if (counts[where[kept]] > 0).all() and limits.met(new):
+            best = max(best, gain[kept].sum())
+    assert found == pytest.approx(best)
 
 
 def test_a_count_is_a_prefix() -> None:
     units_, where = np.array([4, 4]), np.array([0, 1, 1, 0, 1])
     limits = Limits(units_, np.array([False, False]), (relus(5),))
-    removed = limits.fit(units_, where, limits)
+    removed = limits.fit(units_, where)
     assert removed.tolist() == [True, True, True, False, False]
     assert limits.room(units_) == 5
     assert limits.size(units_) == 3
