@@ -140,8 +140,8 @@ def bcd(
     plan = descent.plan()
     if (plan.epochs or 0) > MANY_EPOCHS:
         warnings.warn(
-            f"{len(plan.sizes):,} steps mean {plan.epochs:,} epochs of fine-tuning: give a larger "
-            f"drc or fewer epochs, or use fastbcd.linearize, which spends a given number of epochs",
+            f"{len(plan.sizes):,} steps mean {plan.epochs:,.6g} epochs of fine-tuning: give a "
+            f"larger drc or fewer epochs, or use fastbcd.linearize, which spends a given number",
             stacklevel=2,
         )
     if dry_run:
@@ -209,7 +209,7 @@ class Descent:
     test_every: int
     progress: bool
     dry_run: bool = False
-    least: int = 0  # steps in all; those at the budget only train
+    epochs: float = 0  # of training in all, if the caller trains; steps at the budget only train
     recorded: dict[str, Any] = field(default_factory=dict)  # further settings of config.json
     bar: bool = True  # with `progress`, show one
 
@@ -292,7 +292,9 @@ class Descent:
         """Train the net after a step's removal; may return {"loss": ...}. how: of `Finetuner`."""
         drop_form(self.net)  # of other weights than it will have: its memory is needed now
         if self.tuner is not None:
-            return self.tuner.run(step.number, **{"progress": self.progress, **how})
+            report = self.tuner.run(step.number, **{"progress": self.progress, **how})
+            step.epochs = report["epochs"]
+            return report
         # Seeded, so that a step that is run again after a kill trains in the same way.
         with seeded(self.data.device, int(self.seed) * 1_000_003 + step.number):
             return self.finetune(self.net, step)
@@ -302,7 +304,11 @@ class Descent:
         return bool(self.limits.met(counts_of(masks(self.net))))
 
     def _unfinished(self) -> bool:
-        return len(self.history) < self.least or not self._done()
+        return not self._done() or self.left() > 0
+
+    def left(self) -> float:
+        """The epochs that are left of those of the whole run."""
+        return max(0.0, round(self.epochs - sum(step.epochs or 0 for step in self.history), 9))
 
     def plan(self) -> Plan:
         """What the run does from here on; with a schedule that adapts, an estimate."""
@@ -315,10 +321,11 @@ class Descent:
             sizes.append(min(self._size(count, [*self.history, *[step] * len(sizes)]), most))
             value -= sizes[-1] / count * (value - least)
             count -= sizes[-1]
-        sizes += [0] * (self.least - len(sizes))
         own = self.body or (self.finetune is not None and self.tuner is None)
         each = 0 if self.tuner is None else self.tuner.settings.epochs
-        return Plan(sizes, None if own else each * len(sizes), self.rt)
+        after = math.ceil(max(0, self.epochs - each * len(sizes)) - 1e-6)
+        epochs = None if own else max(self.epochs, each * len(sizes))
+        return Plan(sizes + [0] * after, epochs, self.rt)
 
     def expected(self) -> Plan:
         """The plan, with the seconds it takes, from a short measurement."""
@@ -405,7 +412,7 @@ class Descent:
     def _save(self, step: Step, run: RunDirectory) -> dict[str, Tensor]:
         """Measure the test accuracy and make the step the last finished one; its tensors."""
         with timed(step.seconds, "test"):
-            last = self._done() and step.number >= self.least
+            last = self._done() and self.left() <= (step.epochs or 0)
             due = last or step.number % self.test_every == 0
             if self.test is not None and due:
                 step.test_accuracy = accuracy(self.net, self.test, metric=self.metric)

@@ -2,14 +2,16 @@
 
     run = fastbcd.linearize(model, train, 20_000, epochs=60, test=test, run_dir="runs/20k")
 
-`convert`, the steps of `bcd` and `Finetune`, with the settings below. Every step trains for one
-epoch. The first ones remove about the same share of the ReLUs each, so that the rest, at the
-budget, is the final fine-tune. A step is saved when it ends, whichever of the two it is.
+`convert`, the steps of `bcd` and `Finetune`, with the settings below. On the way down a step
+removes about the same share of the ReLUs as every other, and trains for a part of an epoch. What is
+left of the epochs is the final fine-tune, in steps of one epoch at the budget. A step is saved when
+it ends, whichever of the two it is.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import os
 from contextlib import closing
 from typing import Any
@@ -19,7 +21,6 @@ from tqdm import tqdm
 
 from fastbcd.descent.bcd import Descent, Run
 from fastbcd.descent.schedules import Shares
-from fastbcd.descent.step import Step
 from fastbcd.masking.convert import convert
 from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
 from fastbcd.private.limits import counts_of
@@ -34,10 +35,10 @@ from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import cosine
 
 # What it chooses, and the measurement behind it.
-DOWN = 0.8  # share of the epochs on the way down; not measured yet
+DOWN = 0.6  # share of the epochs on the way down
+PARTS = 4  # steps per epoch on the way down
 RT, ADT = 4, 0.3  # hypotheses of a step, and the accepted drop; not measured yet
-# ResNet-20, 188,416 ReLUs, batches of 25: 0.001 is best above 40,000 ReLUs, 0.01 below.
-HEALTHY_LR, DAMAGED_LR, DAMAGED = 1e-3, 1e-2, 40_000 / 188_416
+OPTIMIZER, LR = "muon", 0.02  # the rate falls to 0 on one cosine over the whole run
 LAST = 1e-3  # what is left before the last step of a way down to nothing, a share
 BATCHES, SMALLEST, LARGEST = 200, 25, 128  # of an epoch at least, and the sizes of a batch
 
@@ -48,7 +49,7 @@ def linearize(
     model: nn.Module, train: Any, budget: int | Target, *, epochs: int = 60, test: Any = None,
     run_dir: str | os.PathLike[str] | None = None, start: Any = None,
     max_sites: int | None = None, replacement: str = "identity",
-    teacher: nn.Module | None = None, lr: float | None = None, batch_size: int | None = None,
+    teacher: nn.Module | None = None, lr: float = LR, batch_size: int | None = None,
     rt: int = RT, adt: float = ADT, samples: int | None = None, seed: int = 0,
     engine: str | Engine = "auto", metric: Metric | None = None, loss: Loss | None = None,
     confidence: float | None = None, test_every: int = 1, resume: str | bool = "auto",
@@ -60,14 +61,14 @@ def linearize(
         model: a trained network that `convert` takes, or one that has masks. It is not changed.
         budget: ReLUs to keep, or a `fastbcd.private.Target`.
         train, test: as data and test of `bcd`.
-        epochs: of training in all; most of them are spent on the way down, one per step.
+        epochs: of training in all: 60 % of them on the way down, a quarter of one per step.
         start: where to start from, if not at the model: a MaskSet, or a net with masks and its
             own weights, as such or as the result of `snl`, `autorep`, `bcd` or `load_run`. One
             that is at the budget is only trained.
         replacement: what a removed ReLU becomes: "identity", or "poly" for a learned quadratic.
         teacher: to distil from; None: the model. distill=0 switches the distillation off.
-        lr: the learning rate; None: chosen by how many ReLUs are left. The final fine-tune ends
-            at 0, on a cosine.
+        lr: the learning rate of the first step, of Muon unless `optimizer` is given. It falls to
+            0 on one cosine over all epochs.
         batch_size: None: 25 for up to 5,000 images, up to 128 for more.
         max_sites, rt, adt, samples, seed, engine, metric, loss, confidence, test_every, run_dir,
         resume: as in `bcd`.
@@ -82,20 +83,21 @@ def linearize(
     (2, [6, 4, 3, 2, 2])
     """
     check_whole("epochs", epochs, 1)
-    if lr is not None:
-        check_number("lr", lr, 0, strictly=True)
+    check_number("lr", lr, 0, strictly=True)
     data, net = data_for(model, train), _net(model, train, start, replacement)
     limits, counts = limits_of(budget, net, max_sites), counts_of(masks(net))
     if not isinstance(budget, Target) and budget > (count := int(counts.sum())):
         raise ValueError(f"budget={budget:,}; the net keeps {count:,} ReLUs: at most that many")
+    check_whole("batch_size", batch_size, 1, optional=True)
     if batch_size is None:
         batch_size = min(LARGEST, max(SMALLEST, len(data) // BATCHES))
     # Every step leaves the same share of what is above the least that a net can cost.
     least, value, most = limits.least(), limits.value(counts), limits.bounds[0].most
     ratio = min(1.0, max((most - least) / max(value - least, 1e-9), LAST))
-    steps = max(1, round(DOWN * epochs))
-    settings = Finetune(epochs=1, batch_size=batch_size, **finetune)
-    rates = lr if lr is not None else [HEALTHY_LR, DAMAGED_LR, DAMAGED]
+    parts = max(1, min(PARTS, len(data) // batch_size))
+    steps = max(1, round(DOWN * epochs * parts))
+    finetune = {"optimizer": OPTIMIZER, "lr": lr, "batch_size": batch_size, **finetune}
+    settings = Finetune(epochs=1 / parts, **finetune)
     descent = Descent(
         net=net, data=data, budget=budget, max_sites=max_sites,
         drc=Shares(1 - ratio ** (1 / steps), steps), rt=rt, adt=adt, finetune=settings,
@@ -103,8 +105,8 @@ def linearize(
         test=test, samples=samples,
         teacher=(model if teacher is None else teacher) if settings.distill else None, seed=seed,
         run_dir=run_dir, resume=resume, engine=engine, metric=metric, loss=loss,
-        confidence=confidence, test_every=test_every, progress=progress, bar=False, least=epochs,
-        recorded={"linearize": {"epochs": epochs, "lr": rates}},
+        confidence=confidence, test_every=test_every, progress=progress, bar=False, epochs=epochs,
+        recorded={"linearize": {"epochs": epochs}},
     )  # fmt: skip
     show = progress and ranks.rank() == 0
     if progress or dry_run:
@@ -118,23 +120,22 @@ def linearize(
     bar = tqdm(total=epochs * batches, smoothing=0, disable=not show, bar_format=BAR)
     with bar, closing(descent.steps()) as steps_:
         for step in steps_:
+            left = descent.left()
             if not bar.n:
-                bar.initial = bar.n = (step.number - 1) * batches
-            bar.set_postfix_str(f"epoch {step.number} of {epochs}, {step.after:,} ReLUs")
-            rate = _rate(step, descent.history, epochs, lr, masks(net).total)
-            if step.number <= epochs:
-                step.train_loss = descent.train(step, rates=[rate], bar=bar)["loss"]
+                bar.initial = bar.n = round((epochs - left) * batches)
+            spent = f"epoch {epochs - left:.3g} of {epochs}"
+            bar.set_postfix_str(f"{spent}, {step.after:,} ReLUs")
+            # At the budget the rest of an epoch first, then whole ones. Whole batches everywhere.
+            place = round((epochs - left) * batches)
+            end = place // batches * batches + batches
+            if step.drc:
+                end = math.ceil((place + 1) * parts / batches) * batches // parts
+            part = min(left, (end - place) / batches)
+            if part:
+                rate = cosine(lr, epochs - left, epochs)
+                found = descent.train(step, epochs=part, rates=[rate], bar=bar)
+                step.train_loss = found["loss"]
     return Run(net, masks(net), descent.history)
-
-
-def _rate(step: Step, history: list[Step], epochs: int, lr: float | None, total: int) -> float:
-    """The learning rate of a step's epoch: by the share of ReLUs left, then on a cosine to 0."""
-    if lr is None:
-        lr = DAMAGED_LR if step.after <= DAMAGED * total else HEALTHY_LR
-    if step.drc:
-        return lr
-    down = sum(s.drc > 0 for s in history)
-    return cosine(lr, len(history) - down, epochs - down)
 
 
 def _net(model: nn.Module, data: Any, start: Any, replacement: str) -> nn.Module:

@@ -31,7 +31,7 @@ class Plan:
     """
 
     sizes: list[int]  # ReLUs that each step removes; 0: it only trains
-    epochs: int | None  # of training, over all steps; None: the training is the user's
+    epochs: float | None  # of training, over all steps; None: the training is the user's
     rt: int
     seconds: dict[str, float] = field(default_factory=dict)  # expected, by phase
 
@@ -78,7 +78,7 @@ class Plan:
         if self.epochs is not None:
             after = len(self.sizes) - len(sizes)
             end = f", {after:,} of them after the last removal" * bool(after)
-            lines.append(f"{self.epochs:,} epochs of training{end}")
+            lines.append(f"{self.epochs:,.6g} epochs of training{end}")
         if self.seconds:
             parts = ", ".join(f"{name} {t / 60:,.1f}" for name, t in self.seconds.items())
             lines.append(f"about {sum(self.seconds.values()) / 60:,.1f} minutes: {parts}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NUMBERED = ("drops", "images")  # fields by number of the hypothesis; JSON has texts as keys
-OPTIONAL = ("returned", "cost", "images", "interval")  # recorded only if not the default
+OPTIONAL = ("epochs", "returned", "cost", "images", "interval")  # recorded only if not the default
 
 
 @dataclass(kw_only=True)
@@ -44,6 +44,7 @@ class Step:
     chosen_loss: float
     engine: str
     sites: list[int] | None = None  # ReLUs kept at each site after it; None in older records
+    epochs: float | None = None  # of fine-tuning by `Finetune`; None in older records
     train_loss: float | None = None  # of the last epoch of the training, if it is known
     test_accuracy: float | None = None  # after the training, if there is test data
     seconds: dict[str, float] = field(default_factory=dict)  # by phase

@@ -48,8 +48,8 @@ _STEP: dict[str, Any] = {
     "accepted": "bool", "engine": "str", "drops": {"*": NUMBER}, "seconds": {"*": NUMBER},
 }  # fmt: skip
 _NEW_STEP: dict[str, Any] = {  # those that not every record has
-    "sites": "list or null", "returned": "int", "cost": NUMBER, "images": {"*": "int"},
-    "interval": "list",
+    "sites": "list or null", "epochs": NUMBER, "returned": "int", "cost": NUMBER,
+    "images": {"*": "int"}, "interval": "list",
 }  # fmt: skip
 _EPOCH: dict[str, Any] = {  # those that an epoch's record has
     **dict.fromkeys(("number", "count", "epoch"), "int"), "phase": "str", "loss": NUMBER,

@@ -120,7 +120,8 @@ class SavedRun:
             used = sum(n > 0 for n in self.masks.counts().values()) if self.masks else 0
             budget, most = self.settings["budget"], self.settings.get("max_sites", math.inf)
             relus = budget.get("relus", math.inf) if isinstance(budget, dict) else math.inf
-            if len(self.history) < self.settings.get("linearize", {}).get("epochs", 0):
+            spent = sum(record.get("epochs", 1) for record in self.history)  # older: one per step
+            if spent + 1e-6 < self.settings.get("linearize", {}).get("epochs", 0):
                 return False
             return self.values()[-1] <= self.goal and self.count <= relus and used <= most
         if self.kind == "dense":

@@ -175,6 +175,7 @@ class MaskTraining:
             raise ValueError(f"budget={budget:,}; {most}")
         self.data = data_for(self.net, self.data)
         self.tuning = Finetune(epochs=0) if self.finetune is None else self.finetune
+        check_whole("finetune.epochs", self.tuning.epochs, 0)
         training.check_trainable(self.net, self.data, self.tuning, self.teacher)
         self.matched = self.method.matched or self.tuning.mismatch > 0
         if self.teacher is not None and self.matched:

@@ -18,6 +18,7 @@ from fastbcd.data.images import ImageData
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import check_resume, open_run
 from fastbcd.runtime import ranks
+from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import accuracy, check_classes, data_for
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer, epoch_line, repeatable, with_prefix, without_prefix
@@ -61,6 +62,7 @@ def train(
     names = ("epochs", "lr", "momentum", "weight_decay", "batch_size", "padding", "flip", "amp")
     given = locals()
     chosen = {name: given[name] for name in names}
+    check_whole("epochs", epochs, 0)
     check_resume(resume)
     trainer = Trainer(net, data, Finetune(**chosen), seed=seed)
     if test is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastbcd.runtime.validate import check_choice, check_number, check_whole
 
-OPTIMIZERS = ("sgd", "adam")
+OPTIMIZERS = ("sgd", "adam", "muon")
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,10 @@ class Finetune:
 
     Args:
         epochs, lr: the learning rate falls from lr to 0 on a cosine over the epochs of each step.
-        optimizer: "sgd", or "adam", which ignores `momentum`.
+            epochs may be a fraction: 0.25 is a quarter of the train set, another one in each step.
+        optimizer: "sgd"; "adam", which ignores `momentum`; or "muon", orthogonal steps relative to
+            each weight's norm, whose lr (about 0.02) does not depend on the scale of the loss. It
+            ignores `weight_decay`.
         momentum, weight_decay: of the optimizer.
         batch_size: images of a batch, over all ranks.
         temperature, distill: T and the weight of the distillation, if there is a teacher.
@@ -38,7 +41,7 @@ class Finetune:
     0.9
     """
 
-    epochs: int = 20
+    epochs: float = 20
     lr: float = 1e-3
     optimizer: str = "sgd"
     momentum: float = 0.9
@@ -66,9 +69,10 @@ class Finetune:
 
     def __post_init__(self) -> None:
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
-        for name, least in (("epochs", 0), ("batch_size", 1), ("padding", 0), ("teacher_cache", 0)):
+        for name, least in (("batch_size", 1), ("padding", 0), ("teacher_cache", 0)):
             check_whole(name, getattr(self, name), least, optional=name == "teacher_cache")
-        for name in ("lr", "momentum", "weight_decay", "temperature", "distill", "mismatch"):
+        numbers = ("epochs", "lr", "momentum", "weight_decay", "temperature", "distill", "mismatch")
+        for name in numbers:
             check_number(name, getattr(self, name), 0)
         if self.momentum >= 1:
             raise ValueError(f"momentum={self.momentum}; it must be below 1")

@@ -84,16 +84,22 @@ class TeacherLogits:
         self.seconds += time.perf_counter() - begin
         return logits, directions
 
-    def epoch(self, views: Tensor) -> Tensor:
-        """The logits of every sample in its view, views int64 [N] -> [N, classes, ...]."""
+    def epoch(self, views: Tensor, part: Tensor | None = None) -> Tensor:
+        """The logits of every sample in its view, views int64 [N] -> [N, classes, ...].
+
+        part: the indices of the samples that are needed; None: all. The others have zeros.
+        """
         begin, everyone = time.perf_counter(), torch.zeros(len(self.data), *self.shape)
         mine = everyone[self.first : self.first + self.samples]
         sample = torch.arange(self.samples)
-        view = views[self.first : self.first + self.samples].cpu()
+        if part is not None:
+            here = part.cpu().sort().values - self.first
+            sample = here[(here >= 0) & (here < self.samples)]
+        view = views.cpu()[sample + self.first]
         if self.capacity:
             slots = self.slots[sample, view].long()
             known = slots >= 0
-            mine[known] = self.rows[slots[known]]
+            mine[sample[known]] = self.rows[slots[known]]
             sample, view = sample[~known], view[~known]
         if len(sample):
             mine[sample] = self._compute(sample + self.first, view)

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -36,10 +37,11 @@ from fastbcd.runtime import ranks
 from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.module_mode import train_mode
 from fastbcd.runtime.tf32 import fast_convolutions, repeatable_convolutions
-from fastbcd.runtime.validate import check_whole
+from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.scoring.accuracy import check_classes, data_for, dtype_of, first_outputs
 from fastbcd.scoring.metric import Criterion, Loss, are_logits, at_least_float32, describe
 from fastbcd.training.mismatch import mismatch, site_outputs
+from fastbcd.training.muon import Muon
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits, with_sites
 
@@ -48,6 +50,7 @@ CHECK_EVERY = 32  # batches between two checks that losses and gradients are fin
 # Their gradients are sums of x² over all positions, and a deep net squares a growing x again and
 # again: with 0.1 of 0.01 ResNet-20 diverges in the second step from dense, with 0.1 of 0.001 not.
 QUADRATICS, QUADRATICS_MOST = 0.1, 1e-4
+VECTORS = 0.1  # Adam's learning rate of biases and batch norms beside Muon's, a share of it
 NET, OPTIMIZER = "net.", "optimizer."  # prefixes of tensor names in `Trainer.state`
 
 
@@ -139,21 +142,26 @@ class Trainer:
     def epoch(
         self, epoch: int, lr: float, *, step: int = 0, bar: Any = None,
         penalty: Callable[[], Tensor] | None = None,
-        before_batch: Callable[[int], None] | None = None,
+        before_batch: Callable[[int], None] | None = None, share: float = 1.0,
     ) -> float:  # fmt: skip
         """Train on every sample once; returns the mean loss, with the penalty that is added to it.
 
-        before_batch: called with the number of the batch, counted from the first epoch.
+        before_batch: called with the number of the batch, counted from the first epoch. share: of
+        the epoch's batches, the first ones; at least one batch.
         """
         s, world, device, sizes = self.settings, ranks.world(), self.data.device, self.sizes
+        count = batches_of(share, len(sizes))
         for group in self.optimizer.param_groups:
             group["lr"] = min(QUADRATICS * lr, QUADRATICS_MOST) if "quadratics" in group else lr
+            group["lr"] *= VECTORS if "vectors" in group else 1
         which: Any = {"seed": self.seed, "step": step, "epoch": epoch}
         which |= {"padding": s.padding, "flip": s.flip}
         logits = None  # the teacher's, of this epoch's views
         teacher = self.teacher if s.distill or s.mismatch else None
         if teacher is not None and not teacher.per_batch:
-            logits = teacher.epoch(self.data.view_ids(**which))
+            order = self.data.order(seed=self.seed, step=step, epoch=epoch)
+            part = None if count == len(sizes) else order[: sum(sizes[:count])]
+            logits = teacher.epoch(self.data.view_ids(**which), part)
         amp = device.type == "cuda" if s.amp is None else s.amp
         half = torch.float16 if amp == "fp16" else torch.bfloat16
         scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
@@ -163,7 +171,7 @@ class Trainer:
             s.batch_size, rank=ranks.rank(), world=world, smallest=self.smallest,
             memory_format=self.memory_format, dtype=self.dtype, **which,
         )  # fmt: skip
-        for number, (x, labels, indices, _) in enumerate(batches):
+        for number, (x, labels, indices, _) in enumerate(islice(batches, count)):
             if before_batch is not None:
                 before_batch(epoch * len(sizes) + number)
             if teacher is not None:
@@ -227,13 +235,18 @@ class Trainer:
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         s, trained = self.settings, list(self.trained.values())
-        groups: list[dict[str, Any]] = [{"params": trained}]
-        polys = [m for m in self.net.modules() if isinstance(m, MaskedPoly)]
-        if polys and s.optimizer == "sgd":
-            coefs = {id(m.coef): m.coef for m in polys if m.coef.requires_grad}
-            groups[0] = {"params": [p for p in trained if id(p) not in coefs]}
-            own = {"quadratics": True, "weight_decay": 0.0}
-            groups.append({"params": list(coefs.values()), **own})
+        polys = (m for m in self.net.modules() if isinstance(m, MaskedPoly))
+        coefs = [p for p in {m.coef: None for m in polys} if p.requires_grad]
+        weights = [p for p in trained if not any(p is coef for coef in coefs)]
+        if s.optimizer == "muon":
+            sorted_ = [[p for p in weights if (p.ndim < 2) == small] for small in (False, True)]
+            groups = [{"params": sorted_[0]}, {"params": sorted_[1], "adam": True, "vectors": True}]
+            groups += [{"params": coefs, "adam": True, "quadratics": True}]
+            return Muon([g for g in groups if g["params"]], lr=s.lr, momentum=s.momentum)
+        groups = [{"params": trained}]
+        if coefs and s.optimizer == "sgd":
+            groups = [{"params": weights}]
+            groups += [{"params": coefs, "quadratics": True, "weight_decay": 0.0}]
         # One kernel for all parameters, where torch has it for their device and dtype.
         possible = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in trained)
         one_kernel = True if self.fused_optimizer and possible else None
@@ -287,14 +300,15 @@ class Finetuner(Trainer):
     """
 
     def run(
-        self, step: int, *, epochs: int | None = None, rates: Sequence[float] | None = None,
+        self, step: int, *, epochs: float | None = None, rates: Sequence[float] | None = None,
         progress: bool = False, bar: Any = None,
     ) -> dict[str, float]:  # fmt: skip
         """Train the net in place, with a new optimizer and the cosine from its start.
 
-        epochs: in place of settings.epochs; the cosine then spans that many. rates: the learning
-        rate of each epoch, in place of the cosine. bar: a tqdm to update after each batch, in
-        place of the bar that `progress` shows.
+        epochs: in place of settings.epochs; the cosine then spans that many. Of the last epoch of a
+        fraction, a part of the batches is used. rates: the learning rate of each epoch, in place of
+        the cosine. bar: a tqdm to update after each batch, in place of the bar that `progress`
+        shows.
 
         Returns the mean loss of the last epoch (if there is one), the seconds, the part of them
         spent on the teacher's logits, and the epochs. Afterwards every module is in the mode it
@@ -302,18 +316,22 @@ class Finetuner(Trainer):
         loss, a gradient or a weight is not finite; the net then keeps its current weights.
         """
         epochs = self.settings.epochs if epochs is None else epochs
-        check_whole("epochs", epochs, 0)
+        check_number("epochs", epochs, 0)
+        shares = epoch_shares(epochs)
         if rates is None:
-            rates = [cosine(self.settings.lr, epoch, epochs) for epoch in range(epochs)]
+            rates = [cosine(self.settings.lr, epoch, epochs) for epoch in range(len(shares))]
         check_whole("step", step, 0)
         start, before = time.perf_counter(), self.teacher.seconds if self.teacher else 0.0
-        result, batches = {"epochs": float(len(rates))}, len(rates) * len(self.sizes)
+        batches = sum(batches_of(share, len(self.sizes)) for share in shares)
+        result = {"epochs": float(epochs)}
         hidden = not progress or ranks.rank() > 0 or bar is not None
         own = tqdm(total=batches, desc="fine-tune", leave=False, disable=hidden)
         pinned = repeatable(self.data.device, self.seed, step, self.settings.fast)
         with own, self.session(), pinned:
-            for epoch, lr in enumerate(rates):
-                result["loss"] = self.epoch(epoch, lr, step=step, bar=own if bar is None else bar)
+            for epoch, (share, lr) in enumerate(zip(shares, rates, strict=True)):
+                result["loss"] = self.epoch(
+                    epoch, lr, step=step, bar=own if bar is None else bar, share=share
+                )
         result["teacher_seconds"] = self.teacher.seconds - before if self.teacher else 0.0
         return {**result, "seconds": time.perf_counter() - start}
 
@@ -333,7 +351,26 @@ def without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]
     return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
 
 
-def cosine(lr: float, epoch: int, epochs: int, end: float = 0.0) -> float:
+def epoch_shares(epochs: float) -> list[float]:
+    """The share of each epoch's batches that a number of epochs takes: all, and the rest.
+
+    >>> epoch_shares(2.25), epoch_shares(1), epoch_shares(0)
+    ([1.0, 1.0, 0.25], [1.0], [])
+    """
+    whole = math.floor(epochs + 1e-9)
+    return [1.0] * whole + [epochs - whole] * (epochs - whole > 1e-9)
+
+
+def batches_of(share: float, batches: int) -> int:
+    """How many of an epoch's batches a share of it takes: at least one.
+
+    >>> [batches_of(share, 10) for share in (0.01, 0.25, 1.0)]
+    [1, 2, 10]
+    """
+    return min(batches, max(1, round(share * batches)))
+
+
+def cosine(lr: float, epoch: float, epochs: float, end: float = 0.0) -> float:
     """The rate of CosineAnnealingLR from lr to `end`, stepped once per epoch."""
     return end + (lr - end) * (1 + math.cos(math.pi * epoch / epochs)) / 2
 
@@ -418,7 +455,7 @@ def check_loss(net: nn.Module, data: ImageData, loss: Loss | None) -> None:
 def training_record(settings: Finetune, net: nn.Module) -> dict[str, Any]:
     """What config.json has of a training: `describe`, and the learning rate of quadratics."""
     found = settings.describe()
-    if settings.optimizer == "sgd" and any(isinstance(m, MaskedPoly) for m in net.modules()):
+    if settings.optimizer != "adam" and any(isinstance(m, MaskedPoly) for m in net.modules()):
         found["quadratics_lr"] = [QUADRATICS, QUADRATICS_MOST]  # runs begun before it lack it
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from fastbcd.runs import fingerprint as snapshots
 from fastbcd.training.trainer import Finetuner, Trainer
 from helpers.run_cases import contents
 
-BUDGET, EPOCHS = 8, 6  # of `short`: five steps down from 98 ReLUs, one epoch after them
+BUDGET, EPOCHS = 8, 5  # of `short`: nine steps down from 98 ReLUs, two epochs after them
 
 
 def plain_net(relu: nn.Module | None = None) -> nn.Module:
@@ -42,13 +43,12 @@ def short(model: nn.Module | None = None, budget: int = BUDGET, epochs: int = EP
 
 @pytest.fixture
 def rates(monkeypatch) -> list[float]:
-    """The learning rates of the epochs that are trained."""
+    """The learning rate of every batch that is trained on; `short` has three per epoch."""
     seen: list[float] = []
     epoch = Trainer.epoch
 
     def counted(self, number, lr, **options):
-        seen.append(lr)
-        return epoch(self, number, lr, **options)
+        return epoch(self, number, lr, before_batch=lambda batch: seen.append(lr), **options)
 
     monkeypatch.setattr(Trainer, "epoch", counted)
     return seen
@@ -58,25 +58,39 @@ def rates(monkeypatch) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("budget", "epochs", "steps"), [(8, 1, 1), (0, 2, 2), (30, 5, 4), (96, 4, 2), (98, 3, 0)]
+    ("budget", "epochs", "steps", "after"),
+    [(8, 1, 2, 1), (0, 2, 4, 1), (30, 5, 9, 2), (96, 4, 2, 4), (98, 3, 0, 3)],
 )
-def test_it_ends_at_the_budget_after_exactly_the_epochs(budget, epochs, steps, rates) -> None:
+def test_it_ends_at_the_budget_after_exactly_the_epochs(
+    budget, epochs, steps, after, rates
+) -> None:
     run = short(budget=budget, epochs=epochs)
     assert run.masks.count() == budget
-    assert len(rates) == epochs == len(run.history)
-    assert [step.drc > 0 for step in run.history] == [True] * steps + [False] * (epochs - steps)
+    assert len(rates) == 3 * epochs
+    assert sum(step.epochs for step in run.history) == pytest.approx(epochs)
+    assert [step.drc > 0 for step in run.history] == [True] * steps + [False] * after
     assert all(step.train_loss is not None for step in run.history)
 
 
-def test_the_learning_rate_follows_the_damage_and_ends_on_a_cosine(rates) -> None:
-    run = short(budget=15, epochs=10)
-    left = [step.after / 98 for step in run.history]
-    down = [0.01 if share <= 40_000 / 188_416 else 0.001 for share in left[:8]]
-    assert {0.01, 0.001} == set(down)
-    assert rates == [*down, 0.01, 0.005]
-    rates.clear()
-    short(budget=15, epochs=3, lr=0.02)
-    assert rates == [0.02, 0.02, 0.02]
+@pytest.mark.parametrize(("images_", "batch"), [(48, 5), (48, 16), (48, 48), (47, 9), (3, 25)])
+def test_parts_of_an_epoch_are_whole_batches(images_, batch, rates) -> None:
+    run = fastbcd.linearize(
+        plain_net(), images(images_), 8, epochs=3, batch_size=batch, rt=1, progress=False
+    )
+    batches = len(images(images_).sizes(batch, 2))
+    assert len(rates) == 3 * batches
+    whole = [step.epochs * batches for step in run.history]
+    assert whole == pytest.approx([round(n) for n in whole])
+    assert sum(step.drc > 0 for step in run.history) == round(1.8 * min(4, batches))
+
+
+@pytest.mark.parametrize(("epochs", "lr"), [(1, 0.02), (4, 0.1)])
+def test_the_learning_rate_falls_on_one_cosine(epochs, lr, rates) -> None:
+    short(epochs=epochs, lr=lr)
+    down, n = round(1.8 * epochs), 3 * epochs  # batches; a step on the way down has one of them
+    begins = [i if i < down else max(down, i // 3 * 3) for i in range(n)]
+    truth = [lr * (1 + math.cos(math.pi * i / n)) / 2 for i in begins]
+    assert rates == pytest.approx(truth)
 
 
 def test_the_model_is_the_teacher_and_is_not_changed() -> None:
@@ -109,9 +123,9 @@ def test_the_choice_does_not_depend_on_the_engine() -> None:
 
 @pytest.mark.parametrize("phase", ["first step", "on the way", "last removal", "final"])
 def test_a_killed_run_resumes_to_the_same_end(phase, tmp_path, monkeypatch) -> None:
-    options = {"epochs": 8, "test": images(20)}
+    options = {"epochs": 4, "test": images(20)}
     short(run_dir=tmp_path / "whole", **options)
-    at = {"first step": 1, "on the way": 3, "last removal": 6, "final": 8}[phase]
+    at = {"first step": 1, "on the way": 3, "last removal": 7, "final": 9}[phase]
     run = Finetuner.run
 
     def killed(self, step, **how):
@@ -125,7 +139,7 @@ def test_a_killed_run_resumes_to_the_same_end(phase, tmp_path, monkeypatch) -> N
         with pytest.raises(KeyboardInterrupt):
             short(run_dir=tmp_path / "killed", **options)
     assert not fastbcd.load_run(tmp_path / "killed", model=masked_net()).done
-    assert len(short(run_dir=tmp_path / "killed", **options).history) == 8
+    assert len(short(run_dir=tmp_path / "killed", **options).history) == 9
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
     assert fastbcd.load_run(tmp_path / "killed", model=masked_net()).done
 
@@ -133,10 +147,10 @@ def test_a_killed_run_resumes_to_the_same_end(phase, tmp_path, monkeypatch) -> N
 def test_other_epochs_are_another_run(tmp_path, capsys) -> None:
     short(run_dir=tmp_path)
     short(run_dir=tmp_path)
-    assert "is done: 6 steps, 8 ReLUs kept" in capsys.readouterr().out
+    assert "is done: 11 steps, 8 ReLUs kept" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"share is .* there and .* now"):
         short(run_dir=tmp_path, epochs=7)
-    with pytest.raises(ValueError, match=r"linearize.lr is .* there and 0.5 now"):
+    with pytest.raises(ValueError, match=r"lr is .* there and 0.5 now"):
         short(run_dir=tmp_path, lr=0.5)
 
 
@@ -154,7 +168,7 @@ def test_a_start_at_the_budget_is_only_trained(rates) -> None:
         assert torch.equal(run.masks.bits, kept.bits)
         assert [step.drc for step in run.history] == [0, 0, 0]
     assert fastbcd.masks(net).count() == 8
-    assert rates == [0.01, pytest.approx(0.0075), pytest.approx(0.0025)] * 3
+    assert rates[::3] == [0.02, pytest.approx(0.015), pytest.approx(0.005)] * 3
 
 
 def test_a_start_above_the_budget_is_descended_from() -> None:
@@ -204,8 +218,8 @@ def test_a_dry_run_prints_the_plan_and_changes_nothing(capsys, tmp_path, rates) 
     run = short(dry_run=True, run_dir=tmp_path / "run", test=images(20))
     out = capsys.readouterr().out
     assert "98 ReLUs, budget 8\n" in out
-    assert "5 steps that remove " in out
-    assert "6 epochs of training, 1 of them after the last removal" in out
+    assert "9 steps that remove " in out
+    assert "5 epochs of training, 2 of them after the last removal" in out
     assert " minutes: scoring " in out
     assert (run.masks.count(), run.history) == (98, [])
     assert not (tmp_path / "run").exists()
@@ -217,7 +231,7 @@ def test_progress_prints_the_plan_first(capsys) -> None:
     short(progress=True, epochs=2)
     out, err = capsys.readouterr()
     assert out.index("plan: ") < out.index("step 1: ") < out.index("step 2: ")
-    assert "epoch 2 of 2, 8 ReLUs" in err
+    assert "epoch 1.33 of 2, 8 ReLUs" in err
     short(epochs=2)
     assert capsys.readouterr() == ("", "")
 
@@ -254,12 +268,12 @@ def test_a_target_is_met_after_exactly_the_epochs(rates) -> None:
     model = nn.Sequential(*plain_net()[:3], nn.Conv2d(2, 2, 1), nn.ReLU(), *plain_net()[3:])
     target = fastbcd.private.Target(bytes=20_000, protocol="crypten")  # 464 bytes per ReLU
     run = short(model, target, 6)
-    assert (run.masks.count(), len(rates)) == (43, 6)
+    assert (run.masks.count(), len(rates)) == (43, 18)
     assert target.met(run.model)
     rates.clear()
     run = short(model, budget=10, epochs=4, max_sites=1)
     assert sorted(run.masks.counts().values()) == [0, 10]
-    assert len(rates) == 4
+    assert len(rates) == 12
 
 
 # -------------------------------------------------------------------------------- refusals

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import math
+from itertools import islice
 
 import pytest
 import torch
@@ -47,14 +48,17 @@ def plain_trainer(net, data, s: Finetune, teacher, seed: int, step: int) -> floa
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, s.epochs)
     divergence = nn.KLDivLoss(reduction="batchmean")
     own, given = (activations(n) if s.mismatch else [] for n in (net, teacher))
-    for epoch in range(s.epochs):
-        total = 0.0
+    for epoch in range(math.ceil(s.epochs)):
+        total, seen = 0.0, 0
         for group in optimizer.param_groups[1:] if s.optimizer == "sgd" else ():
             group["lr"] = min(0.1 * optimizer.param_groups[0]["lr"], 1e-4)
         batches = data.train_batches(
             s.batch_size, seed=seed, step=step, epoch=epoch, padding=s.padding, flip=s.flip
         )
-        for x, labels, _, _ in batches:
+        share = min(1.0, s.epochs - epoch)
+        for x, labels, _, _ in islice(
+            batches, max(1, round(share * -(-len(data) // s.batch_size)))
+        ):
             logits = net(x)
             loss = F.cross_entropy(logits, labels)
             if teacher is not None:
@@ -70,9 +74,9 @@ def plain_trainer(net, data, s: Finetune, teacher, seed: int, step: int) -> floa
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            total += loss.item() * len(x)
+            total, seen = total + loss.item() * len(x), seen + len(x)
         schedule.step()
-    return total / len(data)
+    return total / seen
 
 
 def without_dropout(net: nn.Module) -> nn.Module:
@@ -114,7 +118,8 @@ def test_equals_the_plain_trainer(name, optimizer, mismatch) -> None:
 
 @settings(max_examples=8, deadline=None)
 @given(
-    st.sampled_from(["resnet", "poly", "mlp"]), st.integers(1, 5), st.sampled_from([7, 16, 100]),
+    st.sampled_from(["resnet", "poly", "mlp"]), st.sampled_from([1, 2, 0.01, 0.5, 1.75, 3.25]),
+    st.sampled_from([7, 16, 100]),
     st.integers(0, 2), st.booleans(), st.floats(0.5, 8), st.floats(0, 2),
 )  # fmt: skip
 def test_any_settings_equal_the_plain_trainer(
@@ -129,6 +134,23 @@ def test_any_settings_equal_the_plain_trainer(
     result = Finetuner(net, data, s, teacher, seed=1).run(step=0)
     truth = plain_trainer(twin, data, s, teacher, seed=1, step=0)
     assert result["loss"] == pytest.approx(truth, rel=1e-3)
+    assert result["epochs"] == epochs
+
+
+def test_a_part_of_an_epoch_needs_the_teacher_for_that_part_alone() -> None:
+    net, data, s = make("resnet"), pair(40), dataclasses.replace(SMALL, epochs=0.4)
+    tuner = Finetuner(net, data, s, make("resnet"))
+    tuner.run(step=0)  # one batch of three
+    assert tuner.teacher.computed == s.batch_size
+    tuner.run(step=0, epochs=1.4)
+    assert tuner.teacher.computed <= len(data) + s.batch_size, "the first batch is cached"
+    seen = []
+    for step in (1, 2):
+        before = tuner.teacher.used
+        tuner.run(step=step)
+        slots = tuner.teacher.slots.max(1).values >= before
+        seen.append(slots.nonzero().flatten().tolist())
+    assert seen[0] != seen[1], "each step has another part"
 
 
 def test_masks_stay_and_modes_and_memory_are_restored() -> None:
@@ -246,9 +268,9 @@ def test_a_teacher_that_is_not_finite_is_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"epochs": -1}, "epochs=-1"), ({"epochs": 2.5}, "epochs=2.5"), ({"lr": -1.0}, "lr=-1.0"),
+        ({"epochs": -1}, "epochs=-1"), ({"epochs": "2"}, "epochs='2'"), ({"lr": -1.0}, "lr=-1.0"),
         ({"lr": math.nan}, "lr=nan"), ({"lr": "1"}, "lr='1'"),
-        ({"optimizer": "sgdm"}, "optimizer='sgdm'; choose from sgd, adam"),
+        ({"optimizer": "sgdm"}, "optimizer='sgdm'; choose from sgd, adam, muon"),
         ({"momentum": 1.0}, "momentum=1.0"), ({"weight_decay": -1e-4}, "weight_decay"),
         ({"batch_size": 0}, "batch_size=0"), ({"temperature": 0}, "temperature=0"),
         ({"distill": -1}, "distill=-1"), ({"padding": -1}, "padding=-1"), ({"flip": 1}, "flip=1"),
