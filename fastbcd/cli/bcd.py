@@ -9,7 +9,7 @@ from torch import nn
 
 import fastbcd
 from fastbcd import recipes
-from fastbcd.cli import inputs
+from fastbcd.cli import budgets, inputs
 from fastbcd.cli.options import call
 from fastbcd.data.images import ImageData
 from fastbcd.recipes import run as recipe_run
@@ -19,15 +19,8 @@ WITH_RECIPE = ("recipe", "dry_run", "weights", "root", "download", "run_dir", "s
                "progress", "samples", "engine")  # fmt: skip
 
 
-def _targeted(options: argparse.Namespace) -> bool:
-    return any(getattr(options, q) is not None for q in ("seconds", "bytes", "rounds"))
-
-
 # Options that need another one: what they need, and whether it is there.
 NEEDS = {
-    **dict.fromkeys(
-        ("protocol", "bandwidth", "rtt"), ("--seconds, --bytes or --rounds", _targeted)
-    ),
     "saliency_temperature": ("--proposal saliency", lambda options: options.proposal == "saliency"),
     "scale_x2": ("--format autorep", lambda options: options.format == "autorep"),
     "teacher": ("--epochs of 1 or more", lambda options: options.epochs > 0),
@@ -36,8 +29,9 @@ NEEDS = {
 
 def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse options that do not go together; a recipe gives its data and run directory."""
-    if (options.budget is None and not _targeted(options)) == (options.recipe is None):
-        parser.error("give either --budget, --seconds, --bytes or --rounds, or --recipe")
+    if budgets.given(options) == (options.recipe is not None):
+        parser.error(f"give either --budget, {budgets.COSTS}, or --recipe")
+    budgets.check_connection(options, parser)
     for name, value in vars(options).items():
         flag = f"--{name.replace('_', '-')}"
         if value == parser.get_default(name):
@@ -78,11 +72,8 @@ def _run(options: argparse.Namespace, data: ImageData, test: ImageData) -> fastb
         kept = f"{masks.count():,} of {masks.total:,} ReLUs"
         inputs.say(f"{name} on {options.data}: {kept}, test {accuracy:.2f} %")
     proposal, temperature = options.proposal, options.saliency_temperature
-    budget = options.budget
-    if _targeted(options):
-        budget = call(fastbcd.private.Target, options, relus=options.budget)
     return call(
-        fastbcd.bcd, options, net=net, data=data, test=test, budget=budget,
+        fastbcd.bcd, options, net=net, data=data, test=test, budget=budgets.budget_of(options),
         proposal=proposal if temperature is None else fastbcd.Saliency(temperature),
         teacher=inputs.given_teacher(options, data),
         finetune=call(fastbcd.Finetune, options) if options.epochs else None,

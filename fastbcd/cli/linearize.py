@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 import fastbcd
-from fastbcd.cli import inputs
+from fastbcd.cli import budgets, inputs
 from fastbcd.cli.options import call
 
 
@@ -20,6 +20,7 @@ def work(options: argparse.Namespace) -> None:
         given["start"] = inputs.given_net(options, data, options.start)
     fields = {field.name for field in dataclasses.fields(fastbcd.Finetune)} - {"epochs"}
     given |= {name: value for name, value in vars(options).items() if name in fields}
+    given["budget"] = budgets.budget_of(options)
     given["teacher"] = inputs.given_teacher(options, data)
     run = call(fastbcd.linearize, options, **given)
     if not options.dry_run:

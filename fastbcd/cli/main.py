@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fastbcd import info
-from fastbcd.cli import bcd, cost, demo, export, linearize, recipes, report, starts, train
+from fastbcd.cli import bcd, budgets, cost, demo, export, linearize, recipes, report, starts, train
 from fastbcd.cli.inputs import say
 from fastbcd.cli.options import TABLE, parser_of
 from fastbcd.runtime import ranks
@@ -49,6 +49,8 @@ def run(command: str, arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if command == "bcd":
         bcd.check(options, parser)
+    elif "budget" in options:
+        budgets.check(options, parser)
     run_dir = getattr(options, "run_dir", None)
     if "run_dir" in options and run_dir is None:
         run_dir = options.run_dir = _default_run_dir(command, options)
@@ -75,8 +77,4 @@ def run(command: str, arguments: list[str]) -> int:
 
 def _default_run_dir(command: str, options: argparse.Namespace) -> Path:
     net = options.model.replace(":", ".") if options.model else options.arch
-    targets = {"seconds": "s", "bytes": "B", "rounds": "rounds"}
-    given = {unit: getattr(options, name, None) for name, unit in targets.items()}
-    parts = [command, net, Path(options.data).stem, getattr(options, "budget", None)]
-    parts += [f"{value:g}{unit}" for unit, value in given.items() if value is not None]
-    return Path("runs") / "-".join(str(part) for part in parts if part is not None)
+    return Path("runs") / "-".join([command, net, Path(options.data).stem, *budgets.parts(options)])

@@ -7,18 +7,18 @@ from functools import partial
 from typing import Any
 
 import fastbcd
-from fastbcd.cli import inputs
+from fastbcd.cli import budgets, inputs
 from fastbcd.cli.options import call
 
 
 def work(method: Any, options: argparse.Namespace) -> None:
-    """Train masks on the net of --weights, down to --budget ReLUs, and report the result."""
+    """Train masks on the net of --weights, down to the budget, and report the result."""
     data, test = inputs.load_data(options)
     net, teacher = inputs.trained_net(options, data), inputs.given_teacher(options, data)
     tuning = {"epochs": options.finetune_epochs, "lr": options.finetune_lr}
     start = call(
         method, options, net=net, data=data, test=test, teacher=teacher,
-        finetune=call(fastbcd.Finetune, options, **tuning),
+        budget=budgets.budget_of(options), finetune=call(fastbcd.Finetune, options, **tuning),
     )  # fmt: skip
     a = start.accuracy
     inputs.say(

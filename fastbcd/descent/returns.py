@@ -14,11 +14,14 @@ from fastbcd.private.limits import Limits
 from fastbcd.scoring.metric import Loss
 
 
-def to_return(net: nn.Module, data: Any, limits: Limits, *, loss: Loss | None = None) -> Tensor:
+def to_return(
+    net: nn.Module, data: Any, limits: Limits, *, loss: Loss | None = None,
+    among: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The ids of the removed ReLUs to return, LongTensor: as many as the limits allow.
 
     Only those of sites that keep a ReLU: another site would cost its rounds. The gains are computed
-    only if a ReLU can return.
+    only if a ReLU can return. among: the bits of those that may; None: all.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
@@ -27,10 +30,12 @@ def to_return(net: nn.Module, data: Any, limits: Limits, *, loss: Loss | None = 
     2
     """
     goal = Goal(masks(net).copy(), limits, limits)
-    removed = (~goal.masks.bits).nonzero().flatten()
-    if not limits.met(goal.counts) or not len(goal.back(removed)):
-        return removed[:0]
-    return goal.back(by_gain(net, data, loss=loss))
+    free = ~goal.masks.bits if among is None else among & ~goal.masks.bits
+    ids = free.nonzero().flatten()
+    if not limits.met(goal.counts) or not len(goal.back(ids)):
+        return ids[:0]
+    order = by_gain(net, data, loss=loss)
+    return goal.back(order[free[order]])
 
 
 def by_gain(net: nn.Module, data: Any, *, loss: Loss | None = None) -> Tensor:

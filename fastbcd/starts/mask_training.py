@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from fastbcd.descent.goals import Goal, shuffled
+from fastbcd.descent.returns import to_return
 from fastbcd.masking.activations import MaskedActivation, MaskedReLU
 from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
 from fastbcd.private.limits import counts_of
@@ -257,12 +258,16 @@ class MaskTraining:
                 self._epoch(trainer, {"epoch": len(history)}, train, seen.state)
             found = {"trained": accuracy(trainer.model, self.measured)}
         chosen = method.decide(history)
-        if isinstance(self.settings["budget"], Target) and not self.limits.met(counts_of(chosen)):
+        targeted = isinstance(self.settings["budget"], Target)
+        if targeted and not self.limits.met(counts_of(chosen)):
             # A method that knows numbers of ReLUs only: some more go, at random.
             kept = shuffled(chosen.bits.nonzero().flatten(), seed=self.seed, step=0, trial=0)
             goal = Goal(chosen, self.limits, self.limits)
             chosen = chosen.without(goal.fit(kept, lambda: kept[:0]))
         set_masks(self.net, chosen)
+        if targeted and self.settings.get("exact", True):  # or some return, by their gain
+            back = to_return(self.net, self.data, self.limits, among=method.start.bits)
+            set_masks(self.net, chosen := chosen.including(back))
         found["thresholded"] = accuracy(self.net, self.measured)
         decided = {"phase": DECIDED, "count": chosen.count(), "accuracy": found}
         decided["overlaps"] = seen.pairs(self.seed)

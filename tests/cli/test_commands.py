@@ -330,6 +330,9 @@ def test_ctrl_c_before_anything_is_saved(monkeypatch, capsys) -> None:
         ("bcd --recipe resnet18-cifar100-15k --budget 3", "give either --budget, --seconds"),
         ("bcd --recipe resnet18-cifar100-15k --seconds 3", "give either --budget, --seconds"),
         ("bcd --budget 3 --rtt 40ms", "--rtt goes with --seconds, --bytes or --rounds only"),
+        ("snl --arch resnet20", "give --budget, --seconds, --bytes or --rounds"),
+        ("linearize --budget 3 --bandwidth 1Mbit", "--bandwidth goes with --seconds, --bytes or"),
+        ("autorep --budget 3 --protocol delphi-gc", "--protocol goes with --seconds, --bytes or"),
         ("bcd --seconds 1 --rounds 9", "not allowed with argument"),
         ("bcd --seconds fast", "'fast'; give seconds, 0 or more"),
         ("bcd --recipe resnet18-cifar100-16k", "resnet18-cifar100-15k"),
@@ -394,6 +397,28 @@ def test_linearize(capsys) -> None:
     assert not (after & ~before).any()
     assert fastbcd_("linearize --model my_nets:small --data tiny.npz --budget 999") == 2
     assert "budget=999; the net keeps 196 ReLUs" in capsys.readouterr().err
+
+
+TARGETED = {
+    "bcd": "--drc 50% --rt 1 --epochs 0 --max-sites 1", "linearize": "--epochs 3 --max-sites 1",
+    "snl": "--max-epochs 1 --finetune-epochs 0", "autorep": "--epochs 1",
+    "deepreduce": "--epochs 4 --trial-epochs 1", "senet": "--epochs 1 --finetune-epochs 0",
+    "relupruner": "--epochs 1 --warmup 0 --finetune-epochs 0",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:after .* epochs:RuntimeWarning")
+@pytest.mark.parametrize("command", TARGETED)
+def test_a_cost_is_a_budget(command) -> None:
+    """30 ReLUs are 30 · 464 bytes under CrypTen, and the squares of AutoReP 16 bytes each."""
+    line = f"{command} --model my_nets:small --data tiny.npz --quiet {TARGETED[command]}"
+    assert fastbcd_(f"{line} --bytes 20kB --protocol crypten --rtt 40ms --budget 40") == 0
+    run = fastbcd.load_run(f"runs/{command}-my_nets.small-tiny-40-20000B")
+    budget = run.settings["budget"]
+    assert (budget["bytes"], budget["relus"], budget["rtt"]) == (20_000, 40, 0.04)
+    poly = ["2"] if command == "autorep" else []
+    assert run.count == (20_000 - 196 * 16) // 448 if poly else 40
+    assert fastbcd.private.cost(run.masks, poly=poly).bytes <= 20_000
 
 
 def test_every_command_has_help(capsys) -> None:

@@ -254,15 +254,47 @@ def test_engines_and_waves_choose_alike() -> None:
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("method", ["snl", "autorep"])
+STARTS: dict[str, dict[str, Any]] = {
+    "snl": {"max_epochs": 2}, "autorep": {"epochs": 2}, "senet": {"epochs": 1},
+    "deepreduce": {"epochs": 10, "trial_epochs": 1},
+    "relupruner": {"epochs": 2, "warmup": 1, "interval": 1},
+}  # fmt: skip
+
+
+def assert_close_to(target: Target, net: nn.Module, start: fastbcd.MaskSet) -> None:
+    """At or below the target, and above it with any other ReLU that a site in use has."""
+    kept, limits = fastbcd.masks(net), limits_of(target, net)
+    assert target.met(net)
+    assert kept.count() > 0
+    assert not (kept.bits & ~start.bits).any(), "removed ReLUs stay removed"
+    counts, most = counts_of(kept), counts_of(start)
+    for x in ((counts > 0) & (counts < most)).nonzero()[0]:
+        counts[x] += 1
+        assert not limits.met(counts)
+        counts[x] -= 1
+
+
+@pytest.mark.filterwarnings("ignore:after .* epochs:RuntimeWarning")
+@pytest.mark.parametrize("method", STARTS)
 def test_starting_points_take_targets(method, tmp_path) -> None:
-    target = Target(0.04, **NETWORK)
-    options: dict[str, Any] = {"run_dir": tmp_path / "run"}
-    options |= {"max_epochs": 2, "finetune": None} if method == "snl" else {"epochs": 2}
-    with pytest.warns(RuntimeWarning, match="more than the budget"):
-        start = getattr(fastbcd, method)(plain(), data(), target, **options)
-    assert target.met(start.model)
-    assert target.cost(start.model) > 0.03
-    assert fastbcd.load_run(tmp_path / "run").settings["budget"]["seconds"] == 0.04
+    target, net = Target(0.034, **NETWORK), plain()
+    fastbcd.set_masks(net, start := fastbcd.masks(net).without([3, 50, 51, 80]))
+    options = {**STARTS[method], "finetune": None, "run_dir": tmp_path / "run"}
+    found = getattr(fastbcd, method)(net, data(), target, **options)
+    assert_close_to(target, found.model, start)
+    assert found.masks == fastbcd.masks(found.model)
+    assert fastbcd.load_run(tmp_path / "run").settings["budget"]["seconds"] == 0.034
     with pytest.raises(ValueError, match=r"is met"):
         getattr(fastbcd, method)(plain(), data(), Target(9.0, **NETWORK))
+
+
+def test_linearize_takes_a_target(tmp_path) -> None:
+    options: dict[str, Any] = {"epochs": 3, "padding": 0, "progress": False, "rt": 2}
+    for target, most in ((Target(0.02, **NETWORK), None), (Target(0.02, **NETWORK), 1)):
+        run = fastbcd.linearize(plain(), data(), target, max_sites=most, **options)
+        assert target.met(run.model)
+        assert len(run.history) == 3
+        if most is None:
+            assert_close_to(target, run.model, fastbcd.masks(plain()))
+        else:
+            assert sum(n > 0 for n in run.masks.counts().values()) == most
