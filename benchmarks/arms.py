@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fastbcd
@@ -89,8 +89,8 @@ class Arm:
     def result(self, work: Callable[[Arm], dict[str, Any]]) -> dict[str, Any]:
         """What the arm came to after `work`, a fine-tune with the epochs left, and a test.
 
-        It is kept in result.json beside masks.safetensors: a finished arm is not run again. work
-        returns more facts to keep.
+        It is kept in result.json beside masks.safetensors and net.safetensors, the weights: a
+        finished arm is not run again. work returns more facts to keep.
         """
         path = self.folder / "result.json"
         if path.exists():
@@ -105,6 +105,8 @@ class Arm:
         }  # fmt: skip
         self.folder.mkdir(parents=True, exist_ok=True)
         masks.save(self.folder / "masks.safetensors")
+        weights = {name: tensor.contiguous() for name, tensor in self.net.state_dict().items()}
+        save_file(weights, self.folder / "net.safetensors")
         write_atomically(path, lambda file: file.write(json.dumps(found).encode()))
         return found
 

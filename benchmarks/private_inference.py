@@ -5,6 +5,9 @@
     FASTBCD_DATA=folder python benchmarks/private_inference.py --net resnet20
     ... --net resnet20 --rtt 0.2 10 40                               the time, by round trip in ms
     ... --net resnet20 --rtt 40 --nets SNL=runs/snl BCD=runs/bcd     of the nets of runs, or masks
+    ... --net resnet20 --rtt 0.2 10 40 --nets SNL=runs/latency-cifar10/SNL-8000-ReLUs-0 \\
+        BCD=runs/latency-cifar10/BCD-by-count-8000-ReLUs-0 \\
+        "BCD, 2.0 s=runs/latency-cifar10/BCD-for-a-target-crypten-WAN-2-s-0"    of latency.py
 
 The parties are two processes on loopback. One holds the image, the other the weights; CrypTen
 shares both, so that neither sees the other's. Batch norms are folded into convolutions, each site
@@ -28,9 +31,10 @@ measured time of one such round, of 1,000 numbers. The seconds of a net are pred
     + (rounds of the linear layers, one to reveal the logits) * round trip
     + fastbcd.private.cost(net, "crypten", rtt=round trip).seconds, at unlimited bandwidth
 
-Nets are those of --nets, each the run directory of a ResNet of fastbcd.models or a file of masks
-for --net. Without it, ReLUs are kept at random in as many sites as SNL, BCD, and BCD for a target
-had in use at 8,000 ReLUs in a first experiment: 18, 13 and 5 of 19.
+Nets are those of --nets, each the run directory of a ResNet of fastbcd.models, the folder of an arm
+of latency.py, or a file of masks for the weights of --net. Without it, ReLUs are kept at random in
+as many sites as SNL, BCD, and BCD for a target had in use at 8,000 ReLUs in a first experiment: 18,
+13 and 5 of 19.
 
 Exit status 1 if bytes are more than 5 % off, rounds differ or the logits are wrong.
 
@@ -48,6 +52,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
 import os
 import socket
@@ -151,10 +156,13 @@ def cases(net: nn.Module, options: argparse.Namespace) -> list[tuple[str, nn.Mod
 
 
 def from_file(path: Path, net: nn.Module) -> nn.Module:
-    """The net of a run, or this one with the masks of a file."""
-    if not path.is_dir():
+    """The net of a run or of an arm, or this one with the masks of a file."""
+    masks = path / "masks.safetensors" if (path / "result.json").exists() else path
+    if not masks.is_dir():
         net = copy.deepcopy(net)
-        fastbcd.set_masks(net, MaskSet.load(path))
+        if (weights := masks.with_name("net.safetensors")).exists():
+            net.load_state_dict(load_file(weights))
+        fastbcd.set_masks(net, MaskSet.load(masks))
         return net
     found = fastbcd.load_run(path).model
     if not isinstance(found, ResNet):
@@ -369,18 +377,28 @@ def show_traffic(row: dict[str, Any]) -> None:
     )
 
 
-def show_times(rows: list[dict[str, Any]]) -> None:
+def tested(path: Path) -> str:
+    """The test accuracy of an arm or a run, if it is known."""
+    if (path / "result.json").exists():
+        found = json.loads((path / "result.json").read_text())["accuracy"]
+    else:
+        found = fastbcd.load_run(path).accuracy if path.is_dir() else None
+    return "" if found is None else f"{found:.2f}"
+
+
+def show_times(rows: list[dict[str, Any]], accuracy: dict[str, str]) -> None:
     """One line for each round trip and net: the median of the repeats."""
     linear = median(row["seconds"] for row in [row for row in rows if not row["rtt"]][1:])
     print(f"without ReLUs and delay {linear:.3f} s, {rows[0]['rounds']} rounds")
-    print(f"{'rtt ms':>7}{'exchange':>10}  {'net':<18}{'ReLUs':>7}{'sites':>6}{'rounds':>8}"
-          f"{'model':>7}{'predicted s':>13}{'measured s':>12}{'off':>8}")  # fmt: skip
+    print(f"{'rtt ms':>7}{'exchange':>10}  {'net':<18}{'test %':>7}{'ReLUs':>8}{'sites':>6}"
+          f"{'rounds':>8}{'model':>7}{'predicted s':>13}{'measured s':>12}{'off':>8}")  # fmt: skip
     for rtt, name in dict.fromkeys((row["rtt"], row["name"]) for row in rows if row["rtt"]):
         some = [row for row in rows if (row["rtt"], row["name"]) == (rtt, name)]
         row, seconds = some[0], median(row["seconds"] for row in some)
         exchange = median(row["exchange"] for row in some)
         predicted = linear + row["compute"] + row["model_rounds"] * rtt
-        print(f"{rtt * 1e3:>7g}{exchange * 1e3:>10.2f}  {name:<18}{row['relus']:>7,}"
+        print(f"{rtt * 1e3:>7g}{exchange * 1e3:>10.2f}  {name:<18}"
+              f"{accuracy.get(name, ''):>7}{row['relus']:>8,}"
               f"{row['sites']:>6}{row['rounds']:>8}{row['model_rounds']:>7.0f}"
               f"{predicted:>13.2f}{seconds:>12.2f}{seconds / predicted - 1:>+8.0%}"
               f"{remark(row)}")  # fmt: skip
@@ -438,7 +456,7 @@ def main() -> int:
             show_traffic(row)
     parties.join()
     if options.rtt:
-        show_times(rows)
+        show_times(rows, {name: tested(path) for name, path in options.nets})
     return 0 if all(map(is_right, rows)) else 1
 
 
