@@ -1,4 +1,8 @@
-"""Returns: which removed ReLUs a net gets back, those of largest first-order gain first."""
+"""Returns: which removed ReLUs a net gets back, those of largest first-order gain first.
+
+The gain is E t, by which the loss falls, with its sign: E|t|, which ranks removals, is as large for
+a ReLU that raises the loss.
+"""
 
 from __future__ import annotations
 
