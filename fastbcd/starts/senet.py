@@ -3,36 +3,46 @@
     start = fastbcd.senet(net, data, budget=30_000, test=test, run_dir="runs/senet-30k")
     fastbcd.bcd(start.model, data, budget=15_000, teacher=dense)
 
-The paper (Kundu et al., arXiv 2301.09254) has three stages. Only summaries of it were available, so
-its formulas are stated here without their numbers:
+The paper (Kundu et al., arXiv 2301.09254) has three stages. Its text could not be read: equation
+numbers are not verified, and none is given. The steps follow its abstract, summaries of it, and the
+code that two of its authors published with RLNet (CVPR workshops 2024, sreetamasarkar/rlnet), which
+runs stages 2 and 3 and has the shares of stage 1 as numbers.
 
-1. Sensitivity. The weights of the dense net are pruned to a density d. The pruning sensitivity of
-   layer l is the share of its weights that are left, η_l, and its ReLU sensitivity is 1 - η_l. The
-   budget goes to the layers in proportion to 1 - η_l, at most a layer's size each; what is left
-   over goes to the others in the same proportion, until it is spent.
-2. Masks. They start at random positions, with these counts. The partial-ReLU net is trained by
-   distillation from the all-ReLU net. Every few epochs the mask of each layer becomes the positions
-   where |a_s/‖a_s‖ - a_t/‖a_t‖|, the mean over images, is largest; a_s are the activations of the
-   partial-ReLU net, a_t of the other. This ends when masks hardly change (Hamming distance).
-3. Fine-tune with (1 - λ)·CE + λ·KL + β/2 · Σ over layers of ‖a_s/‖a_s‖ - a_t/‖a_t‖‖.
+1. ReLU sensitivity. The dense net's weights are pruned to a density d. The pruning sensitivity of
+   layer l is the share of its weights that is left, η_l, its ReLU sensitivity 1 - η_l. The budget
+   goes to the layers in proportion to 1 - η_l, at most a layer's size each; what is left over goes
+   to the others in the same proportion, until it is spent. (`allocate` returns the code's shares.)
+2. Mask search. Masks start at random, with these counts. The partial-ReLU net is trained with
+   CE/2 + KL/2 from the all-ReLU net. After each epoch the mask of each layer becomes the positions
+   where |a_s - a_t|, summed over the epoch's images, is largest; a_s are the activations of the
+   partial-ReLU net, a_t of the other. It ends when masks hardly change (normalised Hamming
+   distance); the code trains for 150 epochs and takes the most accurate.
+3. Fine-tune, 240 epochs in the code, with fixed masks and the loss
+   (1 - λ)·CE + λ·KL + β/2 · Σ over layers of ‖a_s/‖a_s‖ - a_t/‖a_t‖‖, the post-ReLU activation
+   mismatch. The code compares the attention maps of four layers, the mean over channels of a².
 
-What the paper leaves open, or what a net of any structure needs, and what was chosen:
+What is left open, or what a net of any structure needs, and what was chosen:
 
 - Pruning: by magnitude, once, with one threshold for all layers. The authors train a sparse net.
 - The layer of a site: all layers with a weight of two or more dimensions that run after the site
   before it. So a ReLU after an addition has the last convolution of the block and the one of the
   shortcut. A site with none has those of the site before it.
-- a_s in stage 2: as if the site had no ReLU, that is, with its replacement at every position. With
-  the mask in place a kept position hardly differs from the teacher's, loses its ReLU, differs, and
-  gets it back at the next update: the masks alternate and never settle.
+- Weights: those that are given. The code trains the partial-ReLU net from random ones.
+- a_s in stage 2: as if the site had no ReLU, that is, with its replacement at every position. The
+  code has the mask in place: a kept position then hardly differs from the teacher's, loses its
+  ReLU, differs, and gets it back, so that masks alternate and do not settle.
 - The images of stage 2: the first 5,000 for training, without crops and flips, in eval mode.
 - λ and KL: the loss is CE + distill · T² · KL, which is the paper's for λ = distill/(1 + distill),
-  times 1 + distill. The default is λ = 1/2, T = 4. Stage 2 has the loss and optimizer of stage 3.
-- β: 1,000 in the paper. The term is that of attention transfer (Zagoruyko and Komodakis, 2017),
-  whose 1,000 is divided by the number of elements: 0.015 to 0.12 for the sites of ResNet18. Here
-  the mean over the batch is weighted by `Finetune.mismatch`, 0.1 for every site.
-- Numbers of epochs and learning rates. Masks by channel, and SENet++, which trains for several
-  widths of the net, are not implemented.
+  times 1 + distill. The default is λ = 1/2, T = 4, as in the code. Stage 2 has the loss and
+  optimizer of stage 3.
+- β: 1,000. The term is that of attention transfer (Zagoruyko and Komodakis, 2017), whose 1,000 is
+  divided by the number of elements: 0.015 to 0.12 for the sites of ResNet18. Here the mean over the
+  batch is weighted by `Finetune.mismatch`, 0.1 for every site.
+- Numbers of epochs and learning rates.
+
+Not implemented: masks by channel, and SENet++ (its Figure 3), which trains one net for several
+widths: a narrower net has the first channels of every layer (ordered dropout) and batch norms of
+its own. That changes the layers of the network and not its masks.
 """
 
 from __future__ import annotations
@@ -54,8 +64,8 @@ from fastbcd.private.target import Target
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.scoring.accuracy import first_outputs
+from fastbcd.scoring.metric import at_least_float32
 from fastbcd.starts.mask_training import History, Method, StartingPoint, train_masks, twin
-from fastbcd.training.mismatch import direction
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
 from fastbcd.training.trainer import Trainer, training_dtype
@@ -177,7 +187,7 @@ def weighted(net: nn.Module) -> list[Any]:
 
 
 class Probe(MaskedActivation):
-    """An activation that adds itself, and its replacement's direction at all positions, to a list.
+    """An activation that adds itself, and its replacement's output at all positions, to a list.
 
     It computes what the activation computes.
     """
@@ -192,13 +202,13 @@ class Probe(MaskedActivation):
         bare, coef = x if residual is None else x + residual, getattr(self.act, "coef", None)
         if coef is not None:
             bare = ops.masked_poly(bare, torch.zeros_like(self.act.mask), coef)
-        self.seen.append((self, direction(bare)))
+        self.seen.append((self, at_least_float32(bare)))
         return self.act.activate(x, residual)
 
 
 @torch.no_grad()
 def differences(net: nn.Module, teacher: TeacherLogits, data: ImageData) -> list[Tensor]:
-    """For each site, the mean over images of |a_s/‖a_s‖ - a_t/‖a_t‖|, float64 [*shape], on the CPU.
+    """For each site, the mean over images of |a_s - a_t|, float64 [*shape], on the CPU.
 
     a_t: the teacher's outputs of the site. a_s: the net's, if all ReLUs of this site were removed.
     """
@@ -207,7 +217,7 @@ def differences(net: nn.Module, teacher: TeacherLogits, data: ImageData) -> list
     mine = data.shard(ranks.rank(), ranks.world())
     for x, _ in mine.batches(BATCH, dtype=training_dtype(net)):
         model(x)
-        for (probe, own), given in zip(seen, teacher.of(x)[1], strict=True):
+        for (probe, own), given in zip(seen, teacher.of(x, at_least_float32)[1], strict=True):
             probe.total += (own - given).abs().sum(0, dtype=torch.float64)
         seen.clear()
     probes: Any = [m for m in mask_modules(model).values() if isinstance(m, Probe)]

@@ -13,6 +13,7 @@ import copy
 import os
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -36,8 +37,8 @@ class TeacherLogits:
     """The teacher's logits by (sample, view), computed when they are first needed.
 
     Without settings.teacher_cache, half of the free memory is shared by the ranks of this machine.
-    The teacher is copied, so later changes to it have no effect. matched: `of` also gives the
-    directions of its activations, as it does with settings.mismatch.
+    The teacher is copied, so later changes to it have no effect. matched: `of` also returns its
+    activations, as it does with settings.mismatch.
     """
 
     def __init__(
@@ -73,16 +74,18 @@ class TeacherLogits:
         self.rows = torch.empty(self.capacity, *self.shape)
 
     @torch.no_grad()
-    def of(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The logits of a batch and the directions of its activations, not cached."""
+    def of(
+        self, x: Tensor, use: Callable[[Tensor], Tensor] = direction
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The logits of a batch and use(output) of each of its activations, not cached."""
         begin = time.perf_counter()
-        order, directions = self.memory_format if x.ndim == 4 else torch.contiguous_format, []
+        order, seen = self.memory_format if x.ndim == 4 else torch.contiguous_format, []
         with ExitStack() as stack:
             if self.matched:
-                directions = stack.enter_context(site_outputs(self.teacher, direction))
+                seen = stack.enter_context(site_outputs(self.teacher, use))
             logits = self.teacher(x.to(self.dtype, memory_format=order)).float()
         self.seconds += time.perf_counter() - begin
-        return logits, directions
+        return logits, seen
 
     def epoch(self, views: Tensor, part: Tensor | None = None) -> Tensor:
         """The logits of every sample in its view, views int64 [N] -> [N, classes, ...].
