@@ -63,8 +63,8 @@ def linearize(
         train, test: as data and test of `bcd`.
         epochs: of training in all: 60 % of them on the way down, a quarter of one per step.
         start: where to start from, if not at the model: a MaskSet, or a net with masks and its
-            own weights, as such or as the result of `snl`, `autorep`, `bcd` or `load_run`. One
-            that is at the budget is only trained.
+            own weights, as such or as the result of a starting point (`snl`, `autorep`, …), of
+            `bcd` or of `load_run`. One that is at the budget is only trained.
         replacement: what a removed ReLU becomes: "identity", or "poly" for a learned quadratic.
         teacher: to distil from; None: the model. distill=0 switches the distillation off.
         lr: the learning rate of the first step, of Muon unless `optimizer` is given. It falls to
@@ -145,7 +145,7 @@ def _net(model: nn.Module, data: Any, start: Any, replacement: str) -> nn.Module
     if not isinstance(given, nn.Module):
         raise TypeError(
             f"start is a {type(start).__name__}; give a MaskSet, a net with masks, or the result "
-            f"of snl, autorep, bcd or load_run"
+            f"of a starting point such as snl, of bcd or of load_run"
         )
     try:
         sites = mask_modules(given)

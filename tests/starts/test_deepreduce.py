@@ -195,19 +195,6 @@ def test_removed_relus_stay_removed() -> None:
     assert not (start.masks.bits & ~before).any()
 
 
-def test_bcd_and_linearize_continue_from_it() -> None:
-    start, dense = deepreduce(make("resnet"), data(), 120, **QUICK), make("resnet")
-    settings = {"epochs": 2, "rt": 2, "padding": 1, "progress": False}
-    before = start.masks.bits
-    further = fastbcd.linearize(dense, data(), 100, start=start, **settings)
-    polished = fastbcd.linearize(dense, data(), 120, start=start, **settings)
-    run = fastbcd.bcd(start.model, data(), 100, drc=10, rt=2, finetune=None)
-    assert polished.masks.count() == 120
-    for found in (run, further):
-        assert found.masks.count() == 100
-        assert not (found.masks.bits & ~before).any()
-
-
 @pytest.mark.parametrize("epoch", [1, 3, 8])
 def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, monkeypatch, epoch) -> None:
     """In a stage's trial, in a candidate's, and in the last training."""

@@ -1,4 +1,4 @@
-"""What snl and autorep share: resuming in any phase, the final fine-tune."""
+"""What the starting points share: resuming in any phase, the fine-tune, going on from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastbcd.starts.snl import snl
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Finetuner, Trainer
 from helpers.nets import make, thinned
-from helpers.start_cases import QUICK, data, same, state, stopped_at
+from helpers.start_cases import QUICK, SHORT, data, same, state, stopped_at
 
 # --------------------------------------------------------------------------------- resuming
 
@@ -42,6 +42,36 @@ def test_another_run_in_the_directory_is_refused(tmp_path) -> None:
     snl(make("mlp"), data(), 40, run_dir=tmp_path, **QUICK)
     with pytest.raises(ValueError, match=r"another run: settings\.budget is 40 there and 30 now"):
         snl(make("mlp"), data(), 30, run_dir=tmp_path, **QUICK)
+
+
+# ---------------------------------------------------------------------- going on from a start
+
+STARTS = {
+    "snl": {**QUICK, "max_epochs": 2},
+    "deepreduce": {"epochs": 11, "trial_epochs": 1, "batch_size": 32, "finetune": SHORT},
+    "senet": {"epochs": 2, "every": 1, "batch_size": 32, "finetune": SHORT},
+    "relupruner": {"epochs": 2, "warmup": 0, "interval": 1, "batch_size": 32, "finetune": SHORT},
+    "autorep": {"epochs": 2, "batch_size": 32, "finetune": SHORT},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*more than the budget:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("method", "kind"), [*((method, "resnet") for method in STARTS), ("senet", "poly")]
+)
+def test_bcd_and_linearize_continue_from_it(method, kind) -> None:
+    start = getattr(fastbcd, method)(make(kind), data(), 120, **STARTS[method])
+    dense, kept = make("resnet"), start.masks.bits.clone()
+    settings = {"epochs": 2, "rt": 2, "padding": 1, "progress": False, "start": start}
+    if method == "autorep" or kind == "poly":
+        settings["replacement"] = "poly"
+    polished = fastbcd.linearize(dense, data(), 120, **settings)
+    further = fastbcd.linearize(dense, data(), 100, **settings)
+    run = fastbcd.bcd(start.model, data(), 100, drc=10, rt=2, finetune=None)
+    assert torch.equal(polished.masks.bits, kept)
+    for found in (run, further):
+        assert found.masks.count() == 100
+        assert not (found.masks.bits & ~kept).any()
 
 
 # ---------------------------------------------------------------------------- the fine-tune
