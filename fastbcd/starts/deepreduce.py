@@ -4,14 +4,17 @@
     fastbcd.bcd(start.model, data, budget=15_000, teacher=dense)
 
 As published (Jha et al., arXiv 2103.01396), each net being trained with distillation from the net
-with all its ReLUs. This follows summaries of the paper, not its text, so that equations are not
-cited by number; the authors' code of the networks agrees with steps 2 to 4.
+with all its ReLUs. The paper's text could not be read: the steps have its names, in the order of
+its Figure 4, and follow summaries of it and the networks published with it. Equation numbers are
+not verified, and none is given; the power w is not verified either.
 
 1. Criticality. For each stage k, a net with the ReLUs of stage k alone is trained: it reaches the
    accuracy A_k with R_k ReLUs, and C_k = A_k / R_k^w.
-2. Culling. The stages lose all their ReLUs, one stage after the other, the least critical first.
-3. Thinning. Of what each culled net keeps, every second layer loses its ReLUs.
-4. Reshaping. Fewer channels, or a smaller resolution, leave fewer ReLUs in each layer.
+2. ReLU Culling. The stages lose all their ReLUs, one stage after the other, the least critical
+   first.
+3. ReLU Thinning. Of what each culled net keeps, every second layer loses its ReLUs: the first or
+   the second one of every residual block.
+4. ReLU Reshaping. Fewer channels, or a smaller resolution, leave fewer ReLUs in each layer.
 5. Of all these nets, those with the best accuracy for their number of ReLUs are the result.
 
 What is left open, or depends on a new network, was chosen as follows. A stage is a run of

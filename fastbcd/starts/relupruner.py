@@ -3,18 +3,23 @@
     start = fastbcd.relupruner(net, data, budget=30_000, test=test, run_dir="runs/relupruner-30k")
     fastbcd.bcd(start.model, data, budget=15_000, teacher=dense)
 
-As its code has it: while the net is trained with distillation, every batch gives each unit a value,
-from its input z and the gradient g of the loss (a mean over the batch) at its output,
+The paper's text could not be read, so that no equation is given by number: this is the authors'
+code (Orange2019220/ReluPruner). The net is trained with distillation, and after every batch
 
-    v = w · (E|g·z| · P(z < 0) + E[z²] · F / 2)
+1. each unit has a value, from its input z and the gradient g of the loss (a mean over the batch) at
+   its output: the first two terms of a Taylor expansion, weighted by layer,
 
-with means over the batch, P over the last ten batches, F the moving average (0.99) of E[g²], and
-w the weight of its layer: G·√(Φ + 1e-8)·(1 + 0.2·depth), scaled to [0.1, 1.1] over the layers, with
-G and Φ the moving averages (0.95) of the mean norm of g and of E[g²] up to the batch before, and
-depth from 0 to 1. The importance is the moving average (0.95) of v. Every `interval` batches the
-units with the largest importance are kept, whether or not they were before: all of them in the
-first `warmup` epochs, then fewer on a cosine down to the budget, which is reached after 0.6 of the
-other epochs; from then on the units are chosen again every 2·`interval` batches.
+       v = w · (E|g·z| · P(z < 0) + E[z²] · F / 2)
+
+   with means over the batch, P over the last ten batches, F the moving average (0.99) of E[g²];
+2. w is G·√(Φ + 1e-8)·(1 + 0.2·depth), scaled to [0.1, 1.1] over the layers, with G and Φ the moving
+   averages (0.95) of the mean norm of g and of E[g²] up to the batch before, and depth from 0 to 1;
+3. the importance is the moving average (0.95) of v;
+4. every `interval` batches the units with the largest importance are kept, whether or not they
+   were before: all of them in the first `warmup` epochs, then fewer on a cosine down to the
+   budget, which is reached after 0.6 of the other epochs; from then on every 2·`interval` batches.
+
+A fine-tune with fixed masks follows. The code rounds a share of ReLUs; here the budget is exact.
 
 Our `saliency` is E|g·min(z, 0)| at fixed weights, without P, F and w, and a ReLU that `bcd` removed
 stays removed, so `bcd` with `Saliency(temperature=0)` is another method.
