@@ -105,9 +105,12 @@ def site_seconds(cost: Cost) -> Any:
 
 
 def overlaps(bcd: SavedRun | None, start: SavedRun | None) -> Any:
-    """IoU of masks: the paper's score of consecutive masks, and the overlap with the start."""
+    """IoU of masks: the paper's score of consecutive masks, and the overlap with the start.
+
+    Against ReLUs; for a start alone, which may have one number of them, against its epochs.
+    """
     figure, axes = canvas(3.6)
-    epochs = consecutive(start)
+    epochs = consecutive(start, "count" if bcd else "epoch")
     if start and epochs:
         name = f"{start.title}, consecutive epochs: |both| / |smaller|"
         plot(axes, epochs, name, marker="x", linestyle=":")
@@ -117,15 +120,18 @@ def overlaps(bcd: SavedRun | None, start: SavedRun | None) -> Any:
              marker="o", markerfacecolor="black")  # fmt: skip
         plot(axes, [(n, n / max(counts[0], 1)) for n in counts],
              "BCD, with its start: |both| / |either|", marker="s", linestyle="--")  # fmt: skip
-    log_axis(axes, RELUS)
+        log_axis(axes, RELUS)
+    else:
+        axes.set_xlabel("epoch of the mask training")
+        axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(ylim=(0, 1.06), ylabel="overlap of masks")
     return with_legend(figure, axes, columns=1)
 
 
-def consecutive(start: SavedRun | None) -> list[tuple[int, float]]:
-    """(ReLUs, IoU with the epoch before) of a mask training."""
-    history = start.history if start else []
-    return [(r["count"], r["iou"]) for r in history if r.get("iou") is not None]
+def consecutive(start: SavedRun | None, x: str = "count") -> list[tuple[int, float]]:
+    """(ReLUs or epoch, IoU with the epoch before) of a mask training; none between trainings."""
+    history = [r for r in start.history if "training" not in r] if start else []
+    return [(r[x], r["iou"]) for r in history if r.get("iou") is not None]
 
 
 def steps(bcd: SavedRun) -> Any:
@@ -219,14 +225,15 @@ def canvas(height: float, rows: int = 1, heights: Sequence[float] | None = None)
 
 def log_axis(axes: Any, label: str) -> None:
     """A log axis, labelled 500, 6k, 100k; linear near 0 if there is a 0."""
-    from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
     if axes.dataLim.x0 <= 0:
         axes.set_xscale("symlog", linthresh=min(1, axes.dataLim.minposx), linscale=0.4)
     else:
         axes.set_xscale("log")
         low, high = axes.get_xlim()
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 1e4 else (1,)))
+        steps = LogLocator(subs=(1, 2, 5) if high / low < 1e4 else (1,))
+        axes.xaxis.set_major_locator(steps if high / low > 5 else MaxNLocator(4))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlabel(f"{label} (log axis)")

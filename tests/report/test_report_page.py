@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,38 @@ def test_starting_points_and_dense_nets_alone(stages, page_of) -> None:
     assert f"SNL, 2-snl: {final:.2f} % at 60 ReLUs" in alt
     assert f"dense, 1-dense: {dense:.2f} % at 98 ReLUs" in alt
     assert "Steps" not in page.words
+
+
+def test_overlaps_of_a_start_are_by_epoch_and_of_one_training(stages) -> None:
+    """Its masks may all have the budget; those of different trainings are not compared."""
+    run = read(stages)
+    _, start, bcd = run.stages
+    alone, both = (dataclasses.replace(run, stages=s) for s in ((start,), (start, bcd)))
+    with figures.style():
+        labels = [sections.overlaps(r).figure.axes[0].get_xlabel() for r in (alone, both)]
+        first = sections.overlaps(alone).figure.axes[0].lines[0]
+    assert labels == ["epoch of the mask training", "ReLUs kept (log axis)"]
+    assert first.get_xdata().tolist() == list(range(1, len(first.get_xdata()) + 1))
+    trained = [{**record, "training": "stage 1 alone"} for record in start.history]
+    several = dataclasses.replace(start, kind="deepreduce", history=trained)
+    assert sections.overlaps(dataclasses.replace(run, stages=(several,))) is None
+
+
+@pytest.mark.parametrize("counts", [(13_912, 13_932), (700, 14_000), (3, 3_000_000), (50, 50)])
+def test_labels_of_a_log_axis_have_room(counts) -> None:
+    with figures.style():
+        figure, axes = figures.canvas(3)
+        axes.plot(counts, (0, 1))
+        figures.log_axis(axes, "ReLUs")
+        figure.draw_without_rendering()
+    low, high = axes.get_xlim()
+    boxes = [
+        tick.label1.get_window_extent()
+        for tick in axes.xaxis.get_major_ticks()
+        if low <= tick.get_loc() <= high
+    ]
+    assert len(boxes) >= 2
+    assert all(a.x1 < b.x0 for a, b in pairwise(boxes))
 
 
 def test_an_unfinished_run_is_named_first(cut_short, page_of) -> None:
