@@ -1,4 +1,4 @@
-"""What the starting points share: resuming in any phase, the fine-tune, going on from them."""
+"""What the starting points share: resuming in any phase, the fine-tune, continuing from them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_another_run_in_the_directory_is_refused(tmp_path) -> None:
         snl(make("mlp"), data(), 30, run_dir=tmp_path, **QUICK)
 
 
-# ---------------------------------------------------------------------- going on from a start
+# ------------------------------------------------------------------- continuing from a start
 
 STARTS = {
     "snl": {**QUICK, "max_epochs": 2},
