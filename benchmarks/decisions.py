@@ -23,12 +23,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 import fastbcd
 from arms import Problem, cifar10, fashion_mnist
 from fastbcd.runs.fingerprint import restore, take
+from fastbcd.runtime.atomic_files import write_atomically
 from fastbcd.scoring.engine import Engine
 from fastbcd.scoring.sampled import Sampled, new_margins, visiting_order
 from fastbcd.scoring.score import answers, prepared, read
@@ -46,18 +47,19 @@ def nets(problem: Problem, o: argparse.Namespace):
         net, problem.train, Finetune(epochs=o.epochs, lr=o.lr, batch_size=o.batch), problem.dense
     )
     for count in sorted(o.relus, reverse=True):
-        path = o.out / f"net-{count}.safetensors"
-        if not path.exists():
-            while (kept := fastbcd.masks(net).count()) > count:
-                less = max(count, int(kept * o.keep))
+        while (kept := fastbcd.masks(net).count()) > count:
+            less = max(count, int(kept * o.keep))
+            path = o.out / f"net-{less}.safetensors"
+            if not path.exists():
                 draw = fastbcd.Saliency(0.0)(
                     net, problem.train.first(min(2_000, o.images)), kept - less, seed=0, step=less
                 )
                 fastbcd.set_masks(net, fastbcd.masks(net).without(draw(0)))
                 tuner.run(less)
-            save_file(take(net), path)
-        restore(net, load_file(path))
-        yield count, net.eval()
+                write_atomically(path, lambda file: file.write(save(take(net))))
+                print(f"trained {path.name}", flush=True)
+            restore(net, load_file(path))
+        yield count, copy.deepcopy(net).eval()
 
 
 def record(net: nn.Module, data: fastbcd.ImageData, removals: dict[int, Tensor]) -> np.ndarray:
