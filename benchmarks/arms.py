@@ -2,7 +2,8 @@
 
 A way is an arm: it trains masks by SNL, descends by BCD with one epoch per step, or both, and ends
 with a fine-tune. Its runs have directories of their own and its result is kept in a file, so that
-the same command resumes an experiment, also after some of its seeds ran elsewhere.
+the same command resumes an experiment, also after some of its seeds ran elsewhere. `reduced` is
+what experiments that need a net with few ReLUs begin with.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from torch import nn
 
 import fastbcd
+from fastbcd.runs.fingerprint import restore, take
 from fastbcd.runtime.atomic_files import write_atomically
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -52,6 +54,32 @@ def fashion_mnist(images: int, *, width: int, epochs: int, out: Path) -> Problem
     net = fastbcd.models.resnet20(image_size=28, in_channels=1, width=width, blocks=1)
     fastbcd.train(net, train, epochs=epochs, batch_size=64, run_dir=out / "dense")
     return Problem(net.eval(), train, test)
+
+
+def reduced(
+    problem: Problem, count: int, *, keep: float, tuning: fastbcd.Finetune, out: Path
+) -> nn.Module:
+    """The net at `count` ReLUs: the least salient go first, with a fine-tune after each step.
+
+    A step leaves the share `keep`. The net of each step is kept in `out`, and is the same whichever
+    counts are asked for.
+    """
+    net = copy.deepcopy(problem.dense)
+    tuner: fastbcd.Finetuner | None = None  # its teacher takes time to prepare
+    while (kept := fastbcd.masks(net).count()) > count:
+        less = max(count, int(kept * keep))
+        path = out / f"net-{less}.safetensors"
+        if not path.exists():
+            images = problem.train.first(min(2_000, len(problem.train)))
+            draw = fastbcd.Saliency(0.0)(net, images, kept - less, seed=0, step=less)
+            fastbcd.set_masks(net, fastbcd.masks(net).without(draw(0)))
+            tuner = tuner or fastbcd.Finetuner(net, problem.train, tuning, problem.dense)
+            tuner.run(less)
+            tensors = take(net)
+            write_atomically(path, lambda file, t=tensors: file.write(save(t)))
+            print(f"trained {path.name}", flush=True)
+        restore(net, load_file(path))
+    return net.eval()
 
 
 def add_options(parser: argparse.ArgumentParser, batch: int) -> None:

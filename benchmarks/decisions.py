@@ -17,49 +17,21 @@ the first hypothesis is clearly accepted: its drop is below half of ADT.
 from __future__ import annotations
 
 import argparse
-import copy
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 import fastbcd
-from arms import Problem, cifar10, fashion_mnist
-from fastbcd.runs.fingerprint import restore, take
-from fastbcd.runtime.atomic_files import write_atomically
+from arms import cifar10, fashion_mnist, reduced
 from fastbcd.scoring.engine import Engine
 from fastbcd.scoring.sampled import Sampled, new_margins, visiting_order
 from fastbcd.scoring.score import answers, prepared, read
-from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Finetuner
 from table import machine
 
 CONFIDENCES = (0.99, 0.999)
-
-
-def nets(problem: Problem, o: argparse.Namespace):
-    """(ReLUs, net) for each count, in falling order."""
-    net = copy.deepcopy(problem.dense)
-    tuner = Finetuner(
-        net, problem.train, Finetune(epochs=o.epochs, lr=o.lr, batch_size=o.batch), problem.dense
-    )
-    for count in sorted(o.relus, reverse=True):
-        while (kept := fastbcd.masks(net).count()) > count:
-            less = max(count, int(kept * o.keep))
-            path = o.out / f"net-{less}.safetensors"
-            if not path.exists():
-                draw = fastbcd.Saliency(0.0)(
-                    net, problem.train.first(min(2_000, o.images)), kept - less, seed=0, step=less
-                )
-                fastbcd.set_masks(net, fastbcd.masks(net).without(draw(0)))
-                tuner.run(less)
-                write_atomically(path, lambda file: file.write(save(take(net))))
-                print(f"trained {path.name}", flush=True)
-            restore(net, load_file(path))
-        yield count, copy.deepcopy(net).eval()
 
 
 def record(net: nn.Module, data: fastbcd.ImageData, removals: dict[int, Tensor]) -> np.ndarray:
@@ -195,7 +167,9 @@ def main() -> None:
     decisions, differ = 0, defaultdict(int)
     print(f"{'':<34}{'loop':>10}{'exact':>10}" + "".join(f"{p:>10}" for p in CONFIDENCES)
           + "   exact : " + ", ".join(map(str, CONFIDENCES)))  # fmt: skip
-    for count, net in nets(problem, o):
+    tuning = fastbcd.Finetune(epochs=o.epochs, lr=o.lr, batch_size=o.batch)
+    for count in o.relus:
+        net = reduced(problem, count, keep=o.keep, tuning=tuning, out=o.out)
         steps = list(records(net, problem.train, count, o))
         flips = np.mean([(s[1:, 0] > 0) != (s[:1, 0] > 0) for s in steps])
         right = np.mean([s[0, 0] > 0 for s in steps])

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
-from fastbcd.graph.fuse import fused
+from fastbcd.graph.fuse import frozen, fused
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.masking.convert import convert
 from fastbcd.runtime import ranks
@@ -45,13 +45,13 @@ class TeacherLogits:
         self, teacher: nn.Module, data: ImageData, settings: Finetune, *, matched: bool = False
     ) -> None:
         self.shape = first_outputs(teacher, data, "the teacher", 1).shape[1:]
-        frozen = copy.deepcopy(teacher).eval().requires_grad_(False)
+        own = copy.deepcopy(teacher).eval().requires_grad_(False)
         self.data, self.padding, self.dtype = data, settings.padding, dtype_of(teacher)
         self.matched = matched or settings.mismatch > 0
         self.per_batch = data.streamed or settings.mismatch > 0
-        if self.matched:
-            frozen = with_sites(frozen, data)
-        self.teacher, self.memory_format = fused(frozen, train=False)
+        # The directions of its activations need each of them as a module of its own.
+        rewritten = fused(with_sites(own, data), train=False) if self.matched else frozen(own)
+        self.teacher, self.memory_format = rewritten
         self.batch, self.checked = BATCH, False  # halved where it does not fit
         rank, world = ranks.rank(), ranks.world()
         self.first = rank * len(data) // world
