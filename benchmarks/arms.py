@@ -1,9 +1,9 @@
 """Shared by experiments that compare ways from one dense net to few ReLUs, at equal epochs.
 
 A way is an arm: it trains masks by SNL, descends by BCD with one epoch per step, or both, and ends
-with a fine-tune. Its runs have directories of their own and its result is kept in a file, so that
-the same command resumes an experiment, also after some of its seeds ran elsewhere. `reduced` is
-what experiments that need a net with few ReLUs begin with.
+with a fine-tune; or it is `fastbcd.linearize`. Its runs have directories of their own and its
+result is kept in a file, so that the same command resumes an experiment, also after some of its
+seeds ran elsewhere. `reduced` is what experiments that need a net with few ReLUs begin with.
 """
 
 from __future__ import annotations
@@ -172,6 +172,18 @@ class Arm:
             run_dir=self.folder / "bcd", progress=o.progress, **settings,
         )  # fmt: skip
         self.epochs += len(run.history)
+        self.seconds += sum(sum(step.seconds.values()) for step in run.history)
+
+    def linearize(self, budget: Any, **settings: Any) -> None:
+        """`fastbcd.linearize` with all epochs."""
+        o, problem = self.o, self.problem
+        run = fastbcd.linearize(
+            problem.dense, problem.train, budget, epochs=o.epochs, batch_size=o.batch, rt=o.rt,
+            adt=o.adt, samples=min(o.samples, len(problem.train)), seed=self.seed,
+            run_dir=self.folder / "linearize", progress=o.progress, **settings,
+        )  # fmt: skip
+        self.net = run.model
+        self.epochs += o.epochs
         self.seconds += sum(sum(step.seconds.values()) for step in run.history)
 
     def tune(self, epochs: int) -> None:

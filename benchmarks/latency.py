@@ -6,16 +6,16 @@
 The folder holds `cifar10-12k.npz` and `resnet20-cifar10.safetensors`. The arms, with every seed:
 
     SNL                 down to 20,000, 13,000 and 8,000 of ResNet-20's 188,416 ReLUs
-    BCD by count        to the same counts, hypotheses by saliency
-    BCD for a target    to seconds under CrypTen, three on a LAN (1 Gbit/s, 1 ms) and three on a
-                        WAN (100 Mbit/s, 40 ms)
+    BCD by count        to the same counts, by `fastbcd.linearize`: hypotheses by saliency
+    BCD for a target    by `fastbcd.linearize` too, to seconds under CrypTen, three on a LAN
+                        (1 Gbit/s, 1 ms) and three on a WAN (100 Mbit/s, 40 ms)
     BCD for garbled     to the seconds that the net of BCD by count takes under Delphi's garbled
     circuits            circuits, with seed 0 and the second count: on the LAN and the WAN
                         with a round for each site in use, and with a constant number of rounds
 
-Each arm has the same number of epochs on the same images and distills from the dense net: BCD has
-one epoch per step and as many steps as leave `--final` epochs for the end; SNL trains masks in the
-place of the steps. Nets of the first two do not depend on setting and protocol: they are trained
+Each arm has the same number of epochs on the same images in the same batches and distills from the
+dense net: SNL trains masks until `--final` epochs are left for the fine-tune, linearize divides the
+epochs by itself. Nets of the first two do not depend on setting and protocol: they are trained
 once, and their cost is computed for all. With a constant number of rounds the target must find the
 same masks as the count does, bit by bit: the other counts and seeds are not run twice. With a round
 for each site it may empty some, which are worth 25 ReLUs on the WAN, against 9,000 under CrypTen.
@@ -95,7 +95,7 @@ def nets(problem: Problem, o: argparse.Namespace) -> Iterator[Net]:
             yield run(SNL, count)
             yield (found := run(COUNT, count))
             by_count[count] = found
-        for setting, connection in SETTINGS.items():
+        for setting, connection in reversed(SETTINGS.items()):
             dense = private.cost(full, "crypten", **connection).known_seconds
             for share in TARGETS[setting]:
                 seconds = float(f"{share * dense:.2g}")
@@ -117,13 +117,10 @@ def _net(
     arm = Arm(problem, o, name, seed)
 
     def work(arm: Arm) -> dict[str, Any]:
-        full = fastbcd.masks(arm.net).copy()
         if way == SNL:
             arm.snl(goal, o.epochs - o.final)
-        elif way == COUNT:
-            arm.descend(goal, goal / full.total, proposal="saliency")
         else:
-            arm.descend(goal, goal.seconds / goal.cost(full))
+            arm.linearize(goal)
         return {"arm": way, "where": where}
 
     r = arm.result(work)

@@ -100,14 +100,8 @@ def relupruner(arm: Arm, budget: int) -> None:
 
 
 def linearize(arm: Arm, budget: int, replacement: str = "identity") -> None:
-    o, problem = arm.o, arm.problem
-    run = fastbcd.linearize(
-        problem.dense, problem.train, budget, epochs=o.epochs, replacement=replacement, lr=o.lr,
-        batch_size=o.batch, seed=arm.seed, run_dir=arm.folder / "linearize", progress=o.progress,
-    )  # fmt: skip
-    arm.net = run.model
-    arm.epochs += o.epochs
-    arm.seconds += sum(sum(step.seconds.values()) for step in run.history)
+    rate = {} if arm.o.lr is None else {"lr": arm.o.lr}
+    arm.linearize(budget, replacement=replacement, **rate)
 
 
 # Each with its learning rate of the fine-tune, or of its own training; None: what it chooses.
