@@ -174,8 +174,8 @@ class Arm:
         self.epochs += len(run.history)
         self.seconds += sum(sum(step.seconds.values()) for step in run.history)
 
-    def linearize(self, budget: Any, **settings: Any) -> None:
-        """`fastbcd.linearize` with all epochs."""
+    def linearize(self, budget: Any, **settings: Any) -> list[fastbcd.Step]:
+        """`fastbcd.linearize` with all epochs; its history."""
         o, problem = self.o, self.problem
         run = fastbcd.linearize(
             problem.dense, problem.train, budget, epochs=o.epochs, batch_size=o.batch, rt=o.rt,
@@ -185,6 +185,7 @@ class Arm:
         self.net = run.model
         self.epochs += o.epochs
         self.seconds += sum(sum(step.seconds.values()) for step in run.history)
+        return run.history
 
     def tune(self, epochs: int) -> None:
         if not epochs:

@@ -1,0 +1,97 @@
+"""What linearize chooses, against other choices: one row per change, at equal epochs.
+
+    FASTBCD_DATA=folder python benchmarks/settings.py                    # ResNet-20 on CIFAR-10
+    python benchmarks/settings.py --rows linearize "one step per epoch"  # some rows
+    python benchmarks/settings.py --quick                                # a tiny version, minutes
+
+Every row is `fastbcd.linearize` from the dense net to `--budget` ReLUs in `--epochs` epochs of
+`--images` images, with one setting changed. "loss" is that of the last epoch of training: it has
+less noise than the accuracy on 2,000 test images, whose standard error is one point. Every arm has
+run directories of its own below `--out`; the same command resumes, also with more rows or seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import mean
+from typing import Any
+from unittest.mock import patch
+
+import fastbcd
+from arms import Arm, Problem, add_options, cifar10, fashion_mnist
+from table import machine
+
+# Constants of fastbcd/descent/linearize.py in capitals, arguments of `linearize` in small letters.
+ROWS: dict[str, dict[str, Any]] = {
+    "linearize": {},
+    "one step per epoch": {"PARTS": 1},
+    "two steps per epoch": {"PARTS": 2},
+    "eight steps per epoch": {"PARTS": 8},
+    "down in 40 %": {"DOWN": 0.4},
+    "down in 80 %": {"DOWN": 0.8},
+    "lr 0.01": {"lr": 0.01},
+    "lr 0.04": {"lr": 0.04},
+    "SGD, lr 0.01": {"optimizer": "sgd", "lr": 0.01},
+    "SGD, lr 0.02": {"optimizer": "sgd", "lr": 0.02},
+    "Adam, lr 0.001": {"optimizer": "adam", "lr": 0.001},
+    "one hypothesis": {"rt": 1},
+    "activations matched": {"mismatch": 1.0},
+    "9 sites": {"max_sites": 9},
+}
+Result = dict[str, Any]
+
+
+def result(problem: Problem, o: argparse.Namespace, row: str, seed: int) -> Result:
+    """Run one arm, or read its result."""
+    constants = {name: value for name, value in ROWS[row].items() if name.isupper()}
+    given = {name: value for name, value in ROWS[row].items() if name not in constants}
+    own = argparse.Namespace(**{**vars(o), "rt": given.pop("rt", o.rt)})
+    arm = Arm(problem, own, f"{row} {o.budget}".replace("%", "percent"), seed)
+
+    def work(arm: Arm) -> Result:
+        with ExitStack() as stack:
+            for name, value in constants.items():
+                stack.enter_context(patch(f"fastbcd.descent.linearize.{name}", value))
+            history = arm.linearize(o.budget, **given)
+        sites = sum(n > 0 for n in fastbcd.masks(arm.net).counts().values())
+        return {"row": row, "loss": history[-1].train_loss, "sites": sites}
+
+    found = arm.result(work)
+    print(f"{row}, seed {seed}: {found['accuracy']:.2f} %, loss {found['loss']:.3f}, "
+          f"{found['sites']} sites, {found['seconds']:.0f} s", flush=True)  # fmt: skip
+    return found
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_options(parser, batch=25)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="(all)")
+    parser.add_argument("--budget", type=int, default=8_000, help="ReLUs (%(default)s)")
+    parser.set_defaults(samples=300)
+    o = parser.parse_args()
+    if o.quick:
+        vars(o).update(images=128, samples=64, epochs=3, seeds=[0], dense_epochs=2, budget=500)
+    o.out = o.out or Path("runs") / ("settings-quick" if o.quick else "settings")
+    return o
+
+
+def main() -> None:
+    o = options()
+    if o.quick:
+        problem = fashion_mnist(o.images, width=o.width, epochs=o.dense_epochs, out=o.out)
+    else:
+        problem = cifar10(o.images)
+    print(machine())
+    results = [result(problem, o, row, seed) for seed in o.seeds for row in o.rows]
+    print(f"\n{f'{o.budget:,} ReLUs':<24}{'test %':>8}{'loss':>8}{'sites':>7}   each seed, %")
+    for row in o.rows:
+        mine = [r for r in results if r["row"] == row]
+        means = (mean(r[key] for r in mine) for key in ("accuracy", "loss", "sites"))
+        each = " / ".join(f"{r['accuracy']:.2f}" for r in mine)
+        print(f"{row:<24}" + "{:>8.2f}{:>8.3f}{:>7.1f}".format(*means) + f"   {each}")
+
+
+if __name__ == "__main__":
+    main()
