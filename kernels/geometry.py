@@ -12,6 +12,7 @@ kernel reads it once for many batch items.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +31,9 @@ def is_shared(t: Tensor, mask: Tensor, trials: bool) -> bool:
 
 def are_shared(mask: Tensor, trials: bool, *tensors: Tensor | None) -> list[bool]:
     """`is_shared` for each tensor; False for None."""
-    return [t is not None and trials and t.ndim == mask.ndim for t in tensors]
+    if not trials:
+        return [False] * len(tensors)
+    return [t is not None and t.ndim == mask.ndim for t in tensors]
 
 
 class Geometry(NamedTuple):
@@ -122,19 +125,19 @@ def geometry(
     residual_shared: bool = False,
 ) -> Geometry:
     """The geometry of a call with dense x [.., B, C, *spatial] and dense mask [.., C, *spatial]."""
-    mask_channel = 1 if trials else 0
-    channel = x.ndim - mask.ndim + mask_channel
-    channels_last, mask_last = not x.is_contiguous(), not mask.is_contiguous()  # both are dense
-    if mask_last != channels_last and orders_coincide(mask, mask_channel):
-        mask_last = channels_last
-    batch, channels, *spatial = x.shape[channel - 1 :]
-    return Geometry(
-        mask.shape[0] if trials else 1,
-        batch,
-        channels,
-        math.prod(spatial),
-        channels_last,
-        mask_last,
-        x_shared,
-        residual_shared,
-    )
+    # Both are dense, so what is not contiguous is in the other order.
+    orders = not x.is_contiguous(), not mask.is_contiguous()
+    return _geometry(x.shape, mask.shape, trials, *orders, x_shared, residual_shared)
+
+
+@lru_cache(maxsize=4096)
+def _geometry(
+    x: tuple[int, ...], mask: tuple[int, ...], trials: bool, x_last: bool, mask_last: bool,
+    *shared: bool,
+) -> Geometry:  # fmt: skip
+    """The same from the shapes; a net has few of them and calls them often."""
+    batch, channels, *spatial = x[-(len(mask) + (not trials)) :]
+    inner = math.prod(spatial)
+    if channels == 1 or inner == 1:  # both orders are the same memory
+        mask_last = x_last
+    return Geometry(mask[0] if trials else 1, batch, channels, inner, x_last, mask_last, *shared)

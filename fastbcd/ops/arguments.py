@@ -9,6 +9,7 @@ from fastbcd.kernels.geometry import is_shared
 from fastbcd.ops.registry import transformed
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+MASK_DTYPES = (torch.bool, torch.uint8)
 
 
 def check_arguments(
@@ -16,16 +17,16 @@ def check_arguments(
     trials: bool | None,
 ) -> bool:  # fmt: skip
     """Refuse what the masked ops cannot do; return whether the mask has a trial dimension."""
-    if mask.dtype not in (torch.bool, torch.uint8):
+    if mask.dtype not in MASK_DTYPES:
         raise TypeError(f"mask is {mask.dtype}; it must be torch.bool or torch.uint8 (mask.bool())")
     _check_device("mask", mask, x)
     trials = infer_trials(x, mask, trials)
-    if (scale is None) != (shift is None):
-        given, missing = ("scale", "shift") if shift is None else ("shift", "scale")
-        raise ValueError(
-            f"{given} was given without {missing}; pass both or neither, one value per channel"
-        )
-    if scale is not None and shift is not None:
+    if scale is not None or shift is not None:
+        if scale is None or shift is None:
+            given, missing = ("scale", "shift") if shift is None else ("shift", "scale")
+            raise ValueError(
+                f"{given} was given without {missing}; pass both or neither, one value per channel"
+            )
         channels = mask.shape[1 if trials else 0]
         check_small("scale", scale, x, (channels,))
         check_small("shift", shift, x, (channels,))
@@ -39,7 +40,7 @@ def infer_trials(x: Tensor, mask: Tensor, trials: bool | None) -> bool:
     Otherwise only that reading is compared: under torch.compile and torch.export each comparison
     of sizes becomes a condition on the batch.
     """
-    if not isinstance(trials, bool | None):
+    if trials is not None and not isinstance(trials, bool):
         raise TypeError(f"trials={trials!r}; it must be True, False or None")
     plain = trials is not True and mask.ndim >= 1 and mask.shape == x.shape[1:]
     stacked = trials is not False and _fits_trials(x, mask)
@@ -72,8 +73,11 @@ def check_items(x: Tensor, mask: Tensor, residual: Tensor | None, trials: bool =
         raise TypeError(f"x is {x.dtype}; the activations take {names}")
     if residual is None:
         return
-    item = tuple(x.shape[1:] if trials and x.ndim > mask.ndim else x.shape)
-    _check_shape("residual", residual, x, item, *([(mask.shape[0], *item)] if trials else []))
+    if trials:
+        item = x.shape[1:] if x.ndim > mask.ndim else x.shape
+        _check_shape("residual", residual, x, item, (mask.shape[0], *item))
+    else:
+        _check_shape("residual", residual, x, x.shape)
     if residual.dtype != x.dtype:
         raise ValueError(f"residual is {residual.dtype} and x {x.dtype}; they must agree")
     _check_device("residual", residual, x)
@@ -111,16 +115,20 @@ def _check_device(name: str, t: Tensor, x: Tensor) -> None:
 
 
 def _check_shape(name: str, t: Tensor, x: Tensor, *shapes: tuple[int, ...]) -> None:
-    if not (_has_shape(t, shapes[0]) or any(_has_shape(t, shape) for shape in shapes[1:])):
-        wanted = " or ".join(str(s) for s in shapes)
+    if not _has_shape(t, *shapes):
+        wanted = " or ".join(str(tuple(s)) for s in shapes)
         raise ValueError(f"{name} has shape {_shape(t)}; x {_shape(x)} needs {wanted}")
 
 
-def _has_shape(t: Tensor, shape: tuple[int, ...]) -> bool:
+def _has_shape(t: Tensor, *shapes: tuple[int, ...]) -> bool:
+    """Does t have one of the shapes?"""
     if not torch.compiler.is_compiling():
-        return t.shape == shape
+        return t.shape in shapes
     # Size by size, since torch.compile cannot compare tuples of dynamic sizes.
-    return t.ndim == len(shape) and all(a == b for a, b in zip(t.shape, shape, strict=True))
+    return any(
+        t.ndim == len(shape) and all(a == b for a, b in zip(t.shape, shape, strict=True))
+        for shape in shapes
+    )
 
 
 def _shape(t: Tensor) -> str:

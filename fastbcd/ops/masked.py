@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastbcd import kernels
 from fastbcd.kernels.geometry import (
     are_shared,
     compute_dtype,
@@ -16,9 +17,9 @@ from fastbcd.kernels.geometry import (
     new_gradient,
     new_output,
 )
-from fastbcd.ops.arguments import check_arguments, check_out, check_small
+from fastbcd.ops.arguments import DTYPES, check_arguments, check_out, check_small
 from fastbcd.ops.calls import Call, contiguous
-from fastbcd.ops.registry import OPERATORS, Operator, compute, define
+from fastbcd.ops.registry import OPERATORS, Operator, compute, define, unseen
 
 
 def masked_relu(
@@ -49,6 +50,9 @@ def masked_relu(
     >>> masked_relu(x, torch.tensor([True, False, True]))
     tensor([[ 0., -2.,  3.]])
     """
+    y = _plain("masked_relu_plain", trials, out, x, mask, scale, shift, residual)
+    if y is not None:
+        return y
     trials = check_arguments(x, mask, scale, shift, residual, trials)
     return _call("masked_relu", x, mask, (scale, shift), residual, trials, out)
 
@@ -75,6 +79,9 @@ def masked_poly(
     >>> masked_poly(torch.tensor([[-3.0, -3.0]]), torch.tensor([True, False]), square)
     tensor([[0., 9.]])
     """
+    y = _plain("masked_poly_plain", trials, out, x, mask, coef, scale, shift, residual)
+    if y is not None:
+        return y
     trials = check_arguments(x, mask, scale, shift, residual, trials)
     channels = mask.shape[1 if trials else 0]
     check_small("coef", coef, x, (3, channels), (3,))
@@ -83,12 +90,33 @@ def masked_poly(
     return _call("masked_poly", x, mask, (coef, scale, shift), residual, trials, out)
 
 
+def _plain(kernel: str, trials: bool | None, out: Any, *arguments: Any) -> Tensor | None:
+    """The result of the most frequent call, without the checks below: small tensors wait for them.
+
+    None unless it is an inference without trials on CPU tensors that a kernel reads as they are;
+    C++ compares shapes, dtypes and strides.
+    """
+    x = arguments[0]
+    if out is not None or not unseen(arguments) or x.dtype not in DTYPES:
+        return None
+    if trials is not False and (trials is not None or x.ndim != 4):  # other shapes may be ambiguous
+        return None
+    return _as_they_are(kernel, arguments)
+
+
+def _as_they_are(kernel: str, arguments: tuple[Any, ...]) -> Tensor | None:
+    """The result of a kernel without trials that takes the arguments of the op, or None."""
+    function = getattr(kernels.module_for(arguments[0]), kernel, None)
+    return None if function is None else function(*arguments)
+
+
 def _call(
     op: str, x: Tensor, mask: Tensor, small: tuple, residual: Tensor | None, trials: bool, out: Any
 ) -> Tensor:
     """The operator, with its per-channel arguments in the compute dtype."""
     dtype = compute_dtype(x.dtype)
-    small = tuple(None if v is None else v.to(dtype) for v in small)
+    # `to` costs 1 µs even where it returns its argument.
+    small = tuple([v if v is None or v.dtype == dtype else v.to(dtype) for v in small])
     if out is not None:
         check_out(out, x, mask, trials, (x, *small, residual, out))
         OPERATORS[f"{op}_out"](x, mask, *small, residual, trials, out)
@@ -108,7 +136,15 @@ def masked_call(x, mask, *parameters, out=None) -> Call:
 def _define(op: str, small: str) -> None:
     """The operators `op` and `op`_out, which writes into its last argument."""
     parameters = f"Tensor x, Tensor mask, {small}, Tensor? residual, bool trials"
-    define(f"{op}({parameters}) -> Tensor", masked_call)
+    operator = define(f"{op}({parameters}) -> Tensor", masked_call)
+    general = operator.run
+
+    def run(*arguments: Any) -> Tensor:
+        *given, trials = arguments
+        y = None if trials else _as_they_are(f"{op}_plain", tuple(given))
+        return general(*arguments) if y is None else y
+
+    operator.run = run
 
     def write(*arguments: Any) -> None:
         *given, out = arguments
@@ -196,21 +232,21 @@ _masked_poly_backward = define(
 
 def _relu_setup(ctx, inputs, output) -> None:
     x, mask, scale, _, residual, ctx.trials = inputs
-    affine = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+    affine = any(ctx.needs_input_grad[2:4])
     # Only the affine gradients need x; the activation's own need y alone.
     ctx.save_for_backward(output, mask, x if affine else None, scale)
     ctx.shared = are_shared(mask, ctx.trials, x, residual)
 
 
 def _relu_gradients(ctx, grad):
-    _, _, x, scale = ctx.saved_tensors
+    y, mask, x, scale = ctx.saved_tensors
     needs_residual = ctx.needs_input_grad[4]
     # dresidual = dz = dx, one tensor for both, unless a scale or a sum over trials differs.
     same = scale is None and ctx.shared[0] == ctx.shared[1]
     dx, dresidual, daffine = _masked_relu_backward.derivative(
-        grad, *ctx.saved_tensors, ctx.trials, *ctx.shared, flags=(needs_residual and not same,)
+        grad, y, mask, x, scale, ctx.trials, *ctx.shared, flags=(needs_residual and not same,)
     )
-    dscale, dshift = (None, None) if x is None else daffine
+    dscale, dshift = (None, None) if x is None else daffine.unbind()
     dresidual = (dx if same else dresidual) if needs_residual else None
     return dx, None, dscale, dshift, dresidual, None
 
@@ -221,11 +257,12 @@ def _poly_setup(ctx, inputs, output) -> None:
 
 
 def _poly_gradients(ctx, grad):
+    saved = ctx.saved_tensors
     needs_residual = ctx.needs_input_grad[5]
     dx, dresidual, dcoef, daffine = _masked_poly_backward.derivative(
-        grad, *ctx.saved_tensors, ctx.trials, flags=(needs_residual,)
+        grad, *saved, ctx.trials, flags=(needs_residual,)
     )
-    dscale, dshift = (None, None) if ctx.saved_tensors[3] is None else daffine
+    dscale, dshift = (None, None) if saved[3] is None else daffine.unbind()
     return dx, None, dcoef, dscale, dshift, dresidual if needs_residual else None, None
 
 

@@ -45,12 +45,13 @@ class Operator:
         self.default = getattr(torch.ops.fastbcd, self.name).default
         self.formula: Any = getattr(reference, self.name, None)
         self.recorded: Any = None  # the call that autograd records
+        self.outputs: Any = run  # as run, with None for a gradient that is not wanted
         if self.formula is not None:  # torch.onnx.export decomposes what it does not know
             torch._decomp.decomposition_table[self.default] = self.formula
             torch._decomp.meta_table[self.default] = fake  # and shapes are those of the operator
 
     def __call__(self, *arguments: Any) -> Any:
-        if self.formula and transformed():
+        if self.formula is not None and transformed():
             return self.formula(*arguments)
         if watched(arguments):
             return self.default(*arguments)
@@ -59,10 +60,13 @@ class Operator:
         return self.run(*arguments)
 
     def derivative(self, *arguments: Any, flags: tuple[bool, ...] = ()) -> Any:
-        """A call in a backward pass. flags: further arguments, which the formula does not take."""
+        """A call in a backward pass. flags: further arguments, which the formula does not take.
+
+        A gradient that is not wanted is None or has no elements.
+        """
         if differentiated():
             return self.formula(*arguments)
-        return (self.default if watched(arguments) else self.run)(*arguments, *flags)
+        return (self.default if watched(arguments) else self.outputs)(*arguments, *flags)
 
     def differentiate(self, setup: Callable[..., None], gradients: Callable[..., Any]) -> None:
         """Register its gradients: setup(ctx, inputs, output), gradients(ctx, *grads)."""
@@ -96,12 +100,16 @@ def define(schema: str, lay_out: Callable[..., Call], formula: Any = None) -> Op
             return outputs[0]
         return tuple(outputs[0].new_empty(0) if t is None else t for t in outputs)
 
-    def run(*arguments: Any) -> Any:
+    def outputs(*arguments: Any) -> list[Any]:
         call = lay_out(*arguments)
         compute(kernel, call)
-        return result(call.outputs)
+        return call.outputs
 
-    return Operator(schema, run, lambda *a: result(lay_out(*a).outputs))
+    operator = Operator(
+        schema, lambda *a: result(outputs(*a)), lambda *a: result(lay_out(*a).outputs)
+    )
+    operator.outputs = outputs
+    return operator
 
 
 def compute(kernel: str, call: Call) -> None:
@@ -124,6 +132,15 @@ def watched(arguments: tuple[Any, ...]) -> bool:
         or not _PLAIN.issuperset(map(type, arguments))
         or arguments[0].is_meta
         or torch._C._functorch.is_legacy_batchedtensor(arguments[0])  # is_grads_batched=True
+    )
+
+
+def unseen(arguments: tuple[Any, ...]) -> bool:
+    """True if nothing watches, records or transforms a call."""
+    return not (
+        watched(arguments)
+        or transformed()
+        or (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments))
     )
 
 

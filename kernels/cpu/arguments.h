@@ -107,6 +107,51 @@ struct Arguments {
   }
 };
 
+// A call without trials whose tensors a kernel reads as they are. What it refuses is checked, copied
+// or rejected with a reason by fastbcd/ops.
+struct PlainCall {
+  const Tensor &x, &mask;
+  Geometry g{};
+  ScalarType compute_type;
+
+  PlainCall(const Tensor& x, const Tensor& mask) : x(x), mask(mask) {
+    compute_type = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  }
+
+  // Whether x [B, C, ...] and mask [C, ...] are as a kernel takes them; sets the geometry.
+  bool fits() {
+    if (!x.is_cpu() || !mask.is_cpu() || x.numel() == 0 || x.dim() != mask.dim() + 1) return false;
+    auto sizes = x.sizes(), bits = mask.sizes();
+    if (mask.dim() == 0 || !std::equal(bits.begin(), bits.end(), sizes.begin() + 1)) return false;
+    ScalarType type = x.scalar_type(), bit = mask.scalar_type();
+    if (bit != ScalarType::Bool && bit != ScalarType::Byte) return false;
+    if (type != compute_type && type != ScalarType::Half && type != ScalarType::BFloat16)
+      return false;
+    int64_t channels = bits[0], inner = mask.numel() / channels;
+    g = {1, sizes[0], channels, inner, !x.is_contiguous(), !mask.is_contiguous(), false, false};
+    if (channels == 1 || inner == 1) g.mask_last = g.channels_last;
+    return is_dense(x, g.batch, channels, inner, g.channels_last) &&
+           is_dense(mask, 1, channels, inner, g.mask_last);
+  }
+  // No tensor, or one like x.
+  bool fits_items(const MaybeTensor& t) const {
+    if (!t) return true;
+    auto sizes = x.sizes(), own = t->sizes();
+    return t->is_cpu() && t->scalar_type() == x.scalar_type() &&
+           std::equal(own.begin(), own.end(), sizes.begin(), sizes.end()) &&
+           is_dense(*t, g.batch, g.channels, g.inner, g.channels_last);
+  }
+  // No tensor, or [C], or [3, C] if rows is 3.
+  bool fits_small(const MaybeTensor& t, int64_t rows = 1) const {
+    return !t || (t->is_cpu() && t->scalar_type() == compute_type && t->is_contiguous() &&
+                  t->dim() == (rows == 1 ? 1 : 2) && t->numel() == rows * g.channels &&
+                  t->size(t->dim() - 1) == g.channels);
+  }
+  std::vector<int64_t> numbers() const {
+    return {1, g.batch, g.channels, g.inner, g.channels_last, g.mask_last, 0, 0};
+  }
+};
+
 // to[r * width + c] = from[c * height + r] for 8 x 8 bytes: three exchanges of quarters, of 4, 2 and
 // 1 bytes, on rows held as 64-bit numbers.
 inline void transpose_8x8(const uint8_t* from, int64_t height, uint8_t* to, int64_t width) {
@@ -177,9 +222,10 @@ void by_dtype(ScalarType type, const Geometry& g, F&& f) {
 }
 
 // run(begin, end) over the work items, on torch's own threads; small calls stay on one.
+constexpr int64_t least_elements = 32768;
+
 template <class F>
 void in_parallel(const Geometry& g, const Cut& cut, F&& run) {
-  constexpr int64_t least_elements = 32768;
   int64_t per_item = std::max<int64_t>(
       1, std::min(Cut::tile, g.items()) * cut.per_chunk * g.trials);
   int64_t grain = (least_elements + per_item - 1) / per_item;

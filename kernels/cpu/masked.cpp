@@ -8,8 +8,18 @@ namespace fastbcd {
 
 template <bool poly, class scalar, class compute>
 void run_forward(const MaskedForward<scalar, compute>& call) {
-  Cut cut(call.g, 4 * torch::stable::get_num_threads());
-  in_parallel(call.g, cut, [&](int64_t begin, int64_t end) {
+  const Geometry& g = call.g;
+  if (g.trials == 1 && g.channels_last && g.channels <= Cut::tile) {
+    int64_t width = g.channels * std::max<int64_t>(1, Cut::tile / 2 / g.channels);
+    int64_t pieces = g.batch * ((g.items() + width - 1) / width);
+    int64_t grain = (least_elements + width - 1) / width;
+    torch::stable::parallel_for(0, pieces, grain, [&](int64_t begin, int64_t end) {
+      FASTBCD_RUN(template forward_in_order<poly>, call, width, begin, end);
+    });
+    return;
+  }
+  Cut cut(g, 4 * torch::stable::get_num_threads());
+  in_parallel(g, cut, [&](int64_t begin, int64_t end) {
     FASTBCD_RUN(template forward<poly>, call, cut, begin, end);
   });
 }
@@ -79,6 +89,30 @@ void masked_poly_forward(
   });
 }
 
+// y, or nothing where fastbcd/ops must check or copy an argument first.
+MaybeTensor masked_relu_plain(
+    Tensor x, Tensor mask, MaybeTensor scale, MaybeTensor shift, MaybeTensor residual) {
+  PlainCall call(x, mask);
+  if (scale.has_value() != shift.has_value() || !call.fits() || !call.fits_small(scale) ||
+      !call.fits_small(shift) || !call.fits_items(residual))
+    return std::nullopt;
+  Tensor y = torch::stable::empty_like(x);
+  masked_relu_forward(y, x, mask, scale, shift, residual, call.numbers());
+  return y;
+}
+
+MaybeTensor masked_poly_plain(
+    Tensor x, Tensor mask, Tensor coef, MaybeTensor scale, MaybeTensor shift,
+    MaybeTensor residual) {
+  PlainCall call(x, mask);
+  if (scale.has_value() != shift.has_value() || !call.fits() || !call.fits_small(coef, 3) ||
+      !call.fits_small(scale) || !call.fits_small(shift) || !call.fits_items(residual))
+    return std::nullopt;
+  Tensor y = torch::stable::empty_like(x);
+  masked_poly_forward(y, x, mask, coef, scale, shift, residual, call.numbers());
+  return y;
+}
+
 void masked_poly_backward(
     Tensor dx, MaybeTensor dresidual, Tensor dcoef, MaybeTensor daffine, Tensor grad, Tensor x,
     Tensor mask, Tensor coef, MaybeTensor scale, MaybeTensor shift, MaybeTensor residual,
@@ -113,6 +147,10 @@ STABLE_TORCH_LIBRARY(fastbcd_cpu, m) {
   m.def("masked_poly_backward(Tensor(a!) dx, Tensor(b!)? dresidual, Tensor(c!) dcoef, "
         "Tensor(d!)? daffine, Tensor grad, Tensor x, Tensor mask, Tensor coef, Tensor? scale, "
         "Tensor? shift, Tensor? residual, int[] geometry) -> ()");
+  m.def("masked_relu_plain(Tensor x, Tensor mask, Tensor? scale, Tensor? shift, Tensor? residual) "
+        "-> Tensor?");
+  m.def("masked_poly_plain(Tensor x, Tensor mask, Tensor coef, Tensor? scale, Tensor? shift, "
+        "Tensor? residual) -> Tensor?");
   m.def("instruction_set() -> str");
 }
 
@@ -125,4 +163,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastbcd_cpu, CPU, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fastbcd_cpu, CompositeExplicitAutograd, m) {
   m.impl("instruction_set", TORCH_BOX(&fastbcd::instruction_set));
+  m.impl("masked_relu_plain", TORCH_BOX(&fastbcd::masked_relu_plain));
+  m.impl("masked_poly_plain", TORCH_BOX(&fastbcd::masked_poly_plain));
 }

@@ -6,19 +6,26 @@
 // relu: y = 0 where the bit is 1 and z < 0, else z.  poly: y = (c2*z + c1)*z + c0 where it is 0.
 template <bool poly, bool affine, bool residual, class scalar, class compute>
 void forward_tile(
-    scalar* y, const scalar* x, const scalar* r, const compute* bound,
+    scalar* y, const scalar* x, const scalar* r, const uint8_t* mask,
     const TileParameters<compute>& p, int64_t m) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < m; ++i) {
     compute z = preactivation<affine, residual, compute>(
         x[i], residual ? r[i] : x[i], p.scale[i], p.shift[i]);
-    compute rectified = bound[i] > z ? bound[i] : z;
-    if constexpr (poly) {
-      compute other = (p.c2[i] * z + p.c1[i]) * z + p.c0[i];
-      rectified = bound[i] == 0 ? rectified : other;
-    }
-    y[i] = static_cast<scalar>(rectified);
+    compute rectified = z < 0 ? compute(0) : z, other = z;
+    if constexpr (poly) other = (p.c2[i] * z + p.c1[i]) * z + p.c0[i];
+    y[i] = static_cast<scalar>(mask[i] ? rectified : other);
   }
+}
+
+template <bool poly, bool affine, class scalar, class compute>
+void load(
+    TileParameters<compute>& p, const MaskedForward<scalar, compute>& a, int64_t first, int64_t m) {
+  if constexpr (affine) {
+    by_channel(p.scale, a.scale, a.g, first, m);
+    by_channel(p.shift, a.shift, a.g, first, m);
+  }
+  if constexpr (poly) p.load_coef(a.coef, a.g, first, m);
 }
 
 template <bool poly, bool affine, bool residual, class scalar, class compute>
@@ -26,22 +33,31 @@ void forward_items(
     const MaskedForward<scalar, compute>& a, const Cut& cut, int64_t begin, int64_t end) {
   const Geometry& g = a.g;
   TileParameters<compute> parameters;
-  std::vector<compute> bounds(g.trials * Cut::tile);
   for (int64_t item = begin; item < end; ++item) {
     auto [first, m, chunk, b0, b1] = Part(g, cut, item);
-    if constexpr (affine) {
-      by_channel(parameters.scale, a.scale, g, first, m);
-      by_channel(parameters.shift, a.shift, g, first, m);
-    }
-    if constexpr (poly) parameters.load_coef(a.coef, g, first, m);
-    for (int64_t t = 0; t < g.trials; ++t)
-      bound_tile(bounds.data() + t * Cut::tile, a.mask + t * g.items() + first, m);
+    load<poly, affine>(parameters, a, first, m);
     for (int64_t b = b0; b < b1; ++b)
       for (int64_t t = 0; t < g.trials; ++t)
         forward_tile<poly, affine, residual>(
             a.y + at(g, false, t, b, first), a.x + at(g, g.x_shared, t, b, first),
             residual ? a.residual + at(g, g.residual_shared, t, b, first) : nullptr,
-            bounds.data() + t * Cut::tile, parameters, m);
+            a.mask + t * g.items() + first, parameters, m);
+  }
+}
+
+// Without trials in channels_last order: pieces of `width`, a multiple of the channels, in the order
+// of memory. What belongs to a channel is the same in every piece.
+template <bool poly, bool affine, bool residual, class scalar, class compute>
+void forward_pieces(
+    const MaskedForward<scalar, compute>& a, int64_t width, int64_t begin, int64_t end) {
+  TileParameters<compute> parameters;
+  load<poly, affine>(parameters, a, 0, width);
+  int64_t n = a.g.items(), per_item = (n + width - 1) / width;
+  for (int64_t k = begin; k < end; ++k) {
+    int64_t first = k % per_item * width, here = k / per_item * n + first;
+    forward_tile<poly, affine, residual>(
+        a.y + here, a.x + here, residual ? a.residual + here : nullptr, a.mask + first, parameters,
+        std::min(width, n - first));
   }
 }
 
@@ -166,6 +182,16 @@ void forward(
                      : (a.residual ? forward_items<poly, false, true, scalar, compute>
                                    : forward_items<poly, false, false, scalar, compute>);
   run(a, cut, begin, end);
+}
+
+template <bool poly, class scalar, class compute>
+void forward_in_order(
+    const MaskedForward<scalar, compute>& a, int64_t width, int64_t begin, int64_t end) {
+  auto run = a.scale ? (a.residual ? forward_pieces<poly, true, true, scalar, compute>
+                                   : forward_pieces<poly, true, false, scalar, compute>)
+                     : (a.residual ? forward_pieces<poly, false, true, scalar, compute>
+                                   : forward_pieces<poly, false, false, scalar, compute>);
+  run(a, width, begin, end);
 }
 
 template <bool poly, class scalar, class compute>
