@@ -146,6 +146,64 @@ def test_kink_refuses_what_it_does_not_expect() -> None:
             kernel(*bad, False)
 
 
+# ----------------------------------------------------------- what C++ takes without more checks
+
+
+def plain_arguments(op: str, order: str, dtype: str = "float32") -> dict[str, Any]:
+    case = Case(op, dtype, order=order, affine=True, residual=True, sizes=SIZES)
+    given = arguments(case)
+    names = ("x", "mask", *(("coef",) if op == "masked_poly" else ()), "scale", "shift", "residual")
+    return {name: given[name] for name in names}
+
+
+def transposed_images(t: Tensor) -> Tensor:
+    """[.., C, H, W] dense as (C, W, H)."""
+    return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the C++ kernels are not in use")
+@pytest.mark.parametrize("order", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("op", MASKED)
+def test_a_plain_call_is_one_kernel(op, order) -> None:
+    kernel = getattr(kernels.CPU.module, f"{op}_plain")
+    for dtype in ("float32", "float64", "float16", "bfloat16"):
+        given = plain_arguments(op, order, dtype)
+        for left_out in ((), ("residual",), ("scale", "shift"), ("scale", "shift", "residual")):
+            some = {n: None if n in left_out else t for n, t in given.items()}
+            y = kernel(*some.values())
+            assert equal(y, getattr(reference, op)(**some))
+            assert y.stride() == given["x"].stride()
+
+
+@pytest.mark.parametrize("site", [(3, 31, 33), (70, 30, 31), (1025, 3, 2), (2050, 2, 3)])
+@pytest.mark.parametrize("op", MASKED)
+def test_channels_last_in_several_pieces(op, site, device) -> None:
+    """Pieces of whole rows of channels, a last one that is shorter, several threads."""
+    case = Case(op, order="channels_last", affine=True, residual=True, sizes=(1, 5, *site))
+    given = arguments(case, device)
+    assert not disagreement(case, given, results(case, given))
+
+
+@pytest.mark.skipif(kernels.INTERPRETED, reason="the C++ kernels are not in use")
+@pytest.mark.parametrize("order", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("op", MASKED)
+def test_a_call_that_is_not_plain_is_left_to_the_checks(op, order) -> None:
+    """Other strides, dtypes, sizes, devices, and one of scale and shift alone."""
+    kernel = getattr(kernels.CPU.module, f"{op}_plain")
+    given = plain_arguments(op, order)
+    assert kernel(*given.values()) is not None
+    for name, t in given.items():
+        bad = [expanded(t), strided(t), t.to("meta"), t.int(), t[..., :-1].contiguous(), t[None]]
+        bad += [t.flatten()] if t.ndim > 1 else []
+        bad += [t.double()] if t.is_floating_point() else []
+        bad += [transposed_images(t)] if t.ndim > 2 else []
+        for wrong in bad:
+            assert kernel(*{**given, name: wrong}.values()) is None, (name, wrong.shape)
+    for name in ("scale", "shift"):
+        assert kernel(*{**given, name: None}.values()) is None
+    assert kernel(*{**given, "x": given["x"][:0], "residual": None}.values()) is None
+
+
 # ------------------------------------------------------------------------------- overlapping out
 
 B, C, H = 3, 4, 4
