@@ -222,6 +222,18 @@ _masked_relu_backward = define(
     "-> (Tensor dx, Tensor dresidual, Tensor daffine)",
     _relu_backward_call,
 )
+_general = _masked_relu_backward.outputs
+
+
+def _relu_backward(grad, y, mask, x, scale, trials, *flags) -> list[Any]:
+    if x is None and scale is None and not (trials or flags[-1]):
+        dx = _as_they_are("masked_relu_backward_plain", (grad, y, mask))
+        if dx is not None:
+            return [dx, None, None]
+    return _general(grad, y, mask, x, scale, trials, *flags)
+
+
+_masked_relu_backward.outputs = _relu_backward
 _masked_poly_backward = define(
     "masked_poly_backward(Tensor grad, Tensor x, Tensor mask, Tensor coef, Tensor? scale, "
     "Tensor? shift, Tensor? residual, bool trials, bool want_residual) "

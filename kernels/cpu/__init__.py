@@ -37,8 +37,9 @@ saliency_backward = _ops.saliency_backward.default
 norm_relu_forward = _ops.norm_relu_forward.default
 norm_relu_backward = _ops.norm_relu_backward.default
 kink = _ops.kink.default
-# y from the arguments of the op, or None where they must be checked or copied first.
+# y or dx from the arguments of the op, or None where they must be checked or copied first.
 masked_relu_plain = _ops.masked_relu_plain.default
+masked_relu_backward_plain = _ops.masked_relu_backward_plain.default
 masked_poly_plain = _ops.masked_poly_plain.default
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)

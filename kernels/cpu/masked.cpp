@@ -101,6 +101,16 @@ MaybeTensor masked_relu_plain(
   return y;
 }
 
+// dx of a call without scale, or nothing, as above.
+MaybeTensor masked_relu_backward_plain(Tensor grad, Tensor y, Tensor mask) {
+  PlainCall call(y, mask);
+  if (!call.fits() || !call.fits_items(grad)) return std::nullopt;
+  Tensor dx = torch::stable::empty_like(grad);
+  masked_relu_backward(
+      dx, std::nullopt, std::nullopt, grad, y, mask, std::nullopt, std::nullopt, call.numbers());
+  return dx;
+}
+
 MaybeTensor masked_poly_plain(
     Tensor x, Tensor mask, Tensor coef, MaybeTensor scale, MaybeTensor shift,
     MaybeTensor residual) {
@@ -149,6 +159,7 @@ STABLE_TORCH_LIBRARY(fastbcd_cpu, m) {
         "Tensor? shift, Tensor? residual, int[] geometry) -> ()");
   m.def("masked_relu_plain(Tensor x, Tensor mask, Tensor? scale, Tensor? shift, Tensor? residual) "
         "-> Tensor?");
+  m.def("masked_relu_backward_plain(Tensor grad, Tensor y, Tensor mask) -> Tensor?");
   m.def("masked_poly_plain(Tensor x, Tensor mask, Tensor coef, Tensor? scale, Tensor? shift, "
         "Tensor? residual) -> Tensor?");
   m.def("instruction_set() -> str");
@@ -164,5 +175,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastbcd_cpu, CPU, m) {
 STABLE_TORCH_LIBRARY_IMPL(fastbcd_cpu, CompositeExplicitAutograd, m) {
   m.impl("instruction_set", TORCH_BOX(&fastbcd::instruction_set));
   m.impl("masked_relu_plain", TORCH_BOX(&fastbcd::masked_relu_plain));
+  m.impl("masked_relu_backward_plain", TORCH_BOX(&fastbcd::masked_relu_backward_plain));
   m.impl("masked_poly_plain", TORCH_BOX(&fastbcd::masked_poly_plain));
 }

@@ -199,6 +199,12 @@ def test_a_call_that_is_not_plain_is_left_to_the_checks(op, order) -> None:
         bad += [transposed_images(t)] if t.ndim > 2 else []
         for wrong in bad:
             assert kernel(*{**given, name: wrong}.values()) is None, (name, wrong.shape)
+        if op == "masked_relu" and name in ("x", "mask", "residual"):
+            backward = kernels.CPU.module.masked_relu_backward_plain
+            three = {n: given[n] for n in ("residual", "x", "mask")}  # grad, y, mask
+            assert backward(*three.values()) is not None
+            for wrong in bad:
+                assert backward(*{**three, name: wrong}.values()) is None, (name, wrong.shape)
     for name in ("scale", "shift"):
         assert kernel(*{**given, name: None}.values()) is None
     assert kernel(*{**given, "x": given["x"][:0], "residual": None}.values()) is None
