@@ -71,7 +71,7 @@ def poly(x: torch.Tensor, *given: torch.Tensor, **options: torch.Tensor) -> dict
 
     def eager() -> torch.Tensor:
         z = x
-        if scale is not None and shift is not None:
+        if scale is not None and shift is not None and residual is not None:
             z = x * scale[:, None, None] + shift[:, None, None] + residual
         c0, c1, c2 = COEF[:, :, None, None]
         return torch.where(MASK, torch.relu(z), (c2 * z + c1) * z + c0)
