@@ -27,6 +27,7 @@ def to_return(
     Only those of sites that keep a ReLU: another site would cost its rounds. The gains are computed
     only if a ReLU can return. among: the bits of those that may; None: all.
 
+    >>> from fastbcd.private.target import limits_of
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
     >>> fastbcd.set_masks(net, fastbcd.masks(net).without([0, 2, 3]))
