@@ -9,8 +9,11 @@ namespace fastbcd {
 template <bool poly, class scalar, class compute>
 void run_forward(const MaskedForward<scalar, compute>& call) {
   const Geometry& g = call.g;
-  if (g.trials == 1 && g.channels_last && g.channels <= Cut::tile) {
-    int64_t width = g.channels * std::max<int64_t>(1, Cut::tile / 2 / g.channels);
+  // In the order of memory: whole pixels, or one channel of an item, unless that is too short.
+  constexpr int64_t least_row = 16;
+  if (g.trials == 1 && (g.channels_last ? g.channels <= Cut::tile : g.inner >= least_row)) {
+    int64_t pixels = std::max<int64_t>(1, Cut::tile / 2 / g.channels);
+    int64_t width = g.channels_last ? g.channels * pixels : g.inner;
     int64_t pieces = g.batch * ((g.items() + width - 1) / width);
     int64_t grain = (least_elements + width - 1) / width;
     torch::stable::parallel_for(0, pieces, grain, [&](int64_t begin, int64_t end) {

@@ -4,10 +4,11 @@
 // ---------------------------------------------------------------------------------- forward
 
 // relu: y = 0 where the bit is 1 and z < 0, else z.  poly: y = (c2*z + c1)*z + c0 where it is 0.
-template <bool poly, bool affine, bool residual, class scalar, class compute>
+// p: TileParameters, or RowParameters where all elements are of one channel.
+template <bool poly, bool affine, bool residual, class compute, class scalar, class Parameters>
 void forward_tile(
-    scalar* y, const scalar* x, const scalar* r, const uint8_t* mask,
-    const TileParameters<compute>& p, int64_t m) {
+    scalar* y, const scalar* x, const scalar* r, const uint8_t* mask, const Parameters& p,
+    int64_t m) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < m; ++i) {
     compute z = preactivation<affine, residual, compute>(
@@ -38,7 +39,7 @@ void forward_items(
     load<poly, affine>(parameters, a, first, m);
     for (int64_t b = b0; b < b1; ++b)
       for (int64_t t = 0; t < g.trials; ++t)
-        forward_tile<poly, affine, residual>(
+        forward_tile<poly, affine, residual, compute>(
             a.y + at(g, false, t, b, first), a.x + at(g, g.x_shared, t, b, first),
             residual ? a.residual + at(g, g.residual_shared, t, b, first) : nullptr,
             a.mask + t * g.items() + first, parameters, m);
@@ -55,9 +56,26 @@ void forward_pieces(
   int64_t n = a.g.items(), per_item = (n + width - 1) / width;
   for (int64_t k = begin; k < end; ++k) {
     int64_t first = k % per_item * width, here = k / per_item * n + first;
-    forward_tile<poly, affine, residual>(
+    forward_tile<poly, affine, residual, compute>(
         a.y + here, a.x + here, residual ? a.residual + here : nullptr, a.mask + first, parameters,
         std::min(width, n - first));
+  }
+}
+
+// Without trials in channels-first order: rows of one channel of one item, in the order of memory.
+template <bool poly, bool affine, bool residual, class scalar, class compute>
+void forward_rows(
+    const MaskedForward<scalar, compute>& a, int64_t width, int64_t begin, int64_t end) {
+  RowParameters<compute> p;
+  const int64_t channels = a.g.channels;
+  for (int64_t row = begin; row < end; ++row) {
+    int64_t c = row % channels, here = row * width;
+    if constexpr (affine) p.scale = {a.scale[c]}, p.shift = {a.shift[c]};
+    if constexpr (poly)
+      p.c0 = {a.coef[c]}, p.c1 = {a.coef[channels + c]}, p.c2 = {a.coef[2 * channels + c]};
+    forward_tile<poly, affine, residual, compute>(
+        a.y + here, a.x + here, residual ? a.residual + here : nullptr, a.mask + c * width, p,
+        width);
   }
 }
 
@@ -187,11 +205,15 @@ void forward(
 template <bool poly, class scalar, class compute>
 void forward_in_order(
     const MaskedForward<scalar, compute>& a, int64_t width, int64_t begin, int64_t end) {
-  auto run = a.scale ? (a.residual ? forward_pieces<poly, true, true, scalar, compute>
-                                   : forward_pieces<poly, true, false, scalar, compute>)
-                     : (a.residual ? forward_pieces<poly, false, true, scalar, compute>
-                                   : forward_pieces<poly, false, false, scalar, compute>);
-  run(a, width, begin, end);
+  auto in_order = [&]<bool affine, bool residual>() {
+    auto run = a.g.channels_last ? forward_pieces<poly, affine, residual, scalar, compute>
+                                 : forward_rows<poly, affine, residual, scalar, compute>;
+    run(a, width, begin, end);
+  };
+  if (a.scale && a.residual) in_order.template operator()<true, true>();
+  else if (a.scale) in_order.template operator()<true, false>();
+  else if (a.residual) in_order.template operator()<false, true>();
+  else in_order.template operator()<false, false>();
 }
 
 template <bool poly, class scalar, class compute>

@@ -41,6 +41,15 @@ struct TileParameters {
   }
 };
 
+// The parameters of one channel, indexed as those of a tile.
+template <class compute>
+struct RowParameters {
+  struct Same {
+    compute value{};
+    compute operator[](int64_t) const { return value; }
+  } scale, shift, c0, c1, c2;
+};
+
 // Where element `first` of item (t, b) lies in an array that may be shared by all trials.
 inline int64_t at(const Geometry& g, bool shared, int64_t t, int64_t b, int64_t first) {
   return ((shared ? 0 : t) * g.batch + b) * g.items() + first;
