@@ -1,12 +1,14 @@
 """How many images a decision of BCD takes: one by one, exact, and with a confidence.
 
     FASTBCD_DATA=folder python benchmarks/decisions.py [--relus 100000 15000 4000] [--quick] ...
+    python benchmarks/decisions.py --data fashion-mnist --relus 3528 --drc 23 ...
 
-ResNet-20 on CIFAR-10 is brought to each number of ReLUs (least salient first, with fine-tuning).
-There, the answers of the net and of --hypotheses uniform hypotheses to all images are recorded for
-some consecutive steps; the best hypothesis is the base of the next. Decisions are then made from
-the records, with other random orders, for each ADT, by the code that `choose` runs. Everything is
-kept in --out: the same command continues where it stopped.
+ResNet-20 on CIFAR-10, or the net of the demo on the embedded images, is brought to each number of
+ReLUs (least salient first, with fine-tuning). There, the answers of the net and of --hypotheses
+uniform hypotheses to all images are recorded for some consecutive steps; the best hypothesis is the
+base of the next. Decisions are then made from the records, with other random orders, for each ADT,
+by the code that `choose` runs. Everything is kept in --out: the same command continues where it
+stopped.
 
 Counted are images run through a net, for the base and all hypotheses of a step. `loop` is the
 paper's: all images for each. `exact` stops as `choose` does without a confidence. For 50,000
@@ -25,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 import fastbcd
-from arms import cifar10, fashion_mnist, reduced
+from arms import Problem, cifar10, fashion_mnist, reduced
+from fastbcd.cli.demo import trained_resnet
 from fastbcd.scoring.engine import Engine
 from fastbcd.scoring.sampled import Sampled, new_margins, visiting_order
 from fastbcd.scoring.score import answers, prepared, read
@@ -140,6 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--quick", action="store_true", help="a smoke test: tiny, on the embedded images")
+    add("--data", choices=("cifar10", "fashion-mnist"), default="cifar10", help="(%(default)s)")
     add("--out", type=Path, help="what is recorded (runs/decisions)")
     add("--relus", type=int, nargs="+", default=[100_000, 15_000, 4_000], help="(%(default)s)")
     add("--adts", type=float, nargs="+", default=[0.3, 1.0], help="(%(default)s)")
@@ -161,13 +165,19 @@ def main() -> None:
         o.relus, o.drc, o.images, o.more, o.keep = [1_000], 5, 800, 3_000, 0.1
         o.steps, o.hypotheses, o.seeds = 2, 3, 1
         problem = fashion_mnist(o.images, width=4, epochs=1, out=o.out)
+    elif o.data == "fashion-mnist":
+        images = (fastbcd.load("fashion-mnist-mini", split) for split in ("train", "test"))
+        problem = Problem(trained_resnet(), *images)
+        o.images = len(problem.train)
     else:
         problem = cifar10(o.images)
     print(machine(), flush=True)
     decisions, differ = 0, defaultdict(int)
     print(f"{'':<34}{'loop':>10}{'exact':>10}" + "".join(f"{p:>10}" for p in CONFIDENCES)
           + "   exact : " + ", ".join(map(str, CONFIDENCES)))  # fmt: skip
-    tuning = fastbcd.Finetune(epochs=o.epochs, lr=o.lr, batch_size=o.batch)
+    tuning = fastbcd.Finetune(
+        epochs=o.epochs, lr=o.lr, batch_size=o.batch, padding=2 if "mnist" in o.data else 4
+    )
     for count in o.relus:
         net = reduced(problem, count, keep=o.keep, tuning=tuning, out=o.out)
         steps = list(records(net, problem.train, count, o))
