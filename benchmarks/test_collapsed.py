@@ -104,6 +104,7 @@ def runner(case: SimpleNamespace, implementation: str):
     engine = case.stacked if implementation == "stacked" else case.collapsed
     work = engine.prepare(dict(enumerate(removals)), 1 if implementation == "stacked" else 16)
     piece = 32 if implementation == "stacked" else IMAGES
+    everything = torch.arange(len(case.nhwc))
 
     def run() -> Tensor:
         if implementation != "stacked":
@@ -111,9 +112,9 @@ def runner(case: SimpleNamespace, implementation: str):
             engine.form.affine = AffineCache() if first else engine.form.affine
             engine.form.affine.limit = 0 if first else 2**40
         parts = []
-        for number, x in enumerate(case.nhwc.split(piece)):
+        for x, images in zip(case.nhwc.split(piece), everything.split(piece), strict=True):
             found = {}
-            for numbers, logits in engine.logits(x, work, True, number):
+            for numbers, logits in engine.logits(x, work, True, images):
                 found.update(zip(numbers, logits, strict=True))
             parts.append(torch.stack([found[k] for k in sorted(found)]))
         return torch.cat(parts, 1)

@@ -243,10 +243,10 @@ class _SampledSearch:
 
     def visit(self, numbers: list[int], begin: int, end: int) -> dict[int, np.ndarray]:
         removals = {k: self.removals[k] for k in numbers if k >= 0}
-        images = self.data.subset(self.visits.order[begin:end])
-        # A range of visits is that of two looks, unless the base alone runs on all images.
-        place = begin if removals else None
-        found = answers(self.plan, images, removals, base=-1 in numbers, begin=place)
+        order = self.visits.order[begin:end]
+        found = answers(
+            self.plan, self.data.subset(order), removals, base=-1 in numbers, images=order.cpu()
+        )
         return {k: t.numpy() for k, t in found.items()}
 
     def wave(self, removals: dict[int, Tensor]) -> int | None:

@@ -96,10 +96,10 @@ class ScoringEngine(Protocol):
     def prepare(self, removals: dict[int, Tensor], lanes: int) -> Any:
         """What `logits` needs for these hypotheses (ids by number), at most `lanes` at a time."""
 
-    def logits(self, x: Tensor, work: Any, base: bool, batch: int | None = None) -> Outputs:
+    def logits(self, x: Tensor, work: Any, base: bool, images: Tensor | None = None) -> Outputs:
         """(numbers, outputs [n, B, ...]) of the hypotheses, and of the base as number -1.
 
-        batch: the number of x among the batches of the data; None if it is none of them.
+        images: int64 [B] on the CPU, which images of the data x are; None if they are none of it.
         Outputs are tensors in the structure that the net returns. A hypothesis that removes
         nothing may be left out: its outputs are those of the base.
         """

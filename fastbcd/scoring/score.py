@@ -157,7 +157,7 @@ def run_pass(
     nothing = torch.zeros(WIDTH, dtype=torch.float64, device=data.device)
     pending: list[Tensor] = []
     look = 0.0 if decide else torch.inf  # images after which a decision is possible
-    sizes = _round_sizes(data, plan.batch)
+    sizes, first = _round_sizes(data, plan.batch), rank() * len(data) // world()
     batches = data.shard(rank(), world()).rest(tally.rounds * plan.batch).batches(
         plan.batch, dtype=plan.request.example.dtype, memory_format=plan.engine.memory_format
     )  # fmt: skip
@@ -167,7 +167,8 @@ def run_pass(
             numbers = [-1, *lanes.removals] if base else list(lanes.removals)
             found: dict[int, Tensor] = {}
             if x is not None and targets is not None:
-                found = lanes.run(x, base, i, partial(plan.criterion.rows, targets=targets))
+                places = torch.arange(len(x)) + (first + i * plan.batch)
+                found = lanes.run(x, base, places, partial(plan.criterion.rows, targets=targets))
             pending.append(torch.stack([found.get(k, found.get(-1, nothing)) for k in numbers]))
             seen = tally.seen + sum(sizes[tally.rounds : i + 1])
             if seen < look and len(pending) < LOOK_EVERY and i + 1 < len(sizes):
@@ -195,13 +196,13 @@ class _Lanes:
         self.work = plan.engine.prepare(removals, plan.lanes)
 
     def run(
-        self, x: Tensor, base: bool, batch: int | None, judge: Callable[[Any], Tensor]
+        self, x: Tensor, base: bool, images: Tensor | None, judge: Callable[[Any], Tensor]
     ) -> dict[int, Tensor]:
         """What `judge` makes of the outputs, by number; after an out-of-memory error, in parts."""
         while True:
             try:
                 found: dict[int, Tensor] = {}
-                for some, outputs in self.plan.engine.logits(x, self.work, base, batch):
+                for some, outputs in self.plan.engine.logits(x, self.work, base, images):
                     with torch.autocast(x.device.type, enabled=False):  # that of bf16
                         outputs = tree_map_only(Tensor, at_least_float32, outputs)
                         found.update(zip(some, judge(outputs), strict=True))
@@ -212,13 +213,14 @@ class _Lanes:
 
 
 def answers(
-    plan: Plan, data: ImageData, removals: dict[int, Tensor], base: bool, begin: int | None = None
-) -> dict[int, Tensor]:
+    plan: Plan, data: ImageData, removals: dict[int, Tensor], base: bool,
+    images: Tensor | None = None,
+) -> dict[int, Tensor]:  # fmt: skip
     """By number, the margin and the loss of each image, DoubleTensor[2, N] on the CPU.
 
     The margin is the logit of the label minus the largest other one. Each rank runs a part of the
-    images; all get all numbers. begin: the place of the data among all images of this plan, if
-    others will be asked about the same part; an engine may keep what it computes of it.
+    images; all get all numbers. images: int64 [N] on the CPU, which images of the plan's data
+    these are; an engine may keep what it computes of them.
     """
     asked = base or not all(ids.numel() for ids in removals.values())
     numbers, lanes = [-1, *removals] if asked else list(removals), _Lanes(plan, removals)
@@ -229,7 +231,8 @@ def answers(
             plan.batch, dtype=plan.request.example.dtype, memory_format=plan.engine.memory_format
         ):
             judge = partial(plan.criterion.margins_and_losses, targets=targets)
-            some = lanes.run(x, asked, None if begin is None else begin + at, judge)
+            places = None if images is None else images[at : at + len(x)]
+            some = lanes.run(x, asked, places, judge)
             both = [some[k if k in some else -1] for k in numbers]
             found[:, :, at : at + len(x)] = torch.stack(both)
             at += len(x)

@@ -39,7 +39,7 @@ class Sequential:
         return work
 
     def logits(
-        self, x: Tensor, work: dict[int, list[Change]], base: bool, batch: int | None = None
+        self, x: Tensor, work: dict[int, list[Change]], base: bool, images: Tensor | None = None
     ) -> Outputs:
         """([number], outputs [1, B, ...]) of every hypothesis, and of the base as number -1."""
         for number, changes in {**({-1: []} if base else {}), **work}.items():

@@ -105,7 +105,7 @@ class Stacked:
         return groups
 
     def logits(
-        self, x: Tensor, groups: list[LaneGroup], base: bool, batch: int | None = None
+        self, x: Tensor, groups: list[LaneGroup], base: bool, images: Tensor | None = None
     ) -> Outputs:
         """(numbers, outputs [n, B, ...]) of every hypothesis, and of the base as number -1."""
         program, start = self.program, self.program.placeholder

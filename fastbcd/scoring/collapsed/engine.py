@@ -69,10 +69,10 @@ class Collapsed:
         return groups
 
     def logits(
-        self, x: Tensor, groups: list[TrialGroup], base: bool, batch: int | None = None
+        self, x: Tensor, groups: list[TrialGroup], base: bool, images: Tensor | None = None
     ) -> Iterator[tuple[list[int], Tensor]]:
         """(numbers, logits [n, B, classes]) of every hypothesis, and of the base as number -1."""
-        affine = self.affine_part(x, batch)
+        affine = self.affine_part(x, images)
         c = None
         if base or any(group.start for group in groups):
             everything = torch.ones(self.form.kinks, 1, dtype=torch.uint8, device=x.device)
@@ -87,20 +87,20 @@ class Collapsed:
                 shifted[start] = self.shift(affine, c[:start])
             yield numbers, self.run(shifted[start], masks, start)[1]
 
-    def affine_part(self, x: Tensor, batch: int | None) -> Tensor:
-        """U x + u at the kinks and the logits, [R + classes, B]; cached if x has a number."""
+    def affine_part(self, x: Tensor, images: Tensor | None) -> Tensor:
+        """U x + u at the kinks and the logits, [R + classes, B]; cached if x has numbers."""
+        if images is None:
+            return self.compute(x)
+        return self.form.affine.values(images, x, self.compute)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """U x + u at the kinks and the logits, [R + classes, B]."""
         form = self.form
-        z = None if batch is None else form.affine.find(batch, x)
-        if z is not None:
-            return z
         if form.image is not None:
-            z = torch.addmm(form.constant[:, None], form.image.T, x.movedim(1, -1).flatten(1).T)
-        else:
-            z = self.builder.affine_part(x)
-            z = z if self.order is None else z.index_select(0, self.order)
-        if batch is not None:
-            form.affine.add(batch, x, z)
-        return z
+            pixels = x.movedim(1, -1).flatten(1).T
+            return torch.addmm(form.constant[:, None], form.image.T, pixels)
+        z = self.builder.affine_part(x)
+        return z if self.order is None else z.index_select(0, self.order)
 
     def run(self, affine: Tensor, masks: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """c [R - start, T·B] and logits [T, B, classes] of T masks over the kinks from `start`.
@@ -145,8 +145,8 @@ class Collapsed:
     def check(self, request: Request) -> None:
         """Compare logits with those of the net, from what is cached too."""
         error = difference_from_net(self, request, lanes=1)
-        for number, (x, _) in list(self.form.affine.entries.items())[:1]:
-            ((_, logits),) = self.logits(x, [], True, number)
+        for block, (x, _) in list(self.form.affine.entries.items())[:1]:
+            ((_, logits),) = self.logits(x, [], True, self.form.affine.numbers(block))
             truth = request.net(x[:2].clone())
             worst = (logits[0, :2] - truth).abs().max() / truth.abs().max().clamp(min=1e-6)
             error = max(error, float(worst.nan_to_num(nan=0.0)))

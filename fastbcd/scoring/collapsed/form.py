@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -84,47 +85,104 @@ def find(ids: Tensor, wanted: Tensor) -> Tensor:
 
 
 class AffineCache:
-    """U x + u of the batches of the data, by their numbers, while memory allows."""
+    """U x + u of images of the data, by their numbers, while memory allows.
+
+    They are stored in blocks, as they were computed. A batch may have images of any blocks, and
+    others: a step with a confidence visits the images in an order of its own.
+    """
 
     def __init__(self) -> None:
         self.limit = 0  # bytes
         self.example: Tensor | None = None  # the first images of the data
         self.precision = ""  # of the values
+        self.clear()
+
+    def clear(self) -> None:
         self.entries: dict[int, tuple[Tensor, Tensor]] = {}  # images, [R + classes, B]
-        self.compared: set[int] = set()  # numbers whose images are known to be those of this call
+        self.places = torch.empty(0, 2, dtype=torch.int64)  # by number: block, column; or -1, -1
+        self.compared = torch.empty(0, dtype=torch.bool)  # by number: known to be of this call
 
     def begin(self, example: Tensor, precision: str, limit: int) -> None:
         """Store at most `limit` bytes, only of the data that begins with this example."""
         known = self.example is not None and torch.equal(self.example, example)
         if not known or precision != self.precision:
-            self.entries = {}
-        self.example, self.precision = example.clone(), precision
-        self.limit, self.compared = limit, set()
+            self.clear()
+        self.example, self.precision, self.limit = example.clone(), precision, limit
+        self.compared.fill_(False)
         while self.entries and self.bytes > limit:
-            self.entries.popitem()
+            block, _ = self.entries.popitem()
+            self.places[self.places[:, 0] == block] = -1
 
     @property
     def bytes(self) -> int:
         return sum(t.nbytes for entry in self.entries.values() for t in entry)
 
-    def find(self, number: int, x: Tensor) -> Tensor | None:
-        """What is known of a batch, if its images x are those that were seen."""
-        known = self.entries.get(number)
-        if known and (number in self.compared or torch.equal(known[0], x)):  # which waits for a GPU
-            self.compared.add(number)
-            return known[1]
-        self.entries.pop(number, None)
-        return None
+    def numbers(self, block: int) -> Tensor:
+        """Of the images of a block, in its order."""
+        found = (self.places[:, 0] == block).nonzero().flatten()
+        return found[self.places[found, 1].argsort()]
 
-    def add(self, number: int, x: Tensor, z: Tensor) -> None:
+    def values(self, numbers: Tensor, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+        """[R + classes, B] of images x: what is known of them, and what `compute` returns."""
+        more = int(numbers.max()) + 1 - len(self.places)
+        if more > 0:
+            self.places = torch.cat([self.places, torch.full((more, 2), -1)])
+            self.compared = torch.cat([self.compared, torch.zeros(more, dtype=torch.bool)])
+        place = self.places[numbers]
+        known = (place[:, 0] >= 0).nonzero().flatten()
+        known = known[place[known, 0].argsort(stable=True)]  # by block
+        if len(known) and not self.compared[numbers[known]].all():  # comparing waits for a GPU
+            same = x if _is_range(known, len(x)) else _select(x, 0, known)
+            if not torch.equal(self._read(0, place[known]), same):
+                self.clear()
+                return self.values(numbers, x, compute)
+            self.compared[numbers[known]] = True
+        if len(known) == len(x):
+            z = self._read(1, place[known])
+            return z if _is_range(known, len(x)) else _select(z, 1, known.argsort())
+        if not len(known):
+            z = compute(x)
+            self._add(numbers, x, z)
+            return z
+        other = (place[:, 0] < 0).nonzero().flatten()
+        some = _select(x, 0, other)
+        if x.ndim == 4:
+            some = some.contiguous(memory_format=torch.channels_last)
+        fresh = compute(some)
+        z = torch.cat([self._read(1, place[known]), fresh], 1)
+        self._add(numbers[other], some, fresh)
+        return _select(z, 1, torch.cat([known, other]).argsort())
+
+    def _read(self, kind: int, place: Tensor) -> Tensor:
+        """Images (kind 0, along dimension 0) or values (1, along 1) at places, by block."""
+        blocks, parts = place[:, 0], []
+        for block in blocks.unique_consecutive().tolist():
+            columns, part = place[blocks == block, 1], self.entries[block][kind]
+            whole = _is_range(columns, part.shape[kind])
+            parts.append(part if whole else _select(part, kind, columns))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, kind)
+
+    def _add(self, numbers: Tensor, x: Tensor, z: Tensor) -> None:
         if self.bytes + x.nbytes + z.nbytes <= self.limit:
-            self.entries[number] = x.clone(), z
-            self.compared.add(number)
+            block = max(self.entries, default=-1) + 1
+            self.entries[block] = x.clone(), z
+            self.places[numbers, 0] = block
+            self.places[numbers, 1] = torch.arange(len(numbers))
+            self.compared[numbers] = True
 
     def restrict(self, place: Tensor) -> None:
         """Drop the rows of kinks that were removed."""
         for number, (x, z) in self.entries.items():
             self.entries[number] = x, z.index_select(0, place)
+
+
+def _select(t: Tensor, dim: int, places: Tensor) -> Tensor:
+    return t.index_select(dim, places.to(t.device))
+
+
+def _is_range(places: Tensor, length: int) -> bool:
+    """Are these 0, 1, ..., length - 1?"""
+    return len(places) == length and torch.equal(places, torch.arange(length))
 
 
 class Signature:

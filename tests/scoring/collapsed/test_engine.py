@@ -12,6 +12,7 @@ from fastbcd.scoring.collapsed import build as building
 from fastbcd.scoring.collapsed import form as forms
 from fastbcd.scoring.collapsed import linear_rules
 from fastbcd.scoring.collapsed.form import Signature, cached_form, find
+from fastbcd.scoring.engine import Request
 from fastbcd.scoring.program import make_program
 from helpers.affine_nets import engine_of, some_removals, worst_difference, zoo
 from helpers.nets import images, make, randomize, thinned
@@ -238,6 +239,33 @@ def test_a_batch_is_found_by_its_number(monkeypatch) -> None:
     found = score(net, ids, (x, labels), engine)
     truth = score(net, ids, (x, labels), engine="sequential")
     assert torch.allclose(found.loss, truth.loss, atol=1e-5)
+
+
+def test_images_are_found_in_any_order(monkeypatch) -> None:
+    """Each image goes through the affine net once, whichever batches it comes in."""
+    net, (x, _) = thinned(make("resnet"), 0.1), images(40)
+    calls, plain = [], building.FormBuilder.affine_part
+    monkeypatch.setattr(
+        building.FormBuilder, "affine_part", lambda self, x: calls.append(len(x)) or plain(self, x)
+    )
+    request = Request(net.eval(), masks(net).copy(), [], 1, 40, x[:2], None, 2**30)
+    with torch.inference_mode():
+        engine = plan.make_plan(request, "collapsed").engine
+        truth = engine.affine_part(x, None)
+        calls.clear()
+        for seed, count, new in ((0, 20, 20), (1, 20, None), (2, 40, None), (3, 40, 0), (3, 7, 0)):
+            some = torch.randperm(40, generator=torch.Generator().manual_seed(seed))[:count]
+            before = sum(calls)
+            found = torch.cat(
+                [engine.affine_part(x[part], part) for part in some.split(8)], 1
+            )  # fmt: skip
+            torch.testing.assert_close(found, truth[:, some])
+            assert new is None or sum(calls) - before == new
+        assert sum(calls) == 40
+        engine.form.affine.begin(x[:2], "float32", 2**30)  # another call
+        other = torch.cat([x[:30], x[30:] + 1])
+        found, expected = (engine.affine_part(other, n) for n in (torch.arange(40), None))
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("when", ["every_step", "on_reject"])
