@@ -20,7 +20,7 @@ from fastbcd.cli.inputs import say
 from fastbcd.private.costs import si
 from fastbcd.runs.read import SavedRun, read
 
-BUDGET, EPOCHS = 1_000, 24
+BUDGET, EPOCHS, TEST_EVERY = 1_000, 16, 4
 NETWORK = fastbcd.report.Network(protocol="crypten", bandwidth=100e6, rtt=0.04)
 
 
@@ -51,8 +51,8 @@ def show(run_dir: Path, images: int = 8_000, tests: int = 2_000, epochs: int = E
     accuracy = fastbcd.accuracy(dense, test)
     say(f"a trained ResNet: {fastbcd.masks(dense).count():,} ReLUs, test {accuracy:.2f} %")
     fastbcd.linearize(
-        dense, train, BUDGET, epochs=epochs, test=test, samples=min(2_000, images), padding=2,
-        batch_size=64, run_dir=run_dir,
+        dense, train, BUDGET, epochs=epochs, test=test, samples=min(500, images), padding=2,
+        batch_size=64, test_every=TEST_EVERY, run_dir=run_dir,
     )  # fmt: skip
     run = read(run_dir).last
     say(f"\n{table(run)}\n\n{gain(run)}")
@@ -64,13 +64,16 @@ def show(run_dir: Path, images: int = 8_000, tests: int = 2_000, epochs: int = E
 
 
 def table(run: SavedRun) -> str:
-    """Accuracy after each step, and the ReLUs of each site."""
+    """Accuracy after the steps that were tested, and the ReLUs of each site."""
     lines = [f"{'':10} {'ReLUs':>8} {'test':>8} {'seconds':>8}"]
     lines.append(f"{'start':10} {run.start.count():>8,} {run.start_accuracy or 0:>7.2f}%")
+    spent = 0.0  # since the last row
     for step in run.history:
-        spent = sum(step["seconds"].values())
-        row = f"step {step['number']:<5} {step['after']:>8,} {step['test_accuracy']:>7.2f}%"
-        lines.append(f"{row} {spent:>8.1f}")
+        spent += sum(step["seconds"].values())
+        if step["test_accuracy"] is not None:
+            row = f"step {step['number']:<5} {step['after']:>8,} {step['test_accuracy']:>7.2f}%"
+            lines.append(f"{row} {spent:>8.1f}")
+            spent = 0.0
     lines.append(f"\n{'site':18} {'start':>8} {'end':>8}")
     end = run.masks.counts() if run.masks else {}
     lines += [f"{site:18} {n:>8,} {end[site]:>8,}" for site, n in run.start.counts().items()]
