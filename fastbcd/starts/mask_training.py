@@ -285,7 +285,7 @@ class MaskTraining:
         with trainer.session():
             if state is not None and state.record.get("phase") in (DECIDED, TUNED):
                 trainer.load(state.tensors)
-            for epoch in range(len(self._phase(TUNED)), s.epochs):
+            for epoch in range(len(self._phase(TUNED)), int(s.epochs)):
                 self._epoch(trainer, {"phase": TUNED, "epoch": epoch}, train, dict)
         (decided,) = self._phase(DECIDED)
         found = {**decided["accuracy"], "final": accuracy(self.net, self.measured)}

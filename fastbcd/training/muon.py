@@ -39,13 +39,13 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "adam": False})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if group["adam"]:
                 for p in params:
-                    self._adam(p, group["lr"])
+                    self._adam(p, p.grad, group["lr"])
                 continue
             alike = defaultdict(list)  # matrices of one shape are made orthogonal together
             for p in params:
@@ -66,7 +66,7 @@ class Muon(torch.optim.Optimizer):
         for p, step, length in zip(params, steps, lengths, strict=True):
             p.sub_(step.reshape(p.shape) * (lr * p.norm() / length))
 
-    def _adam(self, p: Tensor, lr: float) -> None:
+    def _adam(self, p: Tensor, grad: Tensor, lr: float) -> None:
         state, (first, second) = self.state[p], BETAS
         if not state:
             state.update(
@@ -74,8 +74,8 @@ class Muon(torch.optim.Optimizer):
             )
         state["step"] += 1
         number = float(state["step"])
-        state["exp_avg"].lerp_(p.grad, 1 - first)
-        state["exp_avg_sq"].lerp_(p.grad.square(), 1 - second)
+        state["exp_avg"].lerp_(grad, 1 - first)
+        state["exp_avg_sq"].lerp_(grad.square(), 1 - second)
         scale = (state["exp_avg_sq"] / (1 - second**number)).sqrt_().add_(EPS)
         p.addcdiv_(state["exp_avg"], scale, value=-lr / (1 - first**number))
 

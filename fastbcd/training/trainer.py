@@ -238,15 +238,16 @@ class Trainer:
         polys = (m for m in self.net.modules() if isinstance(m, MaskedPoly))
         coefs = [p for p in {m.coef: None for m in polys} if p.requires_grad]
         weights = [p for p in trained if not any(p is coef for coef in coefs)]
+        groups: list[dict[str, Any]] = [{"params": trained}]
         if s.optimizer == "muon":
-            sorted_ = [[p for p in weights if (p.ndim < 2) == small] for small in (False, True)]
-            groups = [{"params": sorted_[0]}, {"params": sorted_[1], "adam": True, "vectors": True}]
-            groups += [{"params": coefs, "adam": True, "quadratics": True}]
+            groups = [{"params": [p for p in weights if p.ndim > 1]}]
+            vectors = [p for p in weights if p.ndim < 2]
+            groups.append({"params": vectors, "adam": True, "vectors": True})
+            groups.append({"params": coefs, "adam": True, "quadratics": True})
             return Muon([g for g in groups if g["params"]], lr=s.lr, momentum=s.momentum)
-        groups = [{"params": trained}]
         if coefs and s.optimizer == "sgd":
             groups = [{"params": weights}]
-            groups += [{"params": coefs, "quadratics": True, "weight_decay": 0.0}]
+            groups.append({"params": coefs, "quadratics": True, "weight_decay": 0.0})
         # One kernel for all parameters, where torch has it for their device and dtype.
         possible = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in trained)
         one_kernel = True if self.fused_optimizer and possible else None
