@@ -13,6 +13,7 @@ mode with the weights of this moment:
 
 from __future__ import annotations
 
+import copy
 import operator
 from typing import Any
 
@@ -102,7 +103,6 @@ def frozen(net: nn.Module) -> tuple[nn.Module, torch.memory_format]:
     """As `fused`, for eval mode without gradients, with the weights and masks of this moment."""
     model, memory_format = fused(net, train=False)
     if isinstance(model, fx.GraphModule) and model is not net:
-        model.eval()
         for node in list(model.graph.nodes):
             if node.op == "call_module":
                 _fold_into_convolution(model, node)
@@ -128,7 +128,9 @@ def _fold_into_convolution(model: fx.GraphModule, node: fx.Node) -> None:
     if not all(map(_has_no_hooks, (conv, norm))) or (act is None and len(node.args) > 1):
         return
     before.target = f"folded_{before.name}"
-    model.add_submodule(before.target, fuse_conv_bn_eval(conv, norm))
+    # Copies: the net keeps the mode of its modules.
+    folded = fuse_conv_bn_eval(copy.deepcopy(conv).eval(), copy.deepcopy(norm).eval())
+    model.add_submodule(before.target, folded)
     if act is None:
         node.replace_all_uses_with(before)
         model.graph.erase_node(node)

@@ -115,6 +115,15 @@ def test_a_frozen_net_computes_the_same_and_leaves_the_net_as_it_is(name, whole)
         assert any(isinstance(m, FullReLU) for m in called) == whole
 
 
+def test_the_accuracy_leaves_modules_in_their_mode() -> None:
+    """One in eval mode would count as frozen in the next training."""
+    net = make("resnet").train()
+    net.get_submodule("1").eval()
+    modes = {name: module.training for name, module in net.named_modules()}
+    fastbcd.accuracy(net, images(9))
+    assert {name: module.training for name, module in net.named_modules()} == modes
+
+
 class Pair(nn.Sequential):
     """A convolution and its batch norm, whose statistics are not 0 and 1."""
 
