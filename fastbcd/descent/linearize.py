@@ -80,7 +80,7 @@ def linearize(
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
     >>> run = linearize(model, data, 2, epochs=5, padding=0, progress=False)
     >>> run.masks.count(), [step.after for step in run.history]
-    (2, [6, 4, 3, 2, 2])
+    (2, [6, 5, 4, 3, 2, 2, 2, 2])
     """
     check_whole("epochs", epochs, 1)
     check_number("lr", lr, 0, strictly=True)

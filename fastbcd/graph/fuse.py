@@ -3,23 +3,17 @@
     act(a + b)        ->  act(a, b)
     act(norm(a) + b)  ->  NormActivation, batch norm and ReLU in one op, on a CPU
 
-The result of `fused` shares every parameter, buffer and mask with the net, and takes tensors in
-channels_last order. Call train() or eval() on it, whichever it was made for. `frozen` is for eval
-mode with the weights of this moment:
-
-    norm(conv(x))     ->  conv'(x)
-    act(conv'(x) + b) ->  ReLU in the memory of conv'(x), if no ReLU of act is removed
+The result shares every parameter, buffer and mask with the net, and takes tensors in channels_last
+order. Call train() or eval() on it, whichever it was made for.
 """
 
 from __future__ import annotations
 
-import copy
 import operator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from fastbcd.graph import cpu_conv
 from fastbcd.graph.trace import forget_source, pure_module, trace, without_inplace
@@ -29,7 +23,6 @@ from fastbcd.runtime.module_mode import eval_mode, train_mode
 from fastbcd.runtime.warn_once import warn_once
 
 _ADDITIONS = {operator.add, torch.add, "add"}
-WIDE = (torch.float32, torch.float64)
 
 
 class NormActivation(nn.Module):
@@ -87,61 +80,6 @@ def fused(net: nn.Module, train: bool = True) -> tuple[nn.Module, torch.memory_f
             f"({error})"
         )
         return net, torch.contiguous_format
-
-
-class FullReLU(nn.Module):
-    """max(x [+ residual], 0), written into x."""
-
-    def forward(self, x: Tensor, residual: Any = None) -> Tensor:
-        """x [B, C, H, W], its memory read by nothing else -> [B, C, H, W]."""
-        if isinstance(residual, Tensor) and (x.shape, x.dtype) == (residual.shape, residual.dtype):
-            return x.add_(residual).relu_()
-        return x.relu_() if residual is None else torch.relu(x + residual)
-
-
-def frozen(net: nn.Module) -> tuple[nn.Module, torch.memory_format]:
-    """As `fused`, for eval mode without gradients, with the weights and masks of this moment."""
-    model, memory_format = fused(net, train=False)
-    if isinstance(model, fx.GraphModule) and model is not net:
-        for node in list(model.graph.nodes):
-            if node.op == "call_module":
-                _fold_into_convolution(model, node)
-        model.recompile()
-        forget_source(model)
-    return model, memory_format
-
-
-def _fold_into_convolution(model: fx.GraphModule, node: fx.Node) -> None:
-    """Make a batch norm, alone or before an activation, part of the convolution that it follows."""
-    module: Any = model.get_submodule(str(node.target))
-    act = module.act if isinstance(module, NormActivation) else None
-    norm, before = module if act is None else module.norm, node.args[0] if node.args else None
-    if not isinstance(before, fx.Node) or before.op != "call_module" or len(before.users) > 1:
-        return
-    conv: Any = model.get_submodule(str(before.target))
-    better = (cpu_conv.PatchConvolution, cpu_conv.StridedPointwise)  # in their backward
-    conv = conv.conv if isinstance(conv, better) else conv
-    kinds = type(conv) is nn.Conv2d and type(norm) is nn.BatchNorm2d
-    # In 16 bits the product of weight and scale would lose digits.
-    if not kinds or norm.running_mean is None or conv.weight.dtype not in WIDE:
-        return
-    if not all(map(_has_no_hooks, (conv, norm))) or (act is None and len(node.args) > 1):
-        return
-    before.target = f"folded_{before.name}"
-    # Copies: the net keeps the mode of its modules.
-    folded = fuse_conv_bn_eval(copy.deepcopy(conv).eval(), copy.deepcopy(norm).eval())
-    model.add_submodule(before.target, folded)
-    if act is None:
-        node.replace_all_uses_with(before)
-        model.graph.erase_node(node)
-    else:
-        node.target = f"after_{node.name}"
-        whole = _has_no_hooks(act) and bool(act.mask.all())
-        model.add_submodule(node.target, FullReLU() if whole else act)
-
-
-def _has_no_hooks(module: nn.Module) -> bool:
-    return not (module._forward_hooks or module._forward_pre_hooks)
 
 
 def _rewrite(net: nn.Module, graph: fx.Graph) -> fx.GraphModule:

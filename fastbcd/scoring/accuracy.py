@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from fastbcd.data.host import HostData
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data
-from fastbcd.graph.fuse import frozen
+from fastbcd.graph.fuse import fused
 from fastbcd.masking.convert import unwrap
 from fastbcd.runtime import ranks
 from fastbcd.runtime.limits import default_memory
@@ -39,7 +39,7 @@ def accuracy(
     total = torch.zeros((), dtype=torch.float64, device=images.device)
     with torch.autocast(images.device.type, enabled=False):
         check_metric(net, images, criterion, "the net")
-        model, layout = frozen(net)
+        model, layout = fused(net, train=False)
         with eval_mode(net), torch.inference_mode():
             for x, targets in mine.batches(batch_size, dtype=dtype_of(net), memory_format=layout):
                 total += criterion.values(model.eval()(x), targets).sum()

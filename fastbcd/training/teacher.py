@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
-from fastbcd.graph.fuse import frozen, fused
+from fastbcd.graph.fuse import fused
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.masking.convert import convert
 from fastbcd.runtime import ranks
@@ -49,9 +49,8 @@ class TeacherLogits:
         self.data, self.padding, self.dtype = data, settings.padding, dtype_of(teacher)
         self.matched = matched or settings.mismatch > 0
         self.per_batch = data.streamed or settings.mismatch > 0
-        # The directions of its activations need each of them as a module of its own.
-        rewritten = fused(with_sites(own, data), train=False) if self.matched else frozen(own)
-        self.teacher, self.memory_format = rewritten
+        own = with_sites(own, data) if self.matched else own
+        self.teacher, self.memory_format = fused(own, train=False)
         self.batch, self.checked = BATCH, False  # halved where it does not fit
         rank, world = ranks.rank(), ranks.world()
         self.first = rank * len(data) // world

@@ -293,7 +293,7 @@ def test_linearize_takes_a_target(tmp_path) -> None:
     for target, most in ((Target(0.02, **NETWORK), None), (Target(0.02, **NETWORK), 1)):
         run = fastbcd.linearize(plain(), data(), target, max_sites=most, **options)
         assert target.met(run.model)
-        assert len(run.history) == 3
+        assert sum(step.epochs for step in run.history) == pytest.approx(3)
         if most is None:
             assert_close_to(target, run.model, fastbcd.masks(plain()))
         else:

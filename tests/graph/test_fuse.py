@@ -10,7 +10,7 @@ from torch import nn
 
 import fastbcd
 from fastbcd.graph import cpu_conv
-from fastbcd.graph.fuse import FullReLU, frozen, fused
+from fastbcd.graph.fuse import fused
 from fastbcd.graph.trace import trace
 from helpers.nets import images, make, thinned
 
@@ -94,27 +94,6 @@ def test_masks_set_later_reach_the_fused_net() -> None:
     torch.testing.assert_close(model.eval()(x), net.eval()(x))
 
 
-@pytest.mark.parametrize("name", ["resnet", "poly", "preactivation"])
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_frozen_net_computes_the_same_and_leaves_the_net_as_it_is(name, whole) -> None:
-    net = make(name).eval()
-    for norm in (m for m in net.modules() if isinstance(m, nn.BatchNorm2d)):
-        nn.init.uniform_(norm.running_mean)
-        nn.init.uniform_(norm.running_var, 0.5, 2.0)
-    net = net if whole else thinned(net)
-    before = copy.deepcopy(net.state_dict())
-    x = images(9)[0]
-    with torch.no_grad():
-        for _ in range(2):  # in place, but not into what it is given
-            model, order = frozen(net)
-            torch.testing.assert_close(model(x.contiguous(memory_format=order)), net(x))
-    assert all(torch.equal(before[key], value) for key, value in net.state_dict().items())
-    called = [model.get_submodule(n.target) for n in model.graph.find_nodes(op="call_module")]
-    if name == "resnet":  # where every batch norm follows a convolution
-        assert not any(isinstance(m, nn.BatchNorm2d) or hasattr(m, "norm") for m in called)
-        assert any(isinstance(m, FullReLU) for m in called) == whole
-
-
 def test_the_accuracy_leaves_modules_in_their_mode() -> None:
     """One in eval mode would count as frozen in the next training."""
     net = make("resnet").train()
@@ -122,29 +101,6 @@ def test_the_accuracy_leaves_modules_in_their_mode() -> None:
     modes = {name: module.training for name, module in net.named_modules()}
     fastbcd.accuracy(net, images(9))
     assert {name: module.training for name, module in net.named_modules()} == modes
-
-
-class Pair(nn.Sequential):
-    """A convolution and its batch norm, whose statistics are not 0 and 1."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), fastbcd.MaskedReLU((4, 6, 6)))
-        nn.init.uniform_(self[1].running_mean)
-        self.eval()
-
-
-def test_what_has_hooks_is_not_folded() -> None:
-    net = Pair()
-    net[1].register_forward_hook(lambda module, inputs, output: output + 1.0)
-    called = {n.target for n in frozen(net)[0].graph.find_nodes(op="call_module")}
-    assert "0" in called  # the convolution itself
-    assert "folded__0" in {n.target for n in frozen(Pair())[0].graph.find_nodes(op="call_module")}
-
-
-@pytest.mark.parametrize("residual", [2.0, torch.ones(4, 1, 1), torch.ones(2, 4, 6, 6).double()])
-def test_a_full_relu_adds_a_residual_like_any_tensor(residual) -> None:
-    x = torch.randn(2, 4, 6, 6)
-    torch.testing.assert_close(FullReLU()(x.clone(), residual), torch.relu(x + residual))
 
 
 def test_an_untraceable_net_is_reported_once() -> None:
