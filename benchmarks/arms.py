@@ -56,6 +56,13 @@ def fashion_mnist(images: int, *, width: int, epochs: int, out: Path) -> Problem
     return Problem(net.eval(), train, test)
 
 
+def problem_of(o: argparse.Namespace) -> Problem:
+    """What an experiment with the options of `add_options` begins with."""
+    if o.quick:
+        return fashion_mnist(o.images, width=o.width, epochs=o.dense_epochs, out=o.out)
+    return cifar10(o.images)
+
+
 def reduced(
     problem: Problem, count: int, *, keep: float, tuning: fastbcd.Finetune, out: Path
 ) -> nn.Module:

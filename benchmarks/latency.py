@@ -35,7 +35,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import fastbcd
-from arms import Arm, Problem, add_options, cifar10, fashion_mnist
+from arms import Arm, Problem, add_options, problem_of
 from fastbcd import MaskSet, private
 from fastbcd.report.figures import log_axis, look_of
 from table import machine
@@ -241,10 +241,7 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     o = options()
-    if o.quick:
-        problem = fashion_mnist(o.images, width=o.width, epochs=o.dense_epochs, out=o.out)
-    else:
-        problem = cifar10(o.images)
+    problem = problem_of(o)
     print(machine())
     print(f"{fastbcd.masks(problem.dense).total:,} ReLUs, "
           f"{fastbcd.accuracy(problem.dense, problem.test):.2f} % on {len(problem.test):,} test "

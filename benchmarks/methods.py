@@ -33,7 +33,7 @@ from statistics import mean
 from typing import Any
 
 import fastbcd
-from arms import Arm, Problem, add_options, cifar10, fashion_mnist
+from arms import Arm, Problem, add_options, problem_of
 from table import machine
 
 SHARES = (20_000 / 188_416, 8_000 / 188_416)
@@ -201,10 +201,7 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     o = options()
-    if o.quick:
-        problem = fashion_mnist(o.images, width=o.width, epochs=o.dense_epochs, out=o.out)
-    else:
-        problem = cifar10(o.images)
+    problem = problem_of(o)
     total = fastbcd.masks(problem.dense).total
     budgets = [round(share * total) for share in SHARES]
     print(machine())

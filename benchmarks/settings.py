@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import fastbcd
-from arms import Arm, Problem, add_options, cifar10, fashion_mnist
+from arms import Arm, Problem, add_options, problem_of
 from table import machine
 
 # Constants of fastbcd/descent/linearize.py in capitals, arguments of `linearize` in small letters.
@@ -79,10 +79,7 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     o = options()
-    if o.quick:
-        problem = fashion_mnist(o.images, width=o.width, epochs=o.dense_epochs, out=o.out)
-    else:
-        problem = cifar10(o.images)
+    problem = problem_of(o)
     print(machine())
     results = [result(problem, o, row, seed) for seed in o.seeds for row in o.rows]
     print(f"\n{f'{o.budget:,} ReLUs':<24}{'test %':>8}{'loss':>8}{'sites':>7}   each seed, %")
