@@ -35,7 +35,8 @@ from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import cosine
 
 # What it chooses, and the measurement behind it: ResNet-20 on CIFAR-10, 8,000 ReLUs, 15 epochs of
-# 2,000 images, the loss of the last epoch, of which 0.3 is noise (see benchmarks/settings.py).
+# 2,000 images, the loss of the last epoch, of which 0.3 is noise. These are first measurements, with
+# one greedy hypothesis per step; benchmarks/settings.py measures linearize itself, not run in full.
 DOWN = 0.6  # share of the epochs on the way down
 PARTS = 4  # steps per epoch there: 10.6; one step per epoch, with DOWN = 0.8: 11.8
 RT, ADT = 4, 0.3  # hypotheses of a step, and the accepted drop; not measured yet
