@@ -35,10 +35,11 @@ from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import cosine
 
 # What it chooses, and the measurement behind it: ResNet-20 on CIFAR-10, 8,000 ReLUs, 15 epochs of
-# 2,000 images, the loss of the last epoch, of which 0.3 is noise. These are first measurements, with
-# one greedy hypothesis per step; benchmarks/settings.py measures linearize itself, not run in full.
+# 2,000 images, the loss of the last epoch. These are first measurements, with one greedy hypothesis
+# per step and one optimizer for the whole run; two seeds of one setting differ by up to 0.6.
+# benchmarks/settings.py measures linearize itself, and is not run in full yet.
 DOWN = 0.6  # share of the epochs on the way down
-PARTS = 4  # steps per epoch there: 10.6; one step per epoch, with DOWN = 0.8: 11.8
+PARTS = 4  # steps per epoch there: 10.6; one step per epoch and DOWN = 0.8: 11.8 (one seed)
 RT, ADT = 4, 0.3  # hypotheses of a step, and the accepted drop; not measured yet
 # The rate falls to 0 on one cosine over the run: 10.7 and 10.4 with two seeds, SGD 10.6 and 11.2.
 OPTIMIZER, LR = "muon", 0.02
