@@ -42,7 +42,7 @@ DOWN = 0.6  # share of the epochs on the way down
 PARTS = 4  # steps per epoch there: 10.6; one step per epoch and DOWN = 0.8: 11.8 (one seed)
 RT, ADT = 4, 0.3  # hypotheses of a step, and the accepted drop; not measured yet
 # The rate falls to 0 on one cosine over the run: 10.7 and 10.4 with two seeds, SGD 10.6 and 11.2.
-OPTIMIZER, LR = "muon", 0.02
+LR = 0.01
 LAST = 1e-3  # what is left before the last step of a way down to nothing, a share
 BATCHES, SMALLEST, LARGEST = 200, 25, 128  # of an epoch at least, and the sizes of a batch
 
@@ -71,8 +71,7 @@ def linearize(
             `bcd` or of `load_run`. One that is at the budget is only trained.
         replacement: what a removed ReLU becomes: "identity", or "poly" for a learned quadratic.
         teacher: to distil from; None: the model. distill=0 switches the distillation off.
-        lr: the learning rate of the first step, of Muon unless `optimizer` is given. It falls to
-            0 on one cosine over all epochs.
+        lr: the learning rate on the way down. It then falls to 0 on a cosine.
         batch_size: None: 25 for up to 5,000 images, up to 128 for more.
         max_sites, rt, adt, samples, seed, engine, metric, loss, confidence, test_every, run_dir,
         resume: as in `bcd`.
@@ -100,8 +99,7 @@ def linearize(
     ratio = min(1.0, max((most - least) / max(value - least, 1e-9), LAST))
     parts = max(1, min(PARTS, len(data) // batch_size))
     steps = max(1, round(DOWN * epochs * parts))
-    finetune = {"optimizer": OPTIMIZER, "lr": lr, "batch_size": batch_size, **finetune}
-    settings = Finetune(epochs=1 / parts, **finetune)
+    settings = Finetune(epochs=1 / parts, lr=lr, batch_size=batch_size, **finetune)
     descent = Descent(
         net=net, data=data, budget=budget, max_sites=max_sites,
         drc=Shares(1 - ratio ** (1 / steps), steps), rt=rt, adt=adt, finetune=settings,
@@ -136,7 +134,8 @@ def linearize(
                 end = math.ceil((place + 1) * parts / batches) * batches // parts
             part = min(left, (end - place) / batches)
             if part:
-                rate = cosine(lr, epochs - left, epochs)
+                down = sum(taken.epochs for taken in descent.history if taken.drc)
+                rate = lr if step.drc else cosine(lr, epochs - left - down, epochs - down)
                 found = descent.train(step, epochs=part, rates=[rate], bar=bar)
                 step.train_loss = found["loss"]
     return Run(net, masks(net), descent.history)
