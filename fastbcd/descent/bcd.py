@@ -43,6 +43,7 @@ from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.metric import Criterion, Loss, Metric
 from fastbcd.scoring.score import check_scorable, score
 from fastbcd.training.settings import Finetune
+from fastbcd.training.teacher import Distillation
 from fastbcd.training.trainer import Finetuner, check_same_classes, seeded, training_record
 
 PAPER = Finetune()
@@ -244,6 +245,11 @@ class Descent:
         elif self.teacher is not None:
             check_same_classes(net, self.data, self.teacher)
             warnings.warn("the teacher is not used: only Finetune distills", stacklevel=4)
+        if isinstance(self.proposal, Saliency) and self.proposal.distilled:
+            if self.teacher is None or self.tuner is None:
+                raise ValueError(f"{self.proposal} needs teacher= and finetune=Finetune(...)")
+            given = Distillation.of(self.teacher, self.scored, self.finetune)
+            self.proposal = replace(self.proposal, given=given)
 
     def _check_settings(self) -> None:
         check_choice("finetune_when", self.finetune_when, WHEN)

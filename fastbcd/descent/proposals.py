@@ -26,6 +26,7 @@ from fastbcd.descent.saliency import KINDS, saliency
 from fastbcd.masking.masks import masks
 from fastbcd.runtime.validate import check_choice
 from fastbcd.scoring.metric import Loss
+from fastbcd.training.teacher import Distillation
 
 Draw = Callable[[int], Tensor]  # trial -> LongTensor[size] of kept ids, no repeats
 
@@ -96,18 +97,23 @@ class Saliency(Proposal):
     Hypothesis 0 takes the `size` ReLUs of smallest saliency. The others draw `size` without
     replacement, one after the other, the ReLU of rank r (0: the smallest) with a probability
     proportional to exp(-r / (temperature * size)). Temperature 0 is greedy (one hypothesis,
-    whatever RT), infinity is uniform. kind is that of `fastbcd.saliency`.
+    whatever RT), infinity is uniform. kind is that of `fastbcd.saliency`. distilled: of the loss
+    that `Finetune` minimises with the teacher, in place of the cross-entropy alone.
 
     >>> Saliency(temperature=0.5)
-    Saliency(temperature=0.5, kind='mean_abs')
+    Saliency(temperature=0.5, kind='mean_abs', distilled=False)
     """
 
     temperature: float = 0.25
     kind: str = "mean_abs"
-    loss: Loss | None = field(default=None, repr=False)  # that of `bcd`, if it is given
+    distilled: bool = False
+    loss: Loss | None = field(default=None, repr=False)  # these two are set by `bcd`
+    given: Distillation | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
+        if not isinstance(self.distilled, bool):
+            raise TypeError(f"distilled={self.distilled!r}; it must be True or False")
         if not isinstance(self.temperature, int | float):
             raise TypeError(f"temperature={self.temperature!r}; it must be a number")
         if not self.temperature >= 0:
@@ -115,20 +121,26 @@ class Saliency(Proposal):
                 f"temperature={self.temperature}; it must be at least 0: 0 is greedy, inf uniform"
             )
 
+    def saliency(self, net: nn.Module, data: ImageData) -> Tensor:
+        if self.distilled and self.given is None:
+            raise ValueError("distilled=True needs bcd with a teacher and finetune=Finetune(...)")
+        return saliency(net, data, kind=self.kind, loss=self.loss, distill=self.given)
+
     @property
     def greedy(self) -> bool:
         """Whether all hypotheses of a step are the same, so that one is enough."""
         return self.temperature == 0
 
     def __call__(self, net: nn.Module, data: ImageData, size: int, *, seed: int, step: int) -> Draw:
-        order = ranking(saliency(net, data, kind=self.kind, loss=self.loss), masks(net).bits)
+        order = ranking(self.saliency(net, data), masks(net).bits)
         width = self.temperature * size
         return lambda trial: favouring(order, size, width, seed=seed, step=step, trial=trial)
 
     def describe(self) -> dict[str, Any]:
         # JSON has no infinity.
         temperature = "inf" if math.isinf(self.temperature) else float(self.temperature)
-        return {"name": "saliency", "temperature": temperature, "kind": self.kind}
+        later = {"distilled": True} if self.distilled else {}  # runs begun before it lack it
+        return {"name": "saliency", "temperature": temperature, "kind": self.kind, **later}
 
 
 @dataclass(frozen=True)
@@ -147,12 +159,12 @@ class Blocks(Saliency):
     are those of `Saliency`.
 
     >>> Blocks(temperature=0.5)
-    Blocks(temperature=0.5, kind='mean_abs')
+    Blocks(temperature=0.5, kind='mean_abs', distilled=False)
     """
 
     def toward(self, net: nn.Module, data: ImageData, goal: Goal, *, seed: int, step: int) -> Draw:
         kept, counts = goal.masks.bits.nonzero().flatten(), goal.counts
-        loss = rounded(saliency(net, data, kind=self.kind, loss=self.loss)[kept])
+        loss = rounded(self.saliency(net, data)[kept])
         where, (price, bonus) = goal.sites(kept), goal.limits.savings(counts)
         account = {"loss": loss, "where": where, "price": price, "bonus": bonus}
         saving = goal.limits.value(counts) - goal.limits.bounds[0].most

@@ -26,6 +26,7 @@ from fastbcd.runtime.tf32 import products, repeatable_convolutions
 from fastbcd.runtime.validate import check_choice, check_whole
 from fastbcd.scoring.accuracy import data_for, dtype_of
 from fastbcd.scoring.metric import Criterion, Loss
+from fastbcd.training.teacher import Distillation, distillation
 from fastbcd.training.trainer import check_loss
 
 KINDS = ("mean_abs", "abs_mean")
@@ -35,7 +36,7 @@ VALUES = {"cpu": 2**23, "cuda": 2**26}
 
 def saliency(
     net: nn.Module, data: Any, *, kind: str = "mean_abs", batch_size: int | None = None,
-    loss: Loss | None = None,
+    loss: Loss | None = None, distill: Distillation | None = None,
 ) -> Tensor:  # fmt: skip
     """The first-order cost of removing each ReLU, DoubleTensor[total] on the CPU.
 
@@ -46,6 +47,7 @@ def saliency(
             |E t|: those whose changes cancel out over the data, too.
         batch_size: images at a time; None: fewer for a net with more ReLUs.
         loss: a callable (outputs, targets) -> [B] or their mean; None: cross-entropy.
+        distill: a teacher's logits for the images: adds the distillation loss of `Finetune`.
 
     A ReLU that was removed before has +inf: it is never among the smallest. At polynomial sites
     min(z, 0) is replaced by poly(z) - relu(z). With several ranks each takes its part of the
@@ -59,7 +61,7 @@ def saliency(
     (torch.Size([6]), torch.float64, inf)
     """
     check_choice("kind", kind, KINDS)
-    found = _mean(net, data, kind == "mean_abs", batch_size, loss)
+    found = _mean(net, data, kind == "mean_abs", batch_size, loss, distill)
     return found.abs().masked_fill(~masks(net).bits, torch.inf)
 
 
@@ -72,8 +74,9 @@ def gains(net: nn.Module, data: Any, *, loss: Loss | None = None) -> Tensor:
 
 
 def _mean(
-    net: nn.Module, data: Any, absolute: bool, batch_size: int | None, loss: Loss | None
-) -> Tensor:
+    net: nn.Module, data: Any, absolute: bool, batch_size: int | None, loss: Loss | None,
+    distill: Distillation | None = None,
+) -> Tensor:  # fmt: skip
     """E|t| or E t of every unit, DoubleTensor[total] on the CPU."""
     check_whole("batch_size", batch_size, 1, optional=True)
     images, kept = data_for(net, data), masks(net)
@@ -82,7 +85,12 @@ def _mean(
     if batch_size is None:
         batch_size = max(8, min(256, VALUES.get(images.device.type, 2**23) // kept.total))
     check_loss(net, images, loss)
-    totals = _totals(net, images, absolute, batch_size, Criterion(loss=loss))
+    if distill is not None and len(distill.logits) != len(images):
+        raise ValueError(
+            f"distill has logits for {len(distill.logits)} images; there are {len(images)}: use "
+            f"Distillation.of(teacher, data, settings) on the same data"
+        )
+    totals = _totals(net, images, absolute, batch_size, Criterion(loss=loss), distill)
     found = all_sum(torch.cat([t.flatten().cpu() for t in totals])) / len(images)
     if not found.isfinite().all():
         site, position = kept.locate(int((~found.isfinite()).nonzero()[0]))
@@ -94,8 +102,9 @@ def _mean(
 
 
 def _totals(
-    net: nn.Module, data: ImageData, absolute: bool, batch_size: int, criterion: Criterion
-) -> list[Tensor]:
+    net: nn.Module, data: ImageData, absolute: bool, batch_size: int, criterion: Criterion,
+    distill: Distillation | None,
+) -> list[Tensor]:  # fmt: skip
     """Σ|t| or Σt over this rank's batches: a DoubleTensor of the site's shape for each site."""
     anchor = torch.zeros((), device=data.device, requires_grad=True)
     model, memory_format = fused(net, train=False)
@@ -110,7 +119,11 @@ def _totals(
         model.eval()
         for x, labels in mine.batches(batch_size, memory_format=memory_format, dtype=dtype_of(net)):
             # In double: softmax - 1 loses its digits where the net is certain.
-            loss = criterion.summed_loss(model(x), labels)
+            loss = criterion.summed_loss(outputs := model(x), labels)
+            if distill is not None:
+                given = distill.logits[first : first + len(x)].to(outputs.device, torch.float64)
+                loss = loss + len(x) * distillation(outputs.double(), given, *distill[1:])
+            first += len(x)
             # If no activation influences the logits, all effects are 0.
             if loss.requires_grad:
                 torch.autograd.grad(loss, anchor, allow_unused=True)

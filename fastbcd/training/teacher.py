@@ -15,8 +15,10 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
@@ -25,6 +27,7 @@ from fastbcd.masking.activations import MaskedActivation
 from fastbcd.masking.convert import convert
 from fastbcd.runtime import ranks
 from fastbcd.runtime.limits import default_memory
+from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.warn_once import warn_once
 from fastbcd.scoring.accuracy import dtype_of, first_outputs
 from fastbcd.training.mismatch import direction, site_outputs
@@ -184,6 +187,36 @@ class TeacherLogits:
         alone = self._forward(samples[half:], views[half:])
         same = torch.equal(straight, turned) and torch.equal(straight[half:], alone)
         return same or not straight.isfinite().all()  # `epoch` reports what is not finite
+
+
+class Distillation(NamedTuple):
+    """A teacher's logits for some images [N, classes, ...], and how an answer is compared."""
+
+    logits: Tensor
+    temperature: float = Finetune.temperature
+    weight: float = Finetune.distill
+
+    @classmethod
+    def of(cls, teacher: nn.Module, data: ImageData, settings: Finetune) -> Distillation:
+        """The teacher's logits for the images as they are, with the settings' T and weight."""
+        model, layout = fused(teacher, train=False)
+        with eval_mode(teacher), torch.no_grad():
+            batches = data.batches(BATCH, memory_format=layout, dtype=dtype_of(teacher))
+            logits = torch.cat([model.eval()(x).float() for x, _ in batches])
+        return cls(logits, settings.temperature, settings.distill)
+
+
+def distillation(outputs: Tensor, given: Tensor, temperature: float, weight: float) -> Tensor:
+    """weight · T² · KL(softmax(t/T) ‖ softmax(s/T)), the mean over samples and positions.
+
+    >>> logits = torch.tensor([[1.0, 2.0]])
+    >>> float(distillation(logits, logits, 4.0, 1.0))
+    0.0
+    """
+    student = F.log_softmax(outputs / temperature, 1)
+    target = F.log_softmax(given / temperature, 1).to(student.dtype)
+    divergence = F.kl_div(student, target, reduction="batchmean", log_target=True)
+    return weight * temperature**2 / outputs[0, 0].numel() * divergence
 
 
 def with_sites(teacher: nn.Module, data: ImageData) -> nn.Module:

@@ -42,7 +42,7 @@ from fastbcd.scoring.accuracy import check_classes, data_for, dtype_of, first_ou
 from fastbcd.scoring.metric import Criterion, Loss, are_logits, at_least_float32, describe
 from fastbcd.training.mismatch import mismatch, site_outputs
 from fastbcd.training.settings import Finetune
-from fastbcd.training.teacher import TeacherLogits, with_sites
+from fastbcd.training.teacher import TeacherLogits, distillation, with_sites
 
 CHECK_EVERY = 32  # batches between two checks that losses and gradients are finite
 # SGD's learning rate of the coefficients of quadratics: a share of the weights', and at most this.
@@ -180,12 +180,8 @@ class Trainer:
             torch.clear_autocast_cache()  # of weights, which only the outermost autocast clears
             outputs = tree_map_only(Tensor, at_least_float32, outputs)
             loss = (self.loss or F.cross_entropy)(outputs, labels).mean()
-            if teacher is not None and s.distill:  # weight · T² · KL, a mean over positions
-                student = F.log_softmax(outputs / s.temperature, 1)
-                target = F.log_softmax(given / s.temperature, 1).to(student.dtype)
-                divergence = F.kl_div(student, target, reduction="batchmean", log_target=True)
-                positions = outputs[0, 0].numel()
-                loss = loss + s.distill * s.temperature**2 / positions * divergence
+            if teacher is not None and s.distill:
+                loss = loss + distillation(outputs, given, s.temperature, s.distill)
             if s.mismatch:
                 loss = loss + s.mismatch / 2 * mismatch(seen, directions)
             # This rank holds len(x) of the batch's samples; gradients are averaged over ranks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 
 import pytest
@@ -92,6 +93,13 @@ def test_the_learning_rate_is_constant_and_then_falls_on_a_cosine(epochs, lr, ra
     final = (max(0.0, (i - down) / (n - down)) for i in begins)
     truth = [lr * (1 + math.cos(math.pi * share)) / 2 for share in final]
     assert rates == pytest.approx(truth)
+
+
+def test_proposals_know_the_teacher(tmp_path) -> None:
+    for distill in (0.0, 1.0):
+        short(run_dir=tmp_path / str(distill), distill=distill)
+        settings = json.loads((tmp_path / str(distill) / "config.json").read_text())["settings"]
+        assert settings["proposal"].get("distilled", False) == bool(distill)
 
 
 def test_the_model_is_the_teacher_and_is_not_changed() -> None:

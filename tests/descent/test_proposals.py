@@ -129,9 +129,9 @@ def test_hypothesis_0_has_the_smallest_saliency() -> None:
 def test_the_saliency_is_taken_once_a_step_on_the_scoring_data(monkeypatch) -> None:
     seen = []
 
-    def counted(net, data, *, kind, loss):
+    def counted(net, data, *, kind, **options):
         seen.append((len(data), kind))
-        return saliencies.saliency(net, data, kind=kind, loss=loss)
+        return saliencies.saliency(net, data, kind=kind, **options)
 
     monkeypatch.setattr(proposals, "saliency", counted)
     net, data = problem("mlp")
@@ -141,6 +141,35 @@ def test_the_saliency_is_taken_once_a_step_on_the_scoring_data(monkeypatch) -> N
     )  # fmt: skip
     assert seen == [(15, "abs_mean")] * len(run.history)
     assert [s.tried for s in run.history] == [4] * len(run.history)
+
+
+def test_the_saliency_of_the_loss_with_the_teacher(tmp_path, monkeypatch) -> None:
+    """The teacher's logits of the scored images, with T and the weight of Finetune."""
+    seen = []
+
+    def counted(net, data, *, distill, **options):
+        seen.append((len(data), distill))
+        return saliencies.saliency(net, data, distill=distill, **options)
+
+    monkeypatch.setattr(proposals, "saliency", counted)
+    (net, data), teacher = problem("mlp"), problem("mlp")[0]
+    options = {
+        "drc": 10, "rt": 2, "samples": 15, "run_dir": tmp_path,
+        "finetune": fastbcd.Finetune(epochs=1, temperature=2.0, distill=0.5, padding=0),
+    }  # fmt: skip
+    proposal = fastbcd.Saliency(distilled=True)
+    with pytest.raises(ValueError, match=r"distilled=True\) needs teacher= and finetune=Finetune"):
+        fastbcd.bcd(net, data, 4, proposal=proposal, **options)
+    with pytest.raises(ValueError, match="needs bcd with a teacher"):
+        proposal(net, data, 3, seed=0, step=1)
+    run = fastbcd.bcd(net, data, 4, proposal=proposal, teacher=teacher, **options)
+    assert len(seen) == len(run.history)
+    x = next(fastbcd.data.sources.as_data(data).batches(15))[0]
+    for size, distill in seen:
+        assert (size, distill[1:]) == (15, (2.0, 0.5))
+        torch.testing.assert_close(distill.logits, teacher.eval()(x).detach())
+    settings = json.loads((tmp_path / "config.json").read_text())["settings"]
+    assert settings["proposal"]["distilled"] is True
 
 
 @pytest.mark.parametrize("name", ["mlp", "resnet", "mixture"])
@@ -206,6 +235,7 @@ def test_what_config_says(tmp_path) -> None:
         ({"temperature": math.nan}, ValueError, "temperature=nan"),
         ({"temperature": "hot"}, TypeError, "temperature='hot'"),
         ({"kind": "max"}, ValueError, "kind='max'; choose from"),
+        ({"distilled": 1}, TypeError, "distilled=1; it must be True or False"),
     ],
 )
 def test_bad_proposals(options, error, words) -> None:

@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastbcd
-from fastbcd import MaskedPoly, MaskedReLU
+from fastbcd import Finetune, MaskedPoly, MaskedReLU
+from fastbcd.data.sources import as_data
 from fastbcd.descent import saliency as saliencies
 from fastbcd.masking import activations
 from fastbcd.masking.masks import mask_modules
 from fastbcd.ops.saliency import saliency as saliency_op
+from fastbcd.training.teacher import Distillation
 from helpers.nets import images, make, thinned
 from helpers.op_cases import Case, arguments
 
@@ -44,10 +46,12 @@ def test_the_gradients_are_those_of_the_activation(op) -> None:
 # ------------------------------------------------------------------------------ the definition
 
 
-def restated(net: nn.Module, x: Tensor, labels: Tensor, kind: str) -> Tensor:
+def restated(
+    net: nn.Module, x: Tensor, labels: Tensor, kind: str, added_loss=lambda logits, i: 0.0
+) -> Tensor:
     """The definition, one sample after the other through the net as it is, by hooks."""
     modules, found = list(mask_modules(net).values()), []
-    for image, label in zip(x, labels, strict=True):
+    for i, (image, label) in enumerate(zip(x, labels, strict=True)):
         seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
         def note(module, inputs, output, seen=seen) -> None:
@@ -58,7 +62,8 @@ def restated(net: nn.Module, x: Tensor, labels: Tensor, kind: str) -> Tensor:
         with torch.enable_grad():
             # A new tensor for each activation, which in-place operations behind it then change.
             hooks += [m.register_forward_hook(lambda m, i, out: out.clone()) for m in modules]
-            loss = F.cross_entropy(net(image[None].requires_grad_()), label[None])
+            logits = net(image[None].requires_grad_())
+            loss = F.cross_entropy(logits, label[None]) + added_loss(logits[0], i)
             loss.backward()
         for hook in hooks:
             hook.remove()
@@ -91,6 +96,29 @@ def test_equals_the_definition(name, kind) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
     single = fastbcd.saliency(thinned(make(name)), (x.float(), labels), kind=kind)
     torch.testing.assert_close(single, wanted, rtol=1e-3, atol=1e-6)
+
+
+@KINDS
+@pytest.mark.parametrize("name", NETS)
+def test_the_distillation_loss_is_added(name, kind) -> None:
+    net, (x, labels) = thinned(make(name)).double(), images(9)
+    x, teacher, settings = x.double(), make(name).double(), Finetune(temperature=3.0, distill=0.7)
+    with torch.no_grad():
+        for p in teacher.parameters():
+            p.mul_(1.3)
+    given = Distillation.of(teacher, as_data((x, labels)), settings)
+    target = torch.softmax(teacher.eval()(x).detach().float().double() / 3.0, 1)
+
+    def divergence(logits: Tensor, i: int) -> Tensor:
+        logs = target[i].log() - torch.log_softmax(logits / 3.0, 0)
+        return 0.7 * 9.0 * (target[i] * logs).sum()
+
+    wanted = restated(net, x, labels, kind, divergence)
+    plain = fastbcd.saliency(net, (x, labels), kind=kind)
+    for batch_size in (4, None):
+        found = fastbcd.saliency(net, (x, labels), kind=kind, batch_size=batch_size, distill=given)
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
+    assert not torch.allclose(found, plain)
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -234,11 +262,12 @@ def test_the_same_twice_and_in_any_batches(trained) -> None:
 def test_ranks_share_the_batches_out(trained, monkeypatch) -> None:
     """The batches of all ranks together are those of one."""
     net, data = trained
-    whole, parts = fastbcd.saliency(net, data, batch_size=64), []
+    given = Distillation(torch.randn(len(data), 10))
+    whole, parts = fastbcd.saliency(net, data, batch_size=64, distill=given), []
     monkeypatch.setattr(saliencies, "world", lambda: 3)
     for r in range(3):
         monkeypatch.setattr(saliencies, "rank", lambda r=r: r)
-        parts.append(fastbcd.saliency(net, data, batch_size=64))
+        parts.append(fastbcd.saliency(net, data, batch_size=64, distill=given))
     kept = fastbcd.masks(net).bits
     assert all(part[kept].any() for part in parts)
     torch.testing.assert_close(sum(parts)[kept], whole[kept], rtol=1e-12, atol=0)
@@ -254,6 +283,8 @@ def test_bad_input(trained) -> None:
         fastbcd.saliency(net, data, batch_size=0)
     with pytest.raises(ValueError, match="no masked activations"):
         fastbcd.saliency(nn.Linear(3, 3), data)
+    with pytest.raises(ValueError, match="logits for 3 images; there are 500"):
+        fastbcd.saliency(net, data, distill=Distillation(torch.zeros(3, 10)))
     net, (x, labels) = make("mlp"), images(4)
     x[2] = math.nan
     with pytest.raises(FloatingPointError, match=r"site '.*', position \(0,\), is not finite"):
