@@ -136,15 +136,13 @@ def masked_call(x, mask, *parameters, out=None) -> Call:
 def _define(op: str, small: str) -> None:
     """The operators `op` and `op`_out, which writes into its last argument."""
     parameters = f"Tensor x, Tensor mask, {small}, Tensor? residual, bool trials"
-    operator = define(f"{op}({parameters}) -> Tensor", masked_call)
-    general = operator.run
 
-    def run(*arguments: Any) -> Tensor:
+    def short(*arguments: Any) -> list[Any] | None:
         *given, trials = arguments
         y = None if trials else _as_they_are(f"{op}_plain", tuple(given))
-        return general(*arguments) if y is None else y
+        return None if y is None else [y]
 
-    operator.run = run
+    define(f"{op}({parameters}) -> Tensor", masked_call, short=short)
 
     def write(*arguments: Any) -> None:
         *given, out = arguments
@@ -216,24 +214,21 @@ def _poly_backward_call(
     return Call(outputs, inputs, (x, mask, trials, *shared), (trials,))
 
 
+def _short_relu_backward(grad, y, mask, x, scale, trials, *flags) -> list[Any] | None:
+    if x is None and scale is None and not (trials or flags[-1]):
+        dx = _as_they_are("masked_relu_backward_plain", (grad, y, mask))
+        if dx is not None:
+            return [dx, None, None]
+    return None
+
+
 _masked_relu_backward = define(
     "masked_relu_backward(Tensor grad, Tensor y, Tensor mask, Tensor? x, Tensor? scale, "
     "bool trials, bool x_shared, bool residual_shared, bool want_residual) "
     "-> (Tensor dx, Tensor dresidual, Tensor daffine)",
     _relu_backward_call,
+    short=_short_relu_backward,
 )
-_general = _masked_relu_backward.outputs
-
-
-def _relu_backward(grad, y, mask, x, scale, trials, *flags) -> list[Any]:
-    if x is None and scale is None and not (trials or flags[-1]):
-        dx = _as_they_are("masked_relu_backward_plain", (grad, y, mask))
-        if dx is not None:
-            return [dx, None, None]
-    return _general(grad, y, mask, x, scale, trials, *flags)
-
-
-_masked_relu_backward.outputs = _relu_backward
 _masked_poly_backward = define(
     "masked_poly_backward(Tensor grad, Tensor x, Tensor mask, Tensor coef, Tensor? scale, "
     "Tensor? shift, Tensor? residual, bool trials, bool want_residual) "
