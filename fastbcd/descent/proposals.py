@@ -124,7 +124,8 @@ class Saliency(Proposal):
     def saliency(self, net: nn.Module, data: ImageData) -> Tensor:
         if self.distilled and self.given is None:
             raise ValueError("distilled=True needs bcd with a teacher and finetune=Finetune(...)")
-        return saliency(net, data, kind=self.kind, loss=self.loss, distill=self.given)
+        given = self.given and self.given.first(len(data))  # a plan is measured on a few images
+        return saliency(net, data, kind=self.kind, loss=self.loss, distill=given)
 
     @property
     def greedy(self) -> bool:

@@ -205,6 +205,10 @@ class Distillation(NamedTuple):
             logits = torch.cat([model.eval()(x).float() for x, _ in batches])
         return cls(logits, settings.temperature, settings.distill)
 
+    def first(self, n: int) -> Distillation:
+        """Of the first n images."""
+        return self._replace(logits=self.logits[:n])
+
 
 def distillation(outputs: Tensor, given: Tensor, temperature: float, weight: float) -> Tensor:
     """weight · T² · KL(softmax(t/T) ‖ softmax(s/T)), the mean over samples and positions.

@@ -245,6 +245,11 @@ def test_progress_prints_the_plan_first(capsys) -> None:
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_plan_is_measured_on_some_of_many_images(capsys) -> None:
+    fastbcd.linearize(plain_net(), images(300), 8, epochs=1, dry_run=True)
+    assert "minutes" in capsys.readouterr().out
+
+
 def test_the_dry_run_of_bcd(capsys) -> None:
     net = masked_net()
     tune = fastbcd.Finetune(epochs=2, batch_size=16)
