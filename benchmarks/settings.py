@@ -34,6 +34,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "lr 0.005": {"lr": 0.005},
     "lr 0.02": {"lr": 0.02},
     "Adam, lr 0.001": {"optimizer": "adam", "lr": 0.001},
+    "Muon, lr 0.02": {"optimizer": "muon", "lr": 0.02},
     "one hypothesis": {"rt": 1},
     "activations matched": {"mismatch": 1.0},
     "9 sites": {"max_sites": 9},

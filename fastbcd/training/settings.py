@@ -8,7 +8,7 @@ from typing import Any
 
 from fastbcd.runtime.validate import check_choice, check_number, check_whole
 
-OPTIMIZERS = ("sgd", "adam")
+OPTIMIZERS = ("sgd", "adam", "muon")
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,9 @@ class Finetune:
     Args:
         epochs, lr: the learning rate falls from lr to 0 on a cosine over the epochs of each step.
             epochs may be a fraction: 0.25 is a quarter of the train set, another one in each step.
-        optimizer: "sgd", or "adam", which ignores `momentum`.
+        optimizer: "sgd"; "adam", which ignores `momentum`; or "muon", orthogonal steps relative to
+            each weight's norm, whose lr (about 0.02) does not depend on the scale of the loss. It
+            ignores `weight_decay`.
         momentum, weight_decay: of the optimizer.
         batch_size: images of a batch, over all ranks.
         temperature, distill: T and the weight of the distillation, if there is a teacher.

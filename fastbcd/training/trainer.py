@@ -41,6 +41,7 @@ from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.scoring.accuracy import check_classes, data_for, dtype_of, first_outputs
 from fastbcd.scoring.metric import Criterion, Loss, are_logits, at_least_float32, describe
 from fastbcd.training.mismatch import mismatch, site_outputs
+from fastbcd.training.muon import Muon
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits, distillation, with_sites
 
@@ -49,6 +50,7 @@ CHECK_EVERY = 32  # batches between two checks that losses and gradients are fin
 # Their gradients are sums of x² over all positions, and a deep net squares a growing x again and
 # again: with 0.1 of 0.01 ResNet-20 diverges in the second step from dense, with 0.1 of 0.001 not.
 QUADRATICS, QUADRATICS_MOST = 0.1, 1e-4
+VECTORS = 0.1  # Adam's learning rate of biases and batch norms beside Muon's, a share of it
 NET, OPTIMIZER = "net.", "optimizer."  # prefixes of tensor names in `Trainer.state`
 
 
@@ -151,6 +153,7 @@ class Trainer:
         count = batches_of(share, len(sizes))
         for group in self.optimizer.param_groups:
             group["lr"] = min(QUADRATICS * lr, QUADRATICS_MOST) if "quadratics" in group else lr
+            group["lr"] *= VECTORS if "vectors" in group else 1
         which: Any = {"seed": self.seed, "step": step, "epoch": epoch}
         which |= {"padding": s.padding, "flip": s.flip}
         logits = None  # the teacher's, of this epoch's views
@@ -232,6 +235,12 @@ class Trainer:
         coefs = [p for p in {m.coef: None for m in polys} if p.requires_grad]
         weights = [p for p in trained if not any(p is coef for coef in coefs)]
         groups: list[dict[str, Any]] = [{"params": trained}]
+        if s.optimizer == "muon":
+            groups = [{"params": [p for p in weights if p.ndim > 1]}]
+            vectors = [p for p in weights if p.ndim < 2]
+            groups.append({"params": vectors, "adam": True, "vectors": True})
+            groups.append({"params": coefs, "adam": True, "quadratics": True})
+            return Muon([g for g in groups if g["params"]], lr=s.lr, momentum=s.momentum)
         if coefs and s.optimizer == "sgd":
             groups = [{"params": weights}]
             groups.append({"params": coefs, "quadratics": True, "weight_decay": 0.0})

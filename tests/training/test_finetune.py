@@ -270,7 +270,7 @@ def test_a_teacher_that_is_not_finite_is_named() -> None:
     [
         ({"epochs": -1}, "epochs=-1"), ({"epochs": "2"}, "epochs='2'"), ({"lr": -1.0}, "lr=-1.0"),
         ({"lr": math.nan}, "lr=nan"), ({"lr": "1"}, "lr='1'"),
-        ({"optimizer": "sgdm"}, "optimizer='sgdm'; choose from sgd, adam"),
+        ({"optimizer": "sgdm"}, "optimizer='sgdm'; choose from sgd, adam, muon"),
         ({"momentum": 1.0}, "momentum=1.0"), ({"weight_decay": -1e-4}, "weight_decay"),
         ({"batch_size": 0}, "batch_size=0"), ({"temperature": 0}, "temperature=0"),
         ({"distill": -1}, "distill=-1"), ({"padding": -1}, "padding=-1"), ({"flip": 1}, "flip=1"),
