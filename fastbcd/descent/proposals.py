@@ -122,7 +122,7 @@ class Saliency(Proposal):
             )
 
     def saliency(self, net: nn.Module, data: ImageData) -> Tensor:
-        """`fastbcd.saliency` of this kind and loss, on the images that score or the first of them."""
+        """`fastbcd.saliency` of this kind and loss; data: the images that score, or the first."""
         if self.distilled and self.given is None:
             raise ValueError("distilled=True needs bcd with a teacher and finetune=Finetune(...)")
         given = self.given and self.given.first(len(data))  # a plan is measured on a few images
