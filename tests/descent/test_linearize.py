@@ -212,12 +212,16 @@ def test_quadratics_from_a_dense_net_stay_finite() -> None:
         kept = fastbcd.masks(net)
         fastbcd.set_masks(net, kept.without(kept.sample(20_000, seed=0, step=0, trial=0)))
     assert torch.equal(*(net.eval()(x) for net in nets))
-    run = fastbcd.linearize(model, images(300), 5_000, epochs=7, lr=0.01, rt=1, replacement="poly",
-                            progress=False)  # fmt: skip
+    run, plain = (
+        fastbcd.linearize(model, images(300), 5_000, epochs=7, lr=0.01, rt=1, replacement=r,
+                          progress=False) for r in ("poly", "identity")
+    )  # fmt: skip
     coefs = [m.coef for m in run.model.modules() if isinstance(m, fastbcd.MaskedPoly)]
     assert all(c.isfinite().all() for c in coefs)
     assert max(float(c.detach()[2].abs().max()) for c in coefs) > 1e-3
-    assert run.history[-1].base_accuracy > 40  # chance is 10; rounding alone moves it by 10
+    # 2.4 and 2.9 with one thread, 2.6 and 3.0 with two, while accuracies are 60 and 72 %.
+    assert run.history[-1].train_loss < plain.history[-1].train_loss
+    assert run.history[-1].base_accuracy > 40  # chance is 10
 
 
 # ----------------------------------------------------------------------------------- plans
