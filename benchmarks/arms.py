@@ -34,6 +34,7 @@ class Problem(NamedTuple):
     dense: nn.Module
     train: fastbcd.ImageData
     test: fastbcd.ImageData
+    held_out: fastbcd.ImageData | None = None  # train images that no arm trains on
 
 
 def cifar10(images: int) -> Problem:
@@ -43,7 +44,8 @@ def cifar10(images: int) -> Problem:
     net.load_state_dict(load_file(folder / "resnet20-cifar10.safetensors"), strict=False)
     train, test = (fastbcd.ImageData.from_npz(folder / "cifar10-12k.npz", s, mean=MEAN, std=STD)
                    for s in ("train", "test"))  # fmt: skip
-    return Problem(net.eval(), train.first(images), test)
+    held_out = train.rest(images) if images < len(train) else None
+    return Problem(net.eval(), train.first(images), test, held_out)
 
 
 def fashion_mnist(images: int, *, width: int, epochs: int, out: Path) -> Problem:
@@ -125,7 +127,8 @@ class Arm:
         """What the arm came to after `work`, a fine-tune with the epochs left, and a test.
 
         It is kept in result.json beside masks.safetensors and net.safetensors, the weights: a
-        finished arm is not run again. work returns more facts to keep.
+        finished arm is not run again. work returns more facts to keep. Settings are to be chosen
+        by the accuracy on images held out, not on the test images.
         """
         path = self.folder / "result.json"
         if path.exists():
@@ -138,6 +141,8 @@ class Arm:
             "seconds": self.seconds, "accuracy": fastbcd.accuracy(self.net, self.problem.test),
             **facts,
         }  # fmt: skip
+        if self.problem.held_out is not None:
+            found["held_out"] = fastbcd.accuracy(self.net, self.problem.held_out)
         self.folder.mkdir(parents=True, exist_ok=True)
         masks.save(self.folder / "masks.safetensors")
         weights = {name: tensor.contiguous() for name, tensor in self.net.state_dict().items()}

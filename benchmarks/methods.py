@@ -13,17 +13,21 @@ net to 20,000 and to 8,000 of ResNet-20's 188,416 ReLUs, with every seed, in `--
                         step, and a fine-tune of `--final` epochs
     DeepReDuce          trials of one epoch, and the rest for the net that is best
     SENet, ReLUPruner   half of the epochs for masks, half for the fine-tune
-    linearize, linearize poly   `fastbcd.linearize`, for the identity and for quadratics
+    linearize           `fastbcd.linearize`: removed ReLUs become lines; "linearize identity" and
+                        "linearize poly": the identity, quadratics
 
 Each row has a learning rate of its own: `--rates SENet=0.02 linearize=auto` sets some. After the
 table, BCD runs for more epochs (`--long`), until it is as accurate as linearize was after
 `--epochs`. Every arm has run directories of its own below `--out`; the same command resumes. The
-rows and seeds may run one by one; the same command with all of them then reports.
+rows and seeds may run one by one; the same command with all of them then reports. Finished arms are
+lines of `--records`, with the settings that they ran with: another machine, or a later day, reports
+them without their run directories. `--report` runs nothing and reports what is there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,6 +40,7 @@ import fastbcd
 from arms import Arm, Problem, add_options, problem_of
 from table import machine
 
+RECORDS = Path(__file__).with_name("methods.jsonl")
 SHARES = (20_000 / 188_416, 8_000 / 188_416)
 REFERENCE = 40_000 / 188_416  # where SNL hands over to BCD: B_ref
 WAN = {"bandwidth": "100Mbit", "rtt": "40ms"}
@@ -99,7 +104,7 @@ def relupruner(arm: Arm, budget: int) -> None:
     )  # fmt: skip
 
 
-def linearize(arm: Arm, budget: int, replacement: str = "identity") -> None:
+def linearize(arm: Arm, budget: int, replacement: str = "line") -> None:
     rate = {} if arm.o.lr is None else {"lr": arm.o.lr}
     arm.linearize(budget, replacement=replacement, **rate)
 
@@ -107,19 +112,41 @@ def linearize(arm: Arm, budget: int, replacement: str = "identity") -> None:
 # Each with its learning rate of the fine-tune, or of its own training; None: what it chooses.
 ROWS: dict[str, tuple[Callable[[Arm, int], None], float | None]] = {
     "SNL": (snl, 0.01), "BCD": (bcd, 0.01), "linearize": (linearize, None),
+    "linearize identity": (partial(linearize, replacement="identity"), None),
     "AutoReP": (autorep, 0.001), "linearize poly": (partial(linearize, replacement="poly"), None),
     "DeepReDuce": (deepreduce, 0.01), "SENet": (senet, 0.01), "ReLUPruner": (relupruner, 0.01),
 }  # fmt: skip
 
 
+# The options that a record must agree with: of all rows, and of each.
+COMMON = ("images", "epochs", "batch", "lr")
+SNL, SCORED = ("snl_lr", "snl_lambda", "snl_kappa"), ("samples", "rt", "adt")
+OWN: dict[str, tuple[str, ...]] = {
+    "SNL": ("final", *SNL), "BCD": ("final", "snl_epochs", "snl_tune", *SNL, *SCORED),
+    "linearize": SCORED, "linearize identity": SCORED, "linearize poly": SCORED,
+    "AutoReP": ("final", "autorep_lr", "autorep_penalty"), "SENet": ("mismatch",),
+}  # fmt: skip
+
+
+def recorded(path: Path, arm: Result) -> Result | None:
+    """The result of the last record that has the arm's values."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    records = (json.loads(line) for line in reversed(lines))
+    return next((r for r in records if {key: r.get(key) for key in arm} == arm), None)
+
+
 def result(
-    problem: Problem, o: argparse.Namespace, row: str, budget: int, *, seed: int,
+    problem: Problem | None, o: argparse.Namespace, row: str, budget: int, *, seed: int,
     epochs: int | None = None,
-) -> Result:  # fmt: skip
-    """Run one arm, or read its result. epochs: in place of --epochs."""
+) -> Result | None:  # fmt: skip
+    """Run one arm, or read its result. epochs: in place of --epochs. None: not known."""
     work, lr = ROWS[row]
     epochs = o.epochs if epochs is None else epochs
     own = {**vars(o), "lr": o.lr.get(row, lr), "epochs": epochs, "snl_batch": o.batch}
+    settings = {name: own[name] for name in (*COMMON, *OWN.get(row, ()))}
+    which = {"row": row, "budget": budget, "seed": seed, "settings": settings}
+    if (known := recorded(o.records, which)) is not None or problem is None:
+        return known
     name = f"{row} {budget}" + (f" {epochs} epochs" if epochs != o.epochs else "")
     arm = Arm(problem, argparse.Namespace(**own), name, seed)
 
@@ -127,10 +154,13 @@ def result(
         work(arm, budget)
         kept = fastbcd.masks(arm.net).counts().values()
         cost = fastbcd.private.cost(arm.net, "crypten", **WAN).known_seconds
-        return {"row": row, "budget": budget, "sites": sum(n > 0 for n in kept), "private": cost}
+        return {**which, "sites": sum(n > 0 for n in kept), "private": cost}
 
     found = arm.result(run)
-    print(f"{name}, seed {seed}: {found['accuracy']:.2f} % after {found['epochs']} epochs, "
+    with o.records.open("a") as file:
+        file.write(json.dumps(found) + "\n")
+    held_out = f"held out {found['held_out']:.2f} %, " if "held_out" in found else ""
+    print(f"{name}, seed {seed}: {found['accuracy']:.2f} %, {held_out}{found['epochs']} epochs, "
           f"{found['seconds']:.0f} s", flush=True)  # fmt: skip
     return found
 
@@ -143,17 +173,20 @@ def print_table(results: list[Result], o: argparse.Namespace, budgets: list[int]
     columns = {"accuracy": "test %", "epochs": "epochs", "seconds": "seconds", "sites": "sites",
                "private": "private s"}  # fmt: skip
     for budget in budgets:
-        print(f"\n{f'{budget:,} ReLUs':<16}" + "".join(f"{c:>10}" for c in columns.values())
+        print(f"\n{f'{budget:,} ReLUs':<20}" + "".join(f"{c:>10}" for c in columns.values())
               + "   each seed, %")  # fmt: skip
         for row in o.rows:
             mine = [r for r in results if (r["row"], r["budget"]) == (row, budget)]
+            if not mine:
+                print(f"{row:<20}{'not run':>10}")
+                continue
             means = (mean(r[key] for r in mine) for key in columns)
             cells = "{:>10.2f}{:>10.0f}{:>10.0f}{:>10.1f}{:>10.3f}".format(*means)
-            print(f"{row:<16}{cells}   " + " / ".join(f"{r['accuracy']:.2f}" for r in mine))
+            print(f"{row:<20}{cells}   " + " / ".join(f"{r['accuracy']:.2f}" for r in mine))
 
 
 def time_to_accuracy(
-    problem: Problem, o: argparse.Namespace, results: list[Result], budgets: list[int]
+    problem: Problem | None, o: argparse.Namespace, results: list[Result], budgets: list[int]
 ) -> None:
     """How many epochs BCD needs to be as accurate as linearize."""
     print(f"\nepochs of BCD for the accuracy of linearize after {o.epochs}")
@@ -161,9 +194,13 @@ def time_to_accuracy(
         for seed in o.seeds:
             known = {r["row"]: r["accuracy"] for r in results
                      if (r["budget"], r["seed"]) == (budget, seed)}  # fmt: skip
+            if not {"BCD", "linearize"} <= set(known):
+                continue
             best, goal, text = known["BCD"], known["linearize"], f"{o.epochs}"
             for epochs in o.long if best < goal else ():
                 found = result(problem, o, "BCD", budget, seed=seed, epochs=epochs)
+                if found is None:
+                    break
                 best, text = max(best, found["accuracy"]), f"{epochs}"
                 if best >= goal:
                     break
@@ -175,15 +212,18 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser, batch=25)
     add = parser.add_argument
+    add("--budgets", type=int, nargs="+", help="(20,000 and 8,000 of 188,416)")
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="(all)")
     add("--rates", nargs="+", default=[], metavar="ROW=LR", help="learning rates; auto: its own")
+    add("--records", type=Path, help="finished arms, one per line (benchmarks/methods.jsonl)")
+    add("--report", action="store_true", help="run nothing, report the records")
     add("--long", type=int, nargs="*", default=[60, 120], help="epochs of longer BCD (%(default)s)")
     add("--snl-epochs", type=int, default=8, help="of SNL's masks down to B_ref (%(default)s)")
     add("--snl-tune", type=int, default=2, help="epochs at B_ref before BCD (%(default)s)")
     add("--autorep-lr", type=float, default=1e-3, help="of its masks (%(default)s)")
     add("--autorep-penalty", type=float, default=200.0, help="(%(default)s)")
     add("--mismatch", type=float, default=0.1, help="of SENet (%(default)s)")
-    parser.set_defaults(images=5_000, samples=1_000, epochs=30, final=5)
+    parser.set_defaults(images=5_000, samples=500, epochs=30, final=5)
     o = parser.parse_args()
     if o.quick:
         vars(o).update(images=128, samples=64, epochs=10, final=2, snl_epochs=2, snl_tune=1,
@@ -196,22 +236,26 @@ def options() -> argparse.Namespace:
     if unknown := set(o.lr) - set(ROWS):
         parser.error(f"--rates: no row is called {sorted(unknown)[0]}; choose from {list(ROWS)}")
     o.out = o.out or Path("runs") / ("methods-quick" if o.quick else "methods")
+    o.records = o.records or (o.out / "methods.jsonl" if o.quick else RECORDS)
     return o
 
 
 def main() -> None:
     o = options()
-    problem = problem_of(o)
-    total = fastbcd.masks(problem.dense).total
-    budgets = [round(share * total) for share in SHARES]
+    problem = None if o.report else problem_of(o)
     print(machine())
-    print(f"{total:,} ReLUs, {fastbcd.accuracy(problem.dense, problem.test):.2f} % on "
-          f"{len(problem.test):,} test images; {' '.join(sys.argv)}", flush=True)  # fmt: skip
+    if problem is not None:
+        total = fastbcd.masks(problem.dense).total
+        print(f"{total:,} ReLUs, {fastbcd.accuracy(problem.dense, problem.test):.2f} % on "
+              f"{len(problem.test):,} test images; {' '.join(sys.argv)}", flush=True)  # fmt: skip
+        o.budgets = o.budgets or [round(share * total) for share in SHARES]
+    budgets = o.budgets or [20_000, 8_000]
     # Seeds first: an interrupted experiment then has whole comparisons.
-    results = [
+    found = [
         result(problem, o, row, budget, seed=seed)
         for seed in o.seeds for budget in budgets for row in o.rows
     ]  # fmt: skip
+    results = [r for r in found if r is not None]
     print_table(results, o, budgets)
     if {"BCD", "linearize"} <= set(o.rows):
         time_to_accuracy(problem, o, results, budgets)

@@ -72,7 +72,6 @@ from torch import Tensor, nn
 
 import fastbcd
 from fastbcd import private
-from fastbcd.masking.activations import MaskedPoly
 from fastbcd.masking.masks import MaskSet, mask_modules
 from fastbcd.models.resnet import PadShortcut, ResNet
 
@@ -220,7 +219,7 @@ class Secret:
         return x.conv2d(weight, stride=conv.stride[0], padding=conv.padding[0]) + bias
 
     def activate(self, x: Any, name: str) -> Any:
-        """f[kept] += relu(f[kept]) - f[kept], and quadratics with public coefficients."""
+        """f[kept] += relu(f[kept]) - f[kept], and lines or quadratics, whose numbers are public."""
         act: Any = self.net.get_submodule(name)
         flat = x.flatten()
         kept, removed = (m.flatten().nonzero().flatten() for m in (act.mask, ~act.mask))
@@ -228,10 +227,11 @@ class Secret:
         if len(kept):
             z = flat[kept]
             y = y.index_add(0, kept, z.relu() - z)
-        if isinstance(act, MaskedPoly) and len(removed):
+        if (coef := act.coefficients()) is not None and len(removed):
             z = flat[removed]
-            c0, c1, c2 = act.coef.detach()[:, removed // act.mask[0].numel()]
-            y = y.index_add(0, removed, z.square() * c2 + z * (c1 - 1) + c0)
+            c0, c1, c2 = coef.detach()[:, removed // act.mask[0].numel()]
+            line = z * (c1 - 1) + c0
+            y = y.index_add(0, removed, line + z.square() * c2 if c2.any() else line)
         return y.reshape(x.shape)
 
     def _count(self, x: Any, weight: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import fastbcd
-from arms import Arm, Problem, add_options, cifar10, problem_of
+from arms import Arm, Problem, add_options, problem_of
 from table import machine
 
 # Constants of fastbcd/descent/linearize.py in capitals, arguments of `linearize` in small letters.
@@ -79,9 +79,8 @@ def options() -> argparse.Namespace:
 def main() -> None:
     o = options()
     problem = problem_of(o)
-    if not o.quick:
-        held = cifar10(10_000).train.rest(o.images)
-        problem = problem._replace(test=held)
+    if problem.held_out is not None:
+        problem = problem._replace(test=problem.held_out, held_out=None)
     print(machine())
     print(f"accuracy on {len(problem.test):,} images that no arm trains on", flush=True)
     results = [result(problem, o, row, seed) for seed in o.seeds for row in o.rows]

@@ -11,7 +11,7 @@ from fastbcd.descent.saliency import saliency
 from fastbcd.descent.schedules import Adaptive, Fraction, Schedule
 from fastbcd.descent.step import Step
 from fastbcd.kernels import backends
-from fastbcd.masking.activations import MaskedPoly, MaskedReLU
+from fastbcd.masking.activations import MaskedLine, MaskedPoly, MaskedReLU
 from fastbcd.masking.convert import ConversionError, convert
 from fastbcd.masking.masks import MaskSet, Site, masks, set_masks
 from fastbcd.runs.read import load_run
@@ -23,6 +23,7 @@ from fastbcd.scoring.score import Scores, score
 from fastbcd.starts.autorep import autorep, to_poly
 from fastbcd.starts.checkpoints.formats import load_autorep, load_relupruner, load_snl
 from fastbcd.starts.deepreduce import deepreduce
+from fastbcd.starts.lines import to_line
 from fastbcd.starts.mask_training import StartingPoint
 from fastbcd.starts.relupruner import relupruner
 from fastbcd.starts.senet import senet
@@ -33,12 +34,12 @@ from fastbcd.training.trainer import Finetuner
 
 __all__ = [
     "Adaptive", "Blocks", "Choice", "ConversionError", "Engine", "Finetune", "Finetuner",
-    "Fraction", "ImageData", "MaskSet", "MaskedPoly", "MaskedReLU", "Proposal", "Run", "Saliency",
-    "Schedule", "Scores", "Site", "StartingPoint", "Step", "StreamData", "Trained", "accuracy",
-    "autorep", "backends", "bcd", "choose", "convert", "deepreduce", "linearize", "load",
-    "load_autorep", "load_relupruner", "load_run", "load_snl", "masks", "models", "ops",
-    "private", "recipes", "relupruner", "report", "saliency", "score", "senet", "set_masks",
-    "snl", "steps", "to_poly", "train",
+    "Fraction", "ImageData", "MaskSet", "MaskedLine", "MaskedPoly", "MaskedReLU", "Proposal",
+    "Run", "Saliency", "Schedule", "Scores", "Site", "StartingPoint", "Step", "StreamData",
+    "Trained", "accuracy", "autorep", "backends", "bcd", "choose", "convert", "deepreduce",
+    "linearize", "load", "load_autorep", "load_relupruner", "load_run", "load_snl", "masks",
+    "models", "ops", "private", "recipes", "relupruner", "report", "saliency", "score", "senet",
+    "set_masks", "snl", "steps", "to_line", "to_poly", "train",
 ]  # fmt: skip
 
 

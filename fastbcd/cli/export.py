@@ -11,7 +11,7 @@ import fastbcd
 from fastbcd import MaskSet, private, recipes
 from fastbcd.cli import inputs
 from fastbcd.cli.cost import read_masks
-from fastbcd.runs.read import quadratics
+from fastbcd.runs.read import replacement
 
 Size = tuple[int, ...]  # of an image
 
@@ -32,7 +32,7 @@ def _from_run(options: argparse.Namespace) -> tuple[nn.Module, Size]:
     if options.weights is not None:
         raise ValueError(f"--weights {options.weights}: a run directory has its own; drop it")
     run = fastbcd.load_run(options.source)
-    _, poly = read_masks(options.source)
+    read_masks(options.source)  # refuses a run that has no final masks
     data, arch = run.config["data"], run.config["net"]["arch"] or {}
     size: Size = tuple(data.get("shape") or (data["channels"], data["height"], data["width"]))
     classes = data["classes"]
@@ -46,9 +46,8 @@ def _from_run(options: argparse.Namespace) -> tuple[nn.Module, Size]:
             run.config["net"]["arch"] = {**arch, **made}
             return run.model, size
         options.model = str(arch.get("model"))
-        options.replacement = "poly" if arch.get("replacement") == "poly" else "identity"
         print(f"calling {options.model}, which {run.path} recorded as its --model")
-    options.replacement = "poly" if poly else options.replacement
+    options.replacement = replacement(dict(run.weights or {}), run.config["net"]["sites"])
     return run.fill(inputs.make_net(options, torch.zeros(2, *size), classes)), size
 
 
@@ -56,8 +55,8 @@ def _from_masks(options: argparse.Namespace) -> tuple[nn.Module, Size]:
     masks = MaskSet.load(options.source)
     if options.weights is None:
         raise ValueError(f"{options.source} holds masks only: give the net's --weights too")
-    if quadratics(inputs.read_weights(options.weights), [site.name for site in masks.sites]):
-        options.replacement = "poly"
+    weights = inputs.read_weights(options.weights)
+    options.replacement = replacement(weights, [site.name for site in masks.sites])
     options.arch = options.arch or "resnet18"
     size, classes = _size(options.data or "cifar100")
     net = inputs.make_net(options, torch.zeros(2, *size), classes)

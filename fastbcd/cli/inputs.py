@@ -51,7 +51,7 @@ def make_net(options: argparse.Namespace, example: Tensor, classes: int) -> nn.M
     """The net of --arch or --model for images like the example, with masks, without --weights."""
     torch.manual_seed(options.seed % 2**63)  # a seed beyond it is refused where it is used
     if options.model is None:
-        replacement = {} if options.replacement == "identity" else {"replacement": "poly"}
+        replacement = {"replacement": options.replacement}
         net = models.build(options.arch, classes, example.shape[-1], in_channels=example.shape[1],
                            **replacement)  # fmt: skip
         return net.to(options.device)

@@ -18,6 +18,7 @@ from fastbcd import models, private, recipes
 from fastbcd.descent.bcd import WHEN
 from fastbcd.descent.proposals import PROPOSALS
 from fastbcd.descent.schedules import Schedule
+from fastbcd.masking.activations import REPLACEMENTS
 from fastbcd.private import units
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.engine import ENGINES, PRECISIONS
@@ -29,7 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "downloadable": ("cifar10", "cifar100"),  # through torchvision
     "formats": ("plain", "snl", "autorep", "relupruner"), "engines": ENGINES,
     "optimizers": OPTIMIZERS, "proposals": tuple(PROPOSALS), "protocols": tuple(private.PROTOCOLS),
-    "replacements": ("identity", "poly"), "resume": ("auto", "must", "never"), "when": WHEN,
+    "replacements": tuple(REPLACEMENTS), "resume": ("auto", "must", "never"), "when": WHEN,
     "precisions": PRECISIONS,
     "temperature": (str(fastbcd.Saliency().temperature),),
 }  # fmt: skip

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from fastbcd.descent.bcd import Descent, Run
 from fastbcd.descent.proposals import Blocks, Saliency
 from fastbcd.descent.schedules import Shares
+from fastbcd.masking.activations import REPLACEMENTS
 from fastbcd.masking.convert import convert
 from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
 from fastbcd.private.limits import counts_of
@@ -32,6 +33,7 @@ from fastbcd.scoring.accuracy import data_for, dtype_of
 from fastbcd.scoring.engine import Engine
 from fastbcd.scoring.metric import Loss, Metric
 from fastbcd.starts.autorep import to_poly
+from fastbcd.starts.lines import to_line
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import cosine
 
@@ -48,7 +50,7 @@ LR = 0.01
 # 67.3 by the images as they are (one seed); by the cross-entropy alone 66.2 and 64.4.
 # With 5,000 train images and 1,000 samples a step proposes in 2.4 s, decides in 2 to 5, and trains
 # for 5 s.
-SAMPLES = 1_000
+SAMPLES = 500
 LAST = 1e-3  # what is left before the last step of a way down to nothing, a share
 BATCHES, SMALLEST, LARGEST = 200, 25, 128  # of an epoch at least, and the sizes of a batch
 
@@ -58,7 +60,7 @@ BAR = "linearize {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 def linearize(
     model: nn.Module, train: Any, budget: int | Target, *, epochs: int = 60, test: Any = None,
     run_dir: str | os.PathLike[str] | None = None, start: Any = None,
-    max_sites: int | None = None, replacement: str = "identity",
+    max_sites: int | None = None, replacement: str = "line",
     teacher: nn.Module | None = None, lr: float = LR, batch_size: int | None = None,
     rt: int = RT, adt: float = ADT, samples: int | None = None, seed: int = 0,
     engine: str | Engine = "auto", metric: Metric | None = None, loss: Loss | None = None,
@@ -79,7 +81,7 @@ def linearize(
         teacher: to distil from; None: the model. distill=0 switches the distillation off.
         lr: the learning rate on the way down. It then falls to 0 on a cosine.
         batch_size: None: 25 for up to 5,000 images, up to 128 for more.
-        samples: propose and score on the first n train images; None: on 1,000 at most.
+        samples: propose and score on the first n train images; None: on 500 at most.
         max_sites, rt, adt, seed, engine, metric, loss, confidence, test_every, run_dir, resume: as
             in `bcd`.
         progress: print the plan, one line per step, and a bar with the time that is left.
@@ -151,7 +153,7 @@ def linearize(
 
 def _net(model: nn.Module, data: Any, start: Any, replacement: str) -> nn.Module:
     """A copy of the model, or of the start's, with masks and the replacement."""
-    check_choice("replacement", replacement, ("identity", "poly"))
+    check_choice("replacement", replacement, tuple(REPLACEMENTS))
     given = model if start is None or isinstance(start, MaskSet) else getattr(start, "model", start)
     if not isinstance(given, nn.Module):
         raise TypeError(
@@ -162,12 +164,19 @@ def _net(model: nn.Module, data: Any, start: Any, replacement: str) -> nn.Module
         sites = mask_modules(given)
     except ValueError:
         example = next(data_for(given, data).batches(2, dtype=dtype_of(given)))[0]
-        net: nn.Module = convert(given, example, replacement)
+        net: nn.Module = convert(given, example)
     else:
-        poly = any(hasattr(act, "coef") for act in sites.values())
-        if poly and replacement == "identity":
-            raise ValueError("the net's removed ReLUs are quadratics; pass replacement='poly'")
-        net = to_poly(given) if replacement == "poly" else copy.deepcopy(given)
+        order = list(REPLACEMENTS)  # each can become a later one
+        found = {name for name, kind in REPLACEMENTS.items()
+                 if any(isinstance(act, kind) for act in sites.values())}  # fmt: skip
+        if least := [name for name in found if order.index(name) > order.index(replacement)]:
+            what = "quadratics" if "poly" in least else "lines"
+            raise ValueError(f"the net's removed ReLUs are {what}; pass replacement={max(least)!r}")
+        net = copy.deepcopy(given)
+    if replacement != "identity":
+        net = to_line(net, data)
+    if replacement == "poly":  # quadratics begin as lines
+        net = to_poly(net)
     if isinstance(start, MaskSet):
         set_masks(net, start)
     return net

@@ -25,7 +25,7 @@ class SaliencyPass(NamedTuple):
 class MaskedActivation(nn.Module):
     """An activation with one bit per neuron, `mask` [*shape]: True = this ReLU is kept.
 
-    Where the bit is 0, it is the identity, or a quadratic if it has `coef`.
+    Where the bit is 0, it is the identity, or the line or quadratic of `coefficients`.
     """
 
     mask: Tensor
@@ -52,13 +52,17 @@ class MaskedActivation(nn.Module):
         anchor, totals, absolute, copy = self.saliency_pass
         return saliency(
             x.clone() if copy else x, self.mask, anchor, totals, absolute=absolute,
-            coef=getattr(self, "coef", None), residual=residual,
+            coef=self.coefficients(), residual=residual,
         )  # fmt: skip
+
+    def coefficients(self) -> Tensor | None:
+        """c0, c1 and c2 of each channel, [3, C]; None: removed ReLUs are the identity."""
+        return None
 
     def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The activation of x + residual; x and residual have the same shape and dtype."""
         options: Any = {"residual": residual, "trials": False}
-        if (coef := getattr(self, "coef", None)) is None:
+        if (coef := self.coefficients()) is None:
             return ops.masked_relu(x, self.mask, **options)
         return ops.masked_poly(x, self.mask, coef, **options)
 
@@ -94,14 +98,43 @@ class MaskedPoly(MaskedActivation):
         start = torch.tensor([0.0, 1.0, 0.0], device=device).unsqueeze(1)  # c0, c1, c2
         self.coef = nn.Parameter(start.repeat(1, self.mask.shape[0]))
 
+    def coefficients(self) -> Tensor:
+        """coef, [3, C]."""
+        return self.coef
 
-REPLACEMENTS: dict[str, type[MaskedActivation]] = {"identity": MaskedReLU, "poly": MaskedPoly}
+
+class MaskedLine(MaskedActivation):
+    """ReLU where the bit is 1, c1*x + c0 where it is 0, with `coef` [2, C] learned.
+
+    coef starts as the identity: 0, 1. `to_line` fits it to the ReLUs of a net. A line is as linear
+    as the identity: with public coefficients it costs nothing in private inference.
+
+    >>> act = MaskedLine((2,))
+    >>> act.coef.data = torch.tensor([[0.5, 0.5], [0.25, 0.25]])
+    >>> act.mask[1] = False
+    >>> act(torch.tensor([[-1.0, -1.0]]))
+    tensor([[0.0000, 0.2500]], grad_fn=<ActivationBackward>)
+    """
+
+    def __init__(self, shape: tuple[int, ...] | int, *, device: Any = None) -> None:
+        super().__init__(shape, device=device)
+        start = torch.tensor([0.0, 1.0], device=device).unsqueeze(1)  # c0, c1
+        self.coef = nn.Parameter(start.repeat(1, self.mask.shape[0]))
+
+    def coefficients(self) -> Tensor:
+        """coef and a row of zeros, [3, C]."""
+        return torch.cat([self.coef, torch.zeros_like(self.coef[:1])])
+
+
+REPLACEMENTS: dict[str, type[MaskedActivation]] = {
+    "identity": MaskedReLU, "line": MaskedLine, "poly": MaskedPoly,
+}  # fmt: skip
 
 
 def activation_type(replacement: str) -> type[MaskedActivation]:
-    """The activation whose cleared bits give `replacement`, "identity" or "poly"."""
+    """The activation whose cleared bits give `replacement`: "identity", "line" or "poly"."""
     if replacement not in REPLACEMENTS:
-        raise ValueError(f"replacement={replacement!r}; choose from {sorted(REPLACEMENTS)}")
+        raise ValueError(f"replacement={replacement!r}; choose from {list(REPLACEMENTS)}")
     return REPLACEMENTS[replacement]
 
 

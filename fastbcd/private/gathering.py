@@ -5,9 +5,9 @@ kept units are gathered, activated and written back:
 
     f = x.flatten(1)
     f[:, kept] = relu(f[:, kept])
-    f[:, removed] = c2*f² + c1*f + c0       # where removed ReLUs are quadratics
+    f[:, removed] = c2*f² + c1*f + c0       # where removed ReLUs are lines (c2 = 0) or quadratics
 
-Nothing is left of a site that keeps no ReLU, unless its ReLUs became quadratics.
+Nothing is left of a site that keeps no ReLU, unless its ReLUs became lines or quadratics.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 
 from fastbcd.graph.trace import Tracer, erase_calls, without_inplace
 from fastbcd.kernels.geometry import compute_dtype
-from fastbcd.masking.activations import MaskedActivation, MaskedPoly, MaskedReLU
+from fastbcd.masking.activations import MaskedActivation, MaskedLine, MaskedPoly, MaskedReLU
 from fastbcd.masking.masks import mask_modules
 from fastbcd.runtime.atomic_files import write_atomically
 
@@ -87,6 +87,31 @@ class Quadratic(nn.Module):
         return ((c2 * z + c1) * z + c0).to(x.dtype)
 
 
+class GatheredLine(GatheredReLU):
+    """ReLU at `kept`, c1*z + c0 elsewhere, coef [2, C] by channel."""
+
+    def __init__(self, mask: Tensor, coef: nn.Parameter) -> None:
+        super().__init__(mask)
+        self.line = Line(coef)
+
+    def forward(self, x: Tensor) -> Tensor:
+        relus = torch.relu(x.flatten(1).index_select(1, self.kept))
+        return self.line(x).flatten(1).index_copy(1, self.kept, relus).reshape(x.shape)
+
+
+class Line(nn.Module):
+    """c1*z + c0 at every position, coef [2, C] by channel."""
+
+    def __init__(self, coef: nn.Parameter) -> None:
+        super().__init__()
+        self.coef = coef
+
+    def forward(self, x: Tensor) -> Tensor:
+        small = compute_dtype(x.dtype)
+        z, (c0, c1) = x.to(small), self.coef.to(small).view(2, -1, *(1,) * (x.ndim - 2))
+        return (c1 * z + c0).to(x.dtype)
+
+
 class Copied(nn.Module):
     """A copy: a dropped site would share memory that the net overwrites."""
 
@@ -98,9 +123,10 @@ def gather_form(net: nn.Module) -> nn.Module:
     """A copy of the net in which each site evaluates only the ReLUs it keeps.
 
     The logits are bit-identical. A site that keeps all ReLUs becomes nn.ReLU. One that keeps none
-    becomes its quadratic, or else is dropped: no call is left in the graph of a converted net, and
-    nn.Identity in other nets, of which `export` leaves nothing. Only a net that overwrites memory
-    which a dropped site would share, or that torch.fx cannot trace, has copies in their place.
+    becomes its line or quadratic, or else is dropped: no call is left in the graph of a converted
+    net, and nn.Identity in other nets, of which `export` leaves nothing. Only a net that overwrites
+    memory which a dropped site would share, or that torch.fx cannot trace, has copies in their
+    place.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3), nn.Linear(3, 2))
     >>> fastbcd.set_masks(net, fastbcd.masks(net).without([1]))
@@ -109,7 +135,7 @@ def gather_form(net: nn.Module) -> nn.Module:
     (GatheredReLU(2 ReLUs), True)
     """
     for name, module in mask_modules(net).items():
-        if type(module) not in (MaskedReLU, MaskedPoly):
+        if type(module) not in (MaskedReLU, MaskedLine, MaskedPoly):
             what = f"site {name!r} is a {type(module).__name__} of an unfinished start"
             raise ValueError(f"{what}: finish it first")
     twin = copy.deepcopy(net)
@@ -164,6 +190,8 @@ def _gathered(act: MaskedActivation) -> nn.Module:
         return nn.ReLU()
     if isinstance(act, MaskedPoly):
         return GatheredPoly(mask, act.coef) if mask.any() else Quadratic(act.coef)
+    if isinstance(act, MaskedLine):
+        return GatheredLine(mask, act.coef) if mask.any() else Line(act.coef)
     return GatheredReLU(mask) if mask.any() else nn.Identity()
 
 

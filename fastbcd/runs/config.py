@@ -158,6 +158,7 @@ def _from_version_1(config: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _old_arch(data: dict[str, Any], net: dict[str, Any]) -> dict[str, Any] | None:
     """The network of fastbcd.models that has the sites of a run of version 1."""
+    # Its coefficients are those of quadratics: lines are newer.
     poly = any(str(name).endswith(".coef") for name in net.get("tensors", ()))
     for name in models.NAMES:
         arch = {

@@ -80,7 +80,11 @@ class SavedRun:
         try:
             fingerprint.restore(net, self.weights)
         except ValueError as error:
-            raise ValueError(f"{self.path} does not fit {type(net).__name__}: {error}") from error
+            kind = replacement(self.weights, self.config["net"]["sites"])
+            words = {"identity": "", "line": "lines", "poly": "quadratics"}[kind]
+            hint = f" (it has {words}: give a net with replacement={kind!r})" if words else ""
+            what = f"{self.path} does not fit {type(net).__name__}: {error}{hint}"
+            raise ValueError(what) from error
         return net.eval()
 
     @property
@@ -339,5 +343,11 @@ def _masks(tensors: dict[str, Tensor], sites: dict[str, list[int]]) -> MaskSet |
 
 
 def quadratics(tensors: dict[str, Tensor], sites: Iterable[str]) -> tuple[str, ...]:
-    """The sites that have coefficients: their removed ReLUs are quadratics."""
-    return tuple(name for name in sites if f"{name}.coef" in tensors)
+    """The sites with three coefficients per channel: their removed ReLUs are quadratics."""
+    return tuple(name for name in sites if len(tensors.get(f"{name}.coef", ())) == 3)
+
+
+def replacement(tensors: dict[str, Tensor], sites: Iterable[str]) -> str:
+    """What the removed ReLUs of these sites are: "identity", "line" or "poly"."""
+    rows = {len(tensors.get(f"{name}.coef", ())) for name in sites}
+    return {0: "identity", 2: "line", 3: "poly"}[max(rows, default=0)]

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastbcd import ops
 from fastbcd.graph.trace import drop_emptied, pure_module, trace, without_inplace
-from fastbcd.masking.activations import MaskedActivation, MaskedPoly
+from fastbcd.masking.activations import MaskedActivation
 from fastbcd.masking.masks import mask_modules
 
 _ADDITIONS = {operator.add, operator.iadd, torch.add, "add", "add_"}
@@ -102,8 +102,8 @@ class Activation(NamedTuple):
         if residual is not None and residual.dtype != x.dtype:  # under autocast
             residual = residual.to(x.dtype)
         small = {"scale": self.scale, "shift": self.shift, "residual": residual, "out": out}
-        if isinstance(self.module, MaskedPoly):
-            return ops.masked_poly(x, mask, self.module.coef.detach(), trials=True, **small)
+        if (coef := self.module.coefficients()) is not None:
+            return ops.masked_poly(x, mask, coef.detach(), trials=True, **small)
         return ops.masked_relu(x, mask, trials=True, **small)
 
 
@@ -147,7 +147,7 @@ class Program(NamedTuple):
 
     @property
     def activations(self) -> list[Activation]:
-        """Those that keep a ReLU, or are quadratics, in the order of their sites."""
+        """Those that keep a ReLU, or are not the identity, in the order of their sites."""
         found = [step for step in self.steps if isinstance(step, Activation)]
         return sorted(found, key=lambda step: step.site)
 

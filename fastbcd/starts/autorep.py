@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbcd import ops
-from fastbcd.masking.activations import MaskedActivation, MaskedPoly, MaskedReLU
+from fastbcd.masking.activations import MaskedActivation, MaskedPoly
 from fastbcd.masking.masks import MaskSet, mask_modules, masks
 from fastbcd.private.limits import counts_of
 from fastbcd.private.target import Target, limits_of
@@ -56,7 +56,7 @@ def autorep(
     Args:
         budget: ReLUs to keep, or a `private.Target`. The training then aims at the number of ReLUs
             that it has room for, and those with the largest aux that meet it are kept.
-        net: one with polynomial sites is trained in place. One with `MaskedReLU` sites is not
+        net: one with polynomial sites is trained in place. One with other sites is not
             changed, and `to_poly(net)` is trained. Removed ReLUs stay removed; frozen modules
             stay frozen, see `Finetuner`.
         teacher: for the distillation; None: the net as it is given.
@@ -170,7 +170,8 @@ def count_on(act: IndicatorPoly) -> Tensor:
 def to_poly(net: nn.Module) -> nn.Module:
     """A copy of a net with `MaskedPoly` in place of `MaskedReLU`: the same weights and masks.
 
-    It computes the same as the net: the polynomials start as the identity.
+    It computes the same as the net: the polynomials start as the identity, those in place of
+    `MaskedLine` as its lines.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3))
     >>> to_poly(net)[1]
@@ -179,10 +180,12 @@ def to_poly(net: nn.Module) -> nn.Module:
     dtype = dtype_of(net)
 
     def poly(act: MaskedActivation) -> MaskedActivation:
-        if not isinstance(act, MaskedReLU):
+        if isinstance(act, MaskedPoly):
             return act
         new = MaskedPoly(tuple(act.mask.shape), device=act.mask.device).to(dtype)
         new.mask.copy_(act.mask)
+        if (line := act.coefficients()) is not None:
+            new.coef.data.copy_(line.detach())
         return new.train(act.training)
 
     result = twin(copy.deepcopy(net), poly)
@@ -198,8 +201,8 @@ class Replacement(Method):
 
     @staticmethod
     def prepare(net: nn.Module) -> nn.Module:
-        identity = any(isinstance(act, MaskedReLU) for act in mask_modules(net).values())
-        return to_poly(net) if identity else net
+        poly = all(isinstance(act, MaskedPoly) for act in mask_modules(net).values())
+        return net if poly else to_poly(net)
 
     def __init__(self, net: nn.Module, s: SimpleNamespace) -> None:
         dtype, generator = training_dtype(net), torch.Generator().manual_seed(s.seed)

@@ -199,7 +199,7 @@ class Probe(MaskedActivation):
 
     def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The activation of x + residual, [B, *shape]."""
-        bare, coef = x if residual is None else x + residual, getattr(self.act, "coef", None)
+        bare, coef = x if residual is None else x + residual, self.act.coefficients()
         if coef is not None:
             bare = ops.masked_poly(bare, torch.zeros_like(self.act.mask), coef)
         self.seen.append((self, at_least_float32(bare)))

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from fastbcd.data.arrays import are_indices
 from fastbcd.data.images import ImageData
 from fastbcd.graph.fuse import fused
-from fastbcd.masking.activations import MaskedPoly
+from fastbcd.masking.activations import MaskedLine, MaskedPoly
 from fastbcd.masking.masks import masks
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runtime import ranks
@@ -46,10 +46,11 @@ from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits, distillation, with_sites
 
 CHECK_EVERY = 32  # batches between two checks that losses and gradients are finite
-# SGD's learning rate of the coefficients of quadratics: a share of the weights', and at most this.
-# Their gradients are sums of x² over all positions, and a deep net squares a growing x again and
-# again: with 0.1 of 0.01 ResNet-20 diverges in the second step from dense, with 0.1 of 0.001 not.
-QUADRATICS, QUADRATICS_MOST = 0.1, 1e-4
+# SGD's learning rate of the coefficients of lines and quadratics, a share of the weights', and that
+# of c2, a share of it. The gradient of c2 is a sum of x² over all positions, and a deep net squares
+# a growing x again and again. ResNet-20, lr 0.01: it diverges with 0.1, not with 0.003.
+COEFFICIENTS, SQUARES = 0.1, 0.003
+QUADRATICS_MOST = 1e-4  # Adam's learning rate of quadratics beside Muon's, at most
 VECTORS = 0.1  # Adam's learning rate of biases and batch norms beside Muon's, a share of it
 NET, OPTIMIZER = "net.", "optimizer."  # prefixes of tensor names in `Trainer.state`
 
@@ -152,8 +153,7 @@ class Trainer:
         s, world, device, sizes = self.settings, ranks.world(), self.data.device, self.sizes
         count = batches_of(share, len(sizes))
         for group in self.optimizer.param_groups:
-            group["lr"] = min(QUADRATICS * lr, QUADRATICS_MOST) if "quadratics" in group else lr
-            group["lr"] *= VECTORS if "vectors" in group else 1
+            group["lr"] = min(group.get("share", 1) * lr, group.get("most", math.inf))
         which: Any = {"seed": self.seed, "step": step, "epoch": epoch}
         which |= {"padding": s.padding, "flip": s.flip}
         logits = None  # the teacher's, of this epoch's views
@@ -165,6 +165,7 @@ class Trainer:
         amp = device.type == "cuda" if s.amp is None else s.amp
         half = torch.float16 if amp == "fp16" else torch.bfloat16
         scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
+        quadratics = _coefficients(self.net, MaskedPoly) if s.optimizer == "sgd" else []
         losses: list[float] = []
         pending: list[Tensor] = []  # per batch: the loss, the largest gradient of each parameter
         batches = self.data.train_batches(
@@ -193,6 +194,9 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             scaler.scale(loss).backward()
             scaler.unscale_(self.optimizer)
+            for coef in quadratics:
+                if coef.grad is not None:
+                    coef.grad[2] *= SQUARES
             grads = (p.new_zeros(()) if p.grad is None else p.grad for p in self.trained.values())
             largest = _largest(grads)
             if scaler.is_enabled():  # which leaves out batches whose gradients are not finite
@@ -231,19 +235,19 @@ class Trainer:
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         s, trained = self.settings, list(self.trained.values())
-        polys = (m for m in self.net.modules() if isinstance(m, MaskedPoly))
-        coefs = [p for p in {m.coef: None for m in polys} if p.requires_grad]
-        weights = [p for p in trained if not any(p is coef for coef in coefs)]
+        quadratics, lines = (_coefficients(self.net, kind) for kind in (MaskedPoly, MaskedLine))
+        weights = [p for p in trained if all(p is not coef for coef in quadratics + lines)]
         groups: list[dict[str, Any]] = [{"params": trained}]
         if s.optimizer == "muon":
             groups = [{"params": [p for p in weights if p.ndim > 1]}]
-            vectors = [p for p in weights if p.ndim < 2]
-            groups.append({"params": vectors, "adam": True, "vectors": True})
-            groups.append({"params": coefs, "adam": True, "quadratics": True})
+            vectors = [p for p in weights if p.ndim < 2] + lines
+            groups.append({"params": vectors, "adam": True, "share": VECTORS})
+            slow = {"share": VECTORS, "most": QUADRATICS_MOST}
+            groups.append({"params": quadratics, "adam": True, **slow})
             return Muon([g for g in groups if g["params"]], lr=s.lr, momentum=s.momentum)
-        if coefs and s.optimizer == "sgd":
+        if (coefs := quadratics + lines) and s.optimizer == "sgd":
             groups = [{"params": weights}]
-            groups.append({"params": coefs, "quadratics": True, "weight_decay": 0.0})
+            groups.append({"params": coefs, "weight_decay": 0.0, "share": COEFFICIENTS})
         # One kernel for all parameters, where torch has it for their device and dtype.
         possible = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in trained)
         one_kernel = True if self.fused_optimizer and possible else None
@@ -450,10 +454,13 @@ def check_loss(net: nn.Module, data: ImageData, loss: Loss | None) -> None:
 
 
 def training_record(settings: Finetune, net: nn.Module) -> dict[str, Any]:
-    """What config.json has of a training: `describe`, and the learning rate of quadratics."""
+    """What config.json has of a training: `describe`, and the learning rates of coefficients."""
     found = settings.describe()
-    if settings.optimizer != "adam" and any(isinstance(m, MaskedPoly) for m in net.modules()):
-        found["quadratics_lr"] = [QUADRATICS, QUADRATICS_MOST]  # runs begun before it lack it
+    kinds = {type(m) for m in net.modules() if isinstance(m, MaskedLine | MaskedPoly)}
+    if kinds and settings.optimizer == "sgd":  # runs begun before it lack it, or have others
+        found["coefficients_lr"] = [COEFFICIENTS, SQUARES]
+    if MaskedPoly in kinds and settings.optimizer == "muon":
+        found["quadratics_lr"] = [VECTORS, QUADRATICS_MOST]
     return found
 
 
@@ -476,6 +483,12 @@ def check_same_classes(net: nn.Module, data: ImageData, teacher: nn.Module) -> N
 def check_same_sites(net: nn.Module, data: ImageData, teacher: nn.Module) -> None:
     """Refuse a teacher whose activations cannot be compared with the net's."""
     masks(net).check_same_sites(masks(with_sites(teacher, data)).sites, "the teacher")
+
+
+def _coefficients(net: nn.Module, kind: type[MaskedLine | MaskedPoly]) -> list[nn.Parameter]:
+    """The trained coefficients of the activations of one kind, each once."""
+    coefs = {m.coef: None for m in net.modules() if isinstance(m, kind)}
+    return [coef for coef in coefs if coef.requires_grad]
 
 
 def _largest(tensors: Iterable[Tensor]) -> Tensor:

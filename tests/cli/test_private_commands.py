@@ -133,7 +133,7 @@ def check_recorded(net: nn.Module, name: str, capsys) -> None:
     assert f"{name} on Fashion-MNIST, small" in page
 
 
-@pytest.mark.parametrize("replacement", ["identity", "poly"])
+@pytest.mark.parametrize("replacement", ["identity", "line", "poly"])
 def test_a_run_of_a_known_net_needs_no_options(replacement, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     data = fastbcd.load("fashion-mnist-mini").first(16)
@@ -142,7 +142,7 @@ def test_a_run_of_a_known_net_needs_no_options(replacement, tmp_path, monkeypatc
     check_recorded(net, "resnet20 (width 2, blocks 1)", capsys)
 
 
-@pytest.mark.parametrize("replacement", ["identity", "poly"])
+@pytest.mark.parametrize("replacement", ["identity", "line", "poly"])
 def test_a_run_of_an_own_net_needs_no_options(run, replacement, monkeypatch, capsys) -> None:
     """The command records --model and --replacement."""
     data = fastbcd.load("fashion-mnist-mini").first(16)

@@ -18,7 +18,7 @@ from fastbcd.scoring.engine import ENGINES
 from fastbcd.training.settings import Finetune
 from helpers.nets import images, make, thinned
 
-NETS = ["mlp", "resnet", "poly", "mixture", "untraceable"]
+NETS = ["mlp", "resnet", "line", "poly", "mixture", "untraceable"]
 
 
 def problem(name: str, n: int = 40, noise: int = 7, seed: int = 0):

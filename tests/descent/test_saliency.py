@@ -20,7 +20,7 @@ from fastbcd.training.teacher import Distillation
 from helpers.nets import images, make, thinned
 from helpers.op_cases import Case, arguments
 
-NETS = ["mlp", "resnet", "preactivation", "dense", "sizes", "poly", "mixture"]
+NETS = ["mlp", "resnet", "preactivation", "dense", "sizes", "line", "poly", "mixture"]
 KINDS = pytest.mark.parametrize("kind", ["mean_abs", "abs_mean"])
 
 
@@ -72,9 +72,10 @@ def restated(
         for module in modules:
             z, y = seen[module]
             added = z.clamp(max=0)
-            if isinstance(module, MaskedPoly):
-                c0, c1, c2 = module.coef.detach().reshape(3, -1, *(1,) * (z.ndim - 2))
-                added = c2 * z**2 + c1 * z + c0 - z.relu()
+            if not isinstance(module, MaskedReLU):
+                shape = -1, *(1,) * (z.ndim - 2)
+                c0, c1, *c2 = (row.reshape(shape) for row in module.coef.detach())
+                added = sum(c * z**2 for c in c2) + c1 * z + c0 - z.relu()
             t.append((y.grad * added)[0].flatten())
         found.append(torch.cat(t))
     t = torch.stack(found).double()

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fastbcd
-from fastbcd import MaskedPoly, MaskedReLU
+from fastbcd import MaskedLine, MaskedPoly, MaskedReLU
 
 
 class Block(nn.Module):
@@ -108,7 +108,7 @@ def randomize(net: nn.Module, seed: int = 0) -> nn.Module:
             nn.init.uniform_(module.running_var, 0.5, 1.5)
             nn.init.uniform_(module.weight, 0.5, 1.5)
             nn.init.uniform_(module.bias, -0.3, 0.3)
-        if isinstance(module, MaskedPoly):
+        if isinstance(module, MaskedLine | MaskedPoly):
             nn.init.normal_(module.coef, 0, 0.3)
     return net
 
@@ -139,12 +139,13 @@ def make(name: str) -> nn.Module:
             nn.Conv2d(3, 4, 3, 1, 1), nn.BatchNorm2d(4), nn.ReLU(), Block(4, 8, 2), *tails
         ),
     }  # fmt: skip
-    replacement = "poly" if name == "poly" else "identity"
-    model = randomize(models[name]).eval()
-    return fastbcd.convert(model, torch.randn(2, 3, 8, 8), replacement=replacement)
+    replacement = name if name in ("line", "poly") else "identity"
+    model = randomize(models["poly" if name == "line" else name]).eval()
+    net = fastbcd.convert(model, torch.randn(2, 3, 8, 8), replacement=replacement)
+    return randomize(net) if name == "line" else net
 
 
-TRACEABLE = ["mlp", "resnet", "preactivation", "dense", "sizes", "poly", "mixture"]
+TRACEABLE = ["mlp", "resnet", "preactivation", "dense", "sizes", "line", "poly", "mixture"]
 
 
 def images(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:

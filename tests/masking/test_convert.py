@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import fastbcd
-from fastbcd import ConversionError, MaskedPoly, MaskedReLU, convert
+from fastbcd import ConversionError, MaskedReLU, convert
+from fastbcd.masking.activations import REPLACEMENTS
 from helpers.nets import randomize
 
 LARGE = ("resnet50", "wide_resnet50_2", "vgg11_bn", "shufflenet_v2_x0_5", "mnasnet0_5")
@@ -150,7 +151,7 @@ class Mixed(nn.Module):
         return self.head(y.mean((2, 3)))
 
 
-@pytest.mark.parametrize("replacement", ["identity", "poly"])
+@pytest.mark.parametrize("replacement", ["identity", "line", "poly"])
 def test_mixed_calls(replacement, device) -> None:
     model = randomize(Mixed()).eval().to(device)
     x = torch.randn(4, 3, 6, 6, device=device)
@@ -159,7 +160,7 @@ def test_mixed_calls(replacement, device) -> None:
     assert [s.shape for s in masks.sites] == relu_shapes(model, x)
     assert len({s.name for s in masks.sites}) == 7
     assert torch.equal(net(x), model(x))
-    kind = MaskedReLU if replacement == "identity" else MaskedPoly
+    kind = REPLACEMENTS[replacement]
     assert sum(type(m) is kind for m in net.modules()) == 7
     if replacement == "identity":
         fastbcd.set_masks(net, masks.without(range(masks.total)))

@@ -58,7 +58,7 @@ def test_sites_are_in_execution_order(name, option) -> None:
 
 
 @pytest.mark.parametrize("name", models.NAMES)
-@pytest.mark.parametrize("replacement", ["identity", "poly"])
+@pytest.mark.parametrize("replacement", ["identity", "line", "poly"])
 def test_stacked_scoring_equals_sequential(name, replacement) -> None:
     net = small(name, replacement=replacement)
     masks = fastbcd.masks(net)

@@ -13,8 +13,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastbcd
-from fastbcd import MaskedPoly, MaskedReLU, private
-from fastbcd.private.gathering import Copied, GatheredPoly, GatheredReLU, Quadratic
+from fastbcd import MaskedLine, MaskedPoly, MaskedReLU, private
+from fastbcd.private.gathering import (
+    Copied,
+    GatheredLine,
+    GatheredPoly,
+    GatheredReLU,
+    Line,
+    Quadratic,
+)
 from fastbcd.starts.snl import SoftReLU
 from helpers import nets
 
@@ -44,21 +51,27 @@ def test_gather_form_is_the_same_function(name) -> None:
     assert seen.count == len(x) * fastbcd.masks(net).count()
 
 
-@pytest.mark.parametrize("kind", [MaskedReLU, MaskedPoly])
+@pytest.mark.parametrize("kind", [MaskedReLU, MaskedLine, MaskedPoly])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("last", [False, True])
 def test_a_site_in_every_state(kind, dtype, last) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Identity(), kind((4, 3, 2)))
     x = torch.randn(5, 4, 3, 2, dtype=dtype)
-    x[0, :, 0, 0] = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
+    infinity = 9.0 if kind is MaskedLine else math.inf  # the op multiplies it by c2 = 0
+    x[0, :, 0, 0] = torch.tensor([math.nan, infinity, -infinity, -0.0])
+    for p in net.parameters():
+        nn.init.normal_(p)
     if last:
         x = x.to(memory_format=torch.channels_last)
-    poly = kind is MaskedPoly
+    empty, some = {
+        MaskedReLU: (nn.Identity, GatheredReLU), MaskedLine: (Line, GatheredLine),
+        MaskedPoly: (Quadratic, GatheredPoly),
+    }[kind]  # fmt: skip
     for mask, expected in (
         (torch.ones(4, 3, 2, dtype=torch.bool), nn.ReLU),
-        (torch.zeros(4, 3, 2, dtype=torch.bool), Quadratic if poly else nn.Identity),
-        (torch.rand(4, 3, 2) > 0.5, GatheredPoly if poly else GatheredReLU),
+        (torch.zeros(4, 3, 2, dtype=torch.bool), empty),
+        (torch.rand(4, 3, 2) > 0.5, some),
     ):
         net[1].mask.copy_(mask)
         small = private.gather_form(net)
@@ -77,7 +90,7 @@ def test_emptied_sites_are_dropped(name) -> None:
         if isinstance(small, torch.fx.GraphModule):
             calls = {n.target for n in small.graph.find_nodes(op="call_module")}
             gone = {s for s, kept in fastbcd.masks(net).counts().items() if not kept}
-            assert calls & gone == (gone if name == "poly" else set())
+            assert calls & gone == (gone if name in ("line", "poly") else set())
 
 
 class OverwritesASite(nn.Module):

@@ -123,13 +123,13 @@ def plain_differences(net: nn.Module, teacher: nn.Module, x: torch.Tensor) -> li
             teacher.eval()(x)
         own, truth = seen
         if hasattr(act, "coef"):
-            c0, c1, c2 = act.coef.detach()[:, None, :, None, None]
-            own = c2 * own**2 + c1 * own + c0
+            c0, c1, *c2 = act.coef.detach()[:, None, :, None, None]
+            own = sum(c * own**2 for c in c2) + c1 * own + c0
         found.append((own - truth).abs().mean(0))
     return found
 
 
-@pytest.mark.parametrize("name", ["resnet", "poly", "mlp", "untraceable"])
+@pytest.mark.parametrize("name", ["resnet", "line", "poly", "mlp", "untraceable"])
 @pytest.mark.filterwarnings("ignore:.*torch.fx cannot trace:RuntimeWarning")
 def test_differences_are_those_of_the_formula(name) -> None:
     net, teacher, images = thinned(make(name)), make(name), data(50)  # two batches

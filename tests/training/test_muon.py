@@ -101,7 +101,7 @@ def test_adam_is_that_of_torch() -> None:
     assert torch.allclose(ours, theirs, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["resnet", "poly", "mlp"])
+@pytest.mark.parametrize("name", ["resnet", "line", "poly", "mlp"])
 def test_finetuning_learns_repeats_and_resumes(name) -> None:
     s = dataclasses.replace(SMALL, optimizer="muon", lr=0.02, epochs=4)
     net = make(name)

@@ -93,7 +93,8 @@ def linear_part(step: Activation | Call, context: Context) -> Run:
     node, shapes = step.node, context.program.shapes
     if isinstance(step, Activation):
         if not isinstance(step.module, MaskedReLU):
-            raise NotAffine(f"site {str(node.target)!r} is polynomial, not a masked ReLU")
+            kind = type(step.module).__name__
+            raise NotAffine(f"site {str(node.target)!r} is a {kind}, not a MaskedReLU")
         # z = x*scale + residual; the shift is a constant
         return _total(node, [(step.x, step.scale), (step.residual, None)], shapes)
     key: Any = type(step.run) if isinstance(step.run, nn.Module) else node.target

@@ -283,7 +283,12 @@ def test_the_form_is_released_before_training(builds, when) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("dense", "max_pool2d"), ("poly", "polynomial"), ("mixture", "site 'act' is polynomial")],
+    [
+        ("dense", "max_pool2d"),
+        ("line", "is a MaskedLine"),
+        ("poly", "is a MaskedPoly"),
+        ("mixture", "site 'act' is a MaskedPoly, not a MaskedReLU"),
+    ],
 )
 def test_what_stops_it_is_named(name, words) -> None:
     net, data = make(name), images(10)
