@@ -214,7 +214,8 @@ def seconds(ways: Sequence[Way], network: Network, *, label: str) -> list[Sectio
     old = f"{missing} nets are left out: older versions did not record their sites."
     found = _section(
         "seconds", rows, protocol=c.protocol.name, bandwidth=si(c.bandwidth, "bit/s"),
-        figure=figures.accuracy(lines, label=label, axis=f"{c.protocol.name}, seconds{least}"),
+        figure=figures.accuracy(lines, label=label, unit="s",
+                                axis=f"{c.protocol.name}, seconds{least}"),
         rtt=si(c.rtt, "s"), old=old if missing else "",
         ranges="; ".join(f"{r[0]}: {r[-1]:.2f} % at {r[-2]}" for r in rows),
     )  # fmt: skip
