@@ -240,9 +240,9 @@ def _sources(about: Subject, curves: list[published.Curve]) -> str:
         what = "data set (use --data)" if about.arch else "net (use --arch)"
         return f"No published curve is drawn: the run did not record the name of its {what}."
     if not curves:
-        return f"The paper has no such curve for {about}."
+        return f"No such published curve is known for {about}."
     names = ", ".join(sorted({curve.source for curve in curves}))
-    return f"The thin curves are the paper's for {about} ({names})."
+    return f"The thin curves are published ones for {about} ({names})."
 
 
 def _ranges(lines: Sequence[Line]) -> str:
