@@ -124,7 +124,7 @@ def overlaps(bcd: SavedRun | None, start: SavedRun | None) -> Any:
         log_axis(axes, RELUS)
     else:
         axes.set_xlabel("epoch of the mask training")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        whole_numbers(axes)
     axes.set(ylim=(0, 1.06), ylabel="overlap of masks")
     return with_legend(figure, axes, columns=1)
 
@@ -150,8 +150,8 @@ def steps(bcd: SavedRun) -> Any:
         if points:
             plot(lower, points, **look)
     lower.set(xlabel="step", ylabel="accuracy, %")
-    for axes in (upper, lower):
-        axes.xaxis.get_major_locator().set_params(integer=True)
+    whole_numbers(upper)
+    whole_numbers(lower)
     return with_legend(figure, lower, columns=1)
 
 
@@ -171,7 +171,7 @@ def times(bcd: SavedRun) -> Any:
         points = [(s["number"], s["seconds"][phase]) for s in bcd.history if phase in s["seconds"]]
         plot(lower, points, phase, **LOOKS["phases"].get(phase, {"marker": "+"}))
     lower.set(xlabel="step", ylabel="seconds", yscale="log")
-    lower.xaxis.get_major_locator().set_params(integer=True)
+    whole_numbers(lower)
     return with_legend(figure, lower, columns=3)
 
 
@@ -238,6 +238,11 @@ def log_axis(axes: Any, label: str, unit: str = "") -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(EngFormatter(unit, sep=" " if unit else ""))
     axes.set_xlabel(f"{label} (log axis)")
+
+
+def whole_numbers(axes: Any) -> None:
+    """Only whole numbers on the horizontal axis, also if there is one."""
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
 def plot(axes: Any, points: Any, label: str, *, marks: int = 12, **look: Any) -> None:
