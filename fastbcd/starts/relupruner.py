@@ -109,7 +109,7 @@ def relupruner(
     check_whole("warmup", warmup, 0)
     check_whole("interval", interval, 1)
     check_number("lr", lr, 0, strictly=True)
-    if finetune is not None and finetune.compile:
+    if isinstance(finetune, Finetune) and finetune.compile:
         raise ValueError("finetune.compile=True; relupruner reads activations: use compile=False")
     return train_masks(Pruner, given)
 

@@ -207,6 +207,14 @@ def test_exact_budgets(name) -> None:
         assert set(start.accuracy) == {"trained", "thresholded", "final"}
 
 
+def test_progress_names_the_training(capsys) -> None:
+    deepreduce(make("mlp"), data(32), 20, progress=True, **QUICK)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    assert len(lines) == 11
+    assert lines[0].startswith("epoch 0: stage 1 alone, ")
+    assert ": the result, 20 ReLUs" in lines[-1]
+
+
 def test_removed_relus_stay_removed() -> None:
     net = thinned(make("resnet"))
     before = fastbcd.masks(net).bits.clone()
