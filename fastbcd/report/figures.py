@@ -30,8 +30,9 @@ class Line(NamedTuple):
 
 
 def accuracy(
-    lines: Sequence[Line], published: Sequence[Curve] = (), *, label: str, axis: str = RELUS
-) -> Any:
+    lines: Sequence[Line], published: Sequence[Curve] = (), *, label: str, axis: str = RELUS,
+    unit: str = "",
+) -> Any:  # fmt: skip
     """Accuracy on a log axis: one colour and mark per method, published curves thin.
 
     Runs of one method differ in their dashes; its single points have one entry in the legend.
@@ -55,7 +56,7 @@ def accuracy(
         dashes = LOOKS["methods"].get(curve.method, LOOKS["other method"])["published"]
         plot(axes, curve.points, f"paper: {curve.method}", marks=99, linewidth=0.9,
              **look_of(curve.method), dashes=dashes)  # fmt: skip
-    log_axis(axes, axis)
+    log_axis(axes, axis, unit)
     axes.set_ylabel(label)
     return with_legend(figure, axes)
 
@@ -123,7 +124,7 @@ def overlaps(bcd: SavedRun | None, start: SavedRun | None) -> Any:
         log_axis(axes, RELUS)
     else:
         axes.set_xlabel("epoch of the mask training")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        whole_numbers(axes)
     axes.set(ylim=(0, 1.06), ylabel="overlap of masks")
     return with_legend(figure, axes, columns=1)
 
@@ -149,8 +150,8 @@ def steps(bcd: SavedRun) -> Any:
         if points:
             plot(lower, points, **look)
     lower.set(xlabel="step", ylabel="accuracy, %")
-    for axes in (upper, lower):
-        axes.xaxis.get_major_locator().set_params(integer=True)
+    whole_numbers(upper)
+    whole_numbers(lower)
     return with_legend(figure, lower, columns=1)
 
 
@@ -170,7 +171,7 @@ def times(bcd: SavedRun) -> Any:
         points = [(s["number"], s["seconds"][phase]) for s in bcd.history if phase in s["seconds"]]
         plot(lower, points, phase, **LOOKS["phases"].get(phase, {"marker": "+"}))
     lower.set(xlabel="step", ylabel="seconds", yscale="log")
-    lower.xaxis.get_major_locator().set_params(integer=True)
+    whole_numbers(lower)
     return with_legend(figure, lower, columns=3)
 
 
@@ -223,8 +224,8 @@ def canvas(height: float, rows: int = 1, heights: Sequence[float] | None = None)
     return figure, figure.subplots(rows, 1, height_ratios=heights)
 
 
-def log_axis(axes: Any, label: str) -> None:
-    """A log axis, labelled 500, 6k, 100k; linear near 0 if there is a 0."""
+def log_axis(axes: Any, label: str, unit: str = "") -> None:
+    """A log axis, labelled 500, 6k, 100k, or 50 ms with a unit; linear near 0 if there is a 0."""
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
     if axes.dataLim.x0 <= 0:
@@ -235,8 +236,13 @@ def log_axis(axes: Any, label: str) -> None:
         steps = LogLocator(subs=(1, 2, 5) if high / low < 1e4 else (1,))
         axes.xaxis.set_major_locator(steps if high / low > 5 else MaxNLocator(4))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_major_formatter(EngFormatter(unit, sep=" " if unit else ""))
     axes.set_xlabel(f"{label} (log axis)")
+
+
+def whole_numbers(axes: Any) -> None:
+    """Only whole numbers on the horizontal axis, also if there is one."""
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
 def plot(axes: Any, points: Any, label: str, *, marks: int = 12, **look: Any) -> None:
@@ -252,7 +258,16 @@ def annotate(axes: Any, text: str, point: tuple[float, float], shift: int = 4, *
 
 
 def with_legend(figure: Any, axes: Any, columns: int = 2) -> Any:
-    """The figure with a legend of the axes below it."""
+    """The figure with a legend of the axes below it, in one column if names are too long for more.
+
+    Names that are too long for one are shortened in the middle.
+    """
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+    labels = [x if len(x) <= 50 else f"{x[:24]}…{x[-25:]}" for x in labels]
+    place = {"loc": "outside lower center"}
+    legend = figure.legend(handles, labels, ncols=columns, **place)
+    if legend.get_window_extent().width > figure.bbox.width:
+        legend.remove()
+        figure.legend(handles, labels, **place)
+        figure.set_figheight(figure.get_figheight() + 0.2 * (len(labels) - len(labels) // columns))
     return figure

@@ -1,4 +1,4 @@
-"""The published results: accuracy against ReLU count, from the paper's figures and tables.
+"""The published results: accuracy against ReLU count, from figures and tables.
 
 published.json holds the numbers, each curve with the figure or table that it is from.
 """
@@ -27,7 +27,7 @@ class Curve:
     data: str
     method: str  # "BCD", "SNL", "AutoReP", "SENet", …
     metric: str  # "accuracy": of the test set, in percent; or "relative to baseline", in percent
-    source: str  # the figure or table of the paper
+    source: str  # the figure or table, of the paper if it names no other
     points: tuple[tuple[int, float], ...]  # (ReLUs, percent), fewest ReLUs first
     note: str = ""
 
@@ -36,7 +36,7 @@ def curves(arch: str, data: str, metric: str = ACCURACY) -> list[Curve]:
     """The published curves of a net and a data set: for each method the one with most points.
 
     >>> [c.method for c in curves("resnet18", "tiny-imagenet")]
-    ['BCD', 'SNL', 'DeepReDuce', 'Sphynx']
+    ['BCD', 'SNL', 'DeepReDuce', 'Sphynx', 'ReLUPruner']
     """
     if metric not in (ACCURACY, RELATIVE):
         raise ValueError(f"metric={metric!r}; choose {ACCURACY!r} or {RELATIVE!r}")

@@ -214,7 +214,8 @@ def seconds(ways: Sequence[Way], network: Network, *, label: str) -> list[Sectio
     old = f"{missing} nets are left out: older versions did not record their sites."
     found = _section(
         "seconds", rows, protocol=c.protocol.name, bandwidth=si(c.bandwidth, "bit/s"),
-        figure=figures.accuracy(lines, label=label, axis=f"{c.protocol.name}, seconds{least}"),
+        figure=figures.accuracy(lines, label=label, unit="s",
+                                axis=f"{c.protocol.name}, seconds{least}"),
         rtt=si(c.rtt, "s"), old=old if missing else "",
         ranges="; ".join(f"{r[0]}: {r[-1]:.2f} % at {r[-2]}" for r in rows),
     )  # fmt: skip
@@ -239,9 +240,9 @@ def _sources(about: Subject, curves: list[published.Curve]) -> str:
         what = "data set (use --data)" if about.arch else "net (use --arch)"
         return f"No published curve is drawn: the run did not record the name of its {what}."
     if not curves:
-        return f"The paper has no such curve for {about}."
+        return f"No such published curve is known for {about}."
     names = ", ".join(sorted({curve.source for curve in curves}))
-    return f"The thin curves are the paper's for {about} ({names})."
+    return f"The thin curves are published ones for {about} ({names})."
 
 
 def _ranges(lines: Sequence[Line]) -> str:

@@ -21,7 +21,10 @@ from fastbcd.runs.read import Stages, read
 from fastbcd.runtime.atomic_files import write_atomically
 from fastbcd.runtime.version import __version__
 
-FOOTER = f"fastbcd {__version__}. Published curves: Coordinate Descent for Network Linearization."
+FOOTER = (
+    f"fastbcd {__version__}. Published curves: Coordinate Descent for Network Linearization, "
+    f"unless another paper is named."
+)
 
 
 def write(

@@ -167,6 +167,9 @@ class MaskTraining:
         check_whole("batch_size", self.batch_size, 1)
         check_whole("seed", self.seed, 0)
         check_resume(self.resume)
+        if not isinstance(self.finetune, Finetune | None):
+            kind = type(self.finetune).__name__
+            raise TypeError(f"finetune is a {kind}; give a fastbcd.Finetune, or None for none")
         self.net, budget = self.method.prepare(self.net), self.settings["budget"]
         self.limits, counts = limits_of(budget, self.net), counts_of(masks(self.net))
         if isinstance(budget, Target) and self.limits.met(counts):
@@ -314,6 +317,7 @@ class MaskTraining:
             if "count" in record:
                 what = f"λ {record['lambda']:.4g}" if "lambda" in record else what
                 what = f"{record['count']:,} ReLUs ({-record['decrease']:+,}), {what}"
+                what = f"{record['training']}, {what}" if "training" in record else what
             tqdm.write(training.epoch_line(f"epoch {record['epoch']}: {what}", record))
         self._save(record, lambda: {**trainer.state(), **more()})
 

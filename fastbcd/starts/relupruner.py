@@ -3,26 +3,42 @@
     start = fastbcd.relupruner(net, data, budget=30_000, test=test, run_dir="runs/relupruner-30k")
     fastbcd.bcd(start.model, data, budget=15_000, teacher=dense)
 
-The paper's text could not be read, so that no equation is given by number: this is the authors'
-code (Orange2019220/ReluPruner). The net is trained with distillation, and after every batch
+As published (Li et al., AAAI 2026, Algorithm 1), a net is trained with cross-entropy and
+distillation (Eq. 10), each ReLU with a gate g = 1 that pruning sets to 0 (Eq. 2).
+
+1. The loss is expanded in g (Eq. 5). Let z be the input of a unit and a its output. The terms are
+   dL/da·(relu(z) - z) (Eq. 6) and E[(dL/dz)²]·(relu(z) - z)² (Eq. 7).
+2. The importance of a unit is their sum, times how often z was negative in the last M batches
+   (Eq. 8), averaged over batches.
+3. That of a layer is the mean norm of dL/da times its root mean square (Eq. 9). The product of
+   both ranks all units of the net.
+4. The largest are kept: all of them first, then fewer and fewer, and at the end masks change less
+   often. The paper gives no formula.
+5. A fine-tune adds β = 1,000 times SENet's mismatch of activations (Eq. 11).
+
+The authors' code (Orange2019220/ReluPruner) differs from these equations and says the rest. It is
+what was chosen: results and published files come from it. After every batch
 
 1. each unit has a value, from its input z and the gradient g of the loss (a mean over the batch) at
-   its output: the first two terms of a Taylor expansion, weighted by layer,
+   its output,
 
        v = w · (E|g·z| · P(z < 0) + E[z²] · F / 2)
 
    with means over the batch, P over the last ten batches, F the moving average (0.99) of E[g²];
+   so positive z count, too, and P is a factor of the first term alone;
 2. w is G·√(Φ + 1e-8)·(1 + 0.2·depth), scaled to [0.1, 1.1] over the layers, with G and Φ the moving
    averages (0.95) of the mean norm of g and of E[g²] up to the batch before, and depth from 0 to 1;
-3. the importance is the moving average (0.95) of v;
+3. the importance is the moving average of v, with 0.95; the paper says 0.9;
 4. every `interval` batches the units with the largest importance are kept, whether or not they
    were before: all of them in the first `warmup` epochs, then fewer on a cosine down to the
    budget, which is reached after 0.6 of the other epochs; from then on every 2·`interval` batches.
 
-A fine-tune with fixed masks follows. The code rounds a share of ReLUs; here the budget is exact.
+The code trains masks for 150 epochs with learning rate 0.05, from random weights. The paper says
+0.1, and 150, 100 and 30 epochs for CIFAR-10, CIFAR-100 and Tiny ImageNet. Here the given weights
+are trained. The code rounds a share of ReLUs; here the budget is exact.
 
-Our `saliency` is E|g·min(z, 0)| at fixed weights, without P, F and w, and a ReLU that `bcd` removed
-stays removed, so `bcd` with `Saliency(temperature=0)` is another method.
+Eq. 6 is -t of our `saliency`, which is E|t|, at fixed weights, without Eq. 7 to 9; and a ReLU that
+`bcd` removed stays removed. So `bcd` with `Saliency(temperature=0)` is another method.
 """
 
 from __future__ import annotations
@@ -93,7 +109,7 @@ def relupruner(
     check_whole("warmup", warmup, 0)
     check_whole("interval", interval, 1)
     check_number("lr", lr, 0, strictly=True)
-    if finetune is not None and finetune.compile:
+    if isinstance(finetune, Finetune) and finetune.compile:
         raise ValueError("finetune.compile=True; relupruner reads activations: use compile=False")
     return train_masks(Pruner, given)
 

@@ -128,6 +128,7 @@ def test_bad_names(capsys) -> None:
 def test_published_curves() -> None:
     methods = {c.method for c in published.every_curve()}
     assert methods >= {"SNL", "DeepReDuce", "CryptoNAS", "Sphynx", "SENet", "AutoReP", "BCD"}
+    assert {c.method for c in published.every_curve() if "ReLUPruner" in c.source} == {"ReLUPruner"}
     assert sum("SENet++" in m for m in methods) == 2
     for curve in published.every_curve():
         counts = [n for n, _ in curve.points]
@@ -138,7 +139,7 @@ def test_published_curves() -> None:
     assert len(snl.points) == 17
     assert dict(snl.points)[180_000] == 94.78
     assert [c.method for c in published.curves("wide_resnet22_8", "cifar100")] == [
-        "SENet", "SNL", "BCD", "AutoReP", "BCD on AutoReP",
+        "SENet", "SNL", "BCD", "AutoReP", "BCD on AutoReP", "ReLUPruner",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="metric='loss'"):
         published.curves("resnet18", "cifar10", "loss")

@@ -224,6 +224,30 @@ def test_shares_have_linear_bars(finished) -> None:
     assert [round(bar.get_width(), 2) for bar in axes.patches] == [100, 8.16]
 
 
+@pytest.mark.parametrize("epochs", [1, 2, 30])
+def test_epochs_are_whole_numbers(epochs) -> None:
+    with figures.style():
+        figure, axes = figures.canvas(3)
+        axes.plot(range(1, epochs + 1), [0.5] * epochs, marker="x")
+        figures.whole_numbers(axes)
+        figure.draw_without_rendering()
+    assert {x % 1 for x in axes.get_xticks()} == {0.0}
+
+
+@pytest.mark.parametrize("length", [5, 30, 45, 400])
+def test_a_legend_is_within_the_figure(length) -> None:
+    """With names such as linearize-resnet18-cifar100-15000; the axes keep their room."""
+    runs = [figures.Line("n" * length, m, [(9, 1.0), (99, 2.0)]) for m in ("BCD", "linearize")]
+    with figures.style():
+        curves = published.curves("resnet18", "cifar100")
+        figure = figures.accuracy(runs, curves, label="%")
+        figure.draw_without_rendering()
+    (legend,), (axes,) = figure.legends, figure.axes
+    assert legend.get_window_extent().width <= figure.bbox.width
+    assert axes.get_window_extent().height > 600
+    assert len(legend.texts) == len(runs) + len(curves)
+
+
 def test_seconds_are_those_of_the_masks_after_each_step(tmp_path) -> None:
     """Accuracy against seconds, from the ReLUs of each site that every step recorded."""
     seen = [fastbcd.masks(two_sites()).copy()]
@@ -240,6 +264,7 @@ def test_seconds_are_those_of_the_masks_after_each_step(tmp_path) -> None:
     assert line.get_xdata() == pytest.approx([cost.seconds for cost in costs])
     assert list(line.get_ydata()) == list(relus.figure.axes[0].lines[0].get_ydata())
     assert timed.figure.axes[0].get_xlabel() == "delphi-gc, seconds (log axis)"
+    assert timed.figure.axes[0].xaxis.get_major_formatter()(0.05) == "50 ms"
     assert "delphi-gc, 100 Mbit/s, round trip 40.0 ms" in timed.text
     used = sum(n > 0 for n in seen[-1].counts().values())
     assert timed.tables[0].rows[0][2:5] == [10, used, str(used)]

@@ -110,7 +110,7 @@ def test_published_curves_by_name(finished, page_of) -> None:
     assert "Wide-ResNet-22-8 on CIFAR-10" in page.text
     assert ["SNL", "50,000", "92.85", "Table 3"] in page.rows
     page, _ = page_of(finished, arch="resnet20", data="cifar10")
-    assert "The paper has no such curve for ResNet-20 on CIFAR-10" in page.text
+    assert "No such published curve is known for ResNet-20 on CIFAR-10" in page.text
 
 
 def test_a_run_with_a_metric_of_its_own(tmp_path) -> None:
@@ -120,7 +120,8 @@ def test_a_run_with_a_metric_of_its_own(tmp_path) -> None:
     page = Page(written)
     assert "ResNet18 on CIFAR-10, judged by certainty: 8 of 98 ReLUs" in page.text
     assert page.row("metric")[1].startswith("certainty; accuracies are its mean")
-    assert "The paper has no such curve for ResNet18 on CIFAR-10, judged by certainty." in page.text
+    missing = "No such published curve is known for ResNet18 on CIFAR-10, judged by certainty."
+    assert missing in page.text
     assert not [row for row in page.rows if row[0] == "SNL"]
     with figures.style():
         run = read(tmp_path / "run")

@@ -13,6 +13,7 @@ from torch import nn
 import fastbcd
 from fastbcd import MaskSet
 from fastbcd.cli import main as cli
+from fastbcd.report import published
 from fastbcd.starts.deepreduce import candidates, criticality, deepreduce, only, reshaped, stages
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer
@@ -44,6 +45,25 @@ def test_the_stages_of_the_papers_networks() -> None:
     nets = fastbcd.models.resnet18(10, 32), fastbcd.models.resnet20(10, 32)
     sizes = [[sum(s.numel for s in stage) for stage in stages(fastbcd.masks(n))] for n in nets]
     assert sizes == [[262_144, 131_072, 65_536, 32_768], [114_688, 49_152, 24_576]]
+
+
+def test_culling_and_thinning_give_the_published_numbers_of_relus() -> None:
+    """Those of ResNet18 on CIFAR-100; reshaping halves the channels once or more."""
+    m = fastbcd.masks(fastbcd.models.resnet18(100, 32))
+    later, counts = stages(m)[1:], set()
+    for kept in (later, later[:2]):
+        whole, thin = (
+            only(m, [site for stage in kept for site in stage[::step]]).count() for step in (1, 2)
+        )
+        counts |= {whole, thin, thin // 2, thin // 4, thin // 8}
+    points = [
+        n
+        for curve in published.curves("resnet18", "cifar100")
+        if curve.method == "DeepReDuce"
+        for n, _ in curve.points
+    ]
+    assert len(points) == 7
+    assert all(any(abs(n - count) < 0.007 * count for count in counts) for n in points)
 
 
 def test_criticality() -> None:
@@ -185,6 +205,14 @@ def test_exact_budgets(name) -> None:
         assert start.masks.count() == fastbcd.masks(start.model).count() == budget
         assert len(start.history) == 11
         assert set(start.accuracy) == {"trained", "thresholded", "final"}
+
+
+def test_progress_names_the_training(capsys) -> None:
+    deepreduce(make("mlp"), data(32), 20, progress=True, **QUICK)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
+    assert len(lines) == 11
+    assert lines[0].startswith("epoch 0: stage 1 alone, ")
+    assert ": the result, 20 ReLUs" in lines[-1]
 
 
 def test_removed_relus_stay_removed() -> None:

@@ -55,6 +55,14 @@ STARTS = {
 }
 
 
+@pytest.mark.parametrize("method", STARTS)
+def test_a_fine_tune_of_your_own_is_refused(method) -> None:
+    with pytest.raises(TypeError, match=r"finetune is a function; give a fastbcd\.Finetune"):
+        getattr(fastbcd, method)(
+            make("resnet"), data(), 9, **{**STARTS[method], "finetune": lambda net, step: None}
+        )
+
+
 @pytest.mark.filterwarnings("ignore:.*more than the budget:RuntimeWarning")
 @pytest.mark.parametrize(
     ("method", "kind"), [*((method, "resnet") for method in STARTS), ("senet", "poly")]

@@ -14,6 +14,7 @@ import fastbcd
 from fastbcd import MaskedReLU
 from fastbcd.cli import main as cli
 from fastbcd.descent.proposals import ranking
+from fastbcd.masking.masks import mask_modules
 from fastbcd.starts.relupruner import Pruner, relupruner, scheduled
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer
@@ -123,6 +124,23 @@ def test_it_is_not_saliency_at_temperature_0() -> None:
     every = torch.ones_like(scores, dtype=torch.bool)
     ours, theirs = (set(ranking(s, every)[:300].tolist()) for s in (scores, found[0].double()))
     assert len(ours & theirs) < 270
+
+
+def test_saliency_is_the_first_term_of_the_paper() -> None:
+    """Eq. 6: the derivative of a sample's loss by the gate of a unit; E|.| is our saliency."""
+    net, train = make("mlp").eval(), data(20)
+    gates = []
+
+    def gated(act, given, output):
+        gates.append(torch.ones(len(output), *act.mask.shape, requires_grad=True))
+        return gates[-1] * torch.relu(given[0]) + (1 - gates[-1]) * given[0]
+
+    for act in mask_modules(net).values():
+        act.register_forward_hook(gated)
+    images, labels = next(train.batches(20))
+    F.cross_entropy(net(images), labels, reduction="sum").backward()
+    first = torch.cat([gate.grad.abs().mean(0).flatten() for gate in gates])
+    torch.testing.assert_close(fastbcd.saliency(make("mlp"), train).float(), first)
 
 
 def test_the_published_schedule() -> None:
