@@ -84,15 +84,13 @@ def exact(right: np.ndarray, adt: float) -> tuple[int, bool, int]:
 
 def sampled(rows: np.ndarray, adt: float, confidence: float, margins, data, seed: int, step: int):
     """(choice, passes, images, margins) from the records of one step."""
-    visits = visiting_order(data, margins, seed=seed, step=step)
+    visits = visiting_order(data, margins, adt=adt, confidence=confidence, seed=seed, step=step)
     place = visits.order.numpy()
 
     def visit(numbers, begin, end):
         return {k: rows[k + 1][:, place[begin:end]] for k in numbers}
 
-    search = Sampled(
-        visit, len(place), visits.first, adt=adt, confidence=confidence, whole=margins is None
-    )
+    search = Sampled(visit, visits, adt=adt, confidence=confidence, whole=margins is None)
     choice, size, begin = None, 1, 0
     while choice is None and begin < len(rows) - 1:
         choice = search.wave(range(begin, min(begin + size, len(rows) - 1)))

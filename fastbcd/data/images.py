@@ -29,7 +29,7 @@ from fastbcd.data.arrays import Stats, are_indices, target_tensor
 from fastbcd.data.npz import npz_keys, read_npz
 from fastbcd.runtime.validate import check_whole
 
-ORDER, VIEWS = 1, 2  # streams of random numbers; 0 is the masks'
+ORDER, VIEWS, PLACES = 1, 2, 3  # streams of random numbers; 0 is the masks'
 TrainBatches = Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]  # inputs, labels, indices, views
 
 
@@ -261,6 +261,11 @@ class ImageData:
         keys = self._random(ORDER, seed=seed, step=step, epoch=epoch)
         return torch.from_numpy(np.argsort(keys, kind="stable")).to(self.device)
 
+    def uniform(self, *, seed: int, step: int) -> np.ndarray:
+        """A random number above 0 and below 1 for each place, float64 [N], whatever is there."""
+        keys = self._random(PLACES, np.arange(len(self)), seed=seed, step=step, epoch=0)
+        return ((keys >> np.uint64(11)) + 0.5) * 2.0**-53
+
     def check_views(self, padding: int, flip: bool) -> None:
         """Refuse crops and flips of inputs that are not images, or with a map as the target."""
         check_whole("padding", padding, 0)
@@ -294,7 +299,7 @@ class ImageData:
         ids = torch.from_numpy(views.astype(np.int64))
         return (ids if flip else ids - ids % 2).to(self.device)
 
-    def _random(self, stream: int, **numbers: int) -> np.ndarray:
+    def _random(self, stream: int, ids: np.ndarray | None = None, **numbers: int) -> np.ndarray:
         """One 64-bit number per sample: the id-th of the stream (seed, step, epoch)."""
         for name, value in numbers.items():
             check_whole(name, value, 0)
@@ -303,7 +308,7 @@ class ImageData:
         key = np.array([stream, numbers["seed"]], np.uint64)
         # Philox counts in the lowest word; raw numbers, as only these never change with numpy.
         counter = np.array([0, 0, numbers["epoch"], numbers["step"]], np.uint64)
-        ids = self.ids.cpu().numpy()
+        ids = self.ids.cpu().numpy() if ids is None else ids
         generator = np.random.Philox(key=key, counter=counter)
         return generator.random_raw(int(ids.max(initial=-1)) + 1)[ids]
 

@@ -91,7 +91,7 @@ def choose(
             made as soon as it is that certain (docs/confidence.md). For accuracy only.
         seed, step: determine the random order; each step needs one of its own.
         margins: `Choice.margins` of the step before, for the same data. Images that are likely to
-            change their answer are visited first, so that fewer are needed.
+            change their answer are visited sooner, so that fewer are needed.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
@@ -107,8 +107,10 @@ def choose(
         raise ValueError("there is no hypothesis to choose from")
     some, visits, needed = [*removals.values()], None, None
     if confidence is not None:
-        visits = visiting_order(images, margins, seed=seed, step=step)
-        needed = expected_visits(visits, adt, confidence)
+        visits = visiting_order(
+            images, margins, adt=adt, confidence=confidence, seed=seed, step=step
+        )
+        needed = expected_visits(visits)
     with prepared(net, current, some, images, engine, criterion, engine.wave, needed) as plan:
         search: _Search | _SampledSearch
         if visits is None:
@@ -239,7 +241,7 @@ class _SampledSearch:
 
     def begin(self, **settings: Any) -> None:
         """settings: of `Sampled`."""
-        self.sampled = Sampled(self.visit, len(self.data), self.visits.first, **settings)
+        self.sampled = Sampled(self.visit, self.visits, **settings)
 
     def visit(self, numbers: list[int], begin: int, end: int) -> dict[int, np.ndarray]:
         removals = {k: self.removals[k] for k in numbers if k >= 0}

@@ -1,113 +1,76 @@
 """Bounds on an accuracy difference from a random part of the images, valid at every look.
 
-Two nets answer the same N images. A *loss* is an image that only the first answers correctly, a
-*gain* one that only the second does; D = losses - gains, over all N, decides. So far n images have
-been drawn at random without replacement.
+Two nets answer the same N images. A *loss* (+1) is an image that only the first answers correctly,
+a *gain* (-1) one that only the second does; D, the sum over all N images, decides. Images are drawn
+one after the other, never twice, each by its share of the weights that are left.
 
-    evidence(d) = M / max { P(K) : K_losses - K_gains = d }
+A gambler bets against D = d. Say the images drawn so far sum to S, and the next one has the change
+x and was drawn with the chance q. If D = d, the expectation of x / q is a = d - S, what is left, so
 
-P(K) is the probability of the sequence of losses, gains and others that was seen, if K says how
-many of each there are among all N. M is the mean of P(K) over K drawn from a fixed prior. For the
-true K, M / P(K) is a martingale of mean 1 as more images are drawn, and evidence(D) is never
-larger. So (Ville's inequality) the chance that evidence(D) ever reaches 1/error is at most
-`error`, however often one looks. The d with less evidence are an interval that holds D at all
-looks, with probability 1 - error. docs/confidence.md has the proof in full.
+    1 + bet · (a - x / q) / (z - a),     z: the largest 1 / q of an image that is left
+
+has the expectation 1, and is not negative for a bet of 0 to 1. The product over all draws is the
+gambler's money, and evidence(d) is its weighted mean over BETS. By Ville's inequality the chance
+that it ever reaches 1 / error is at most `error` if D = d, however often one looks. It grows with
+d, so the same holds for each D >= d. docs/confidence.md has the proof in full.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 
 from fastbcd.runtime.validate import check_number
 from fastbcd.scoring.metric import Metric
 
-# M draws the shares of losses, gains and others from Dirichlet(1/2, 1/2, b): b and its weight.
-PRIORS = {3.0: 0.125, 30.0: 0.125, 300.0: 0.125, 3000.0: 0.125, 30000.0: 0.5}
+BETS = {0.05: 0.125, 0.3: 0.125, 0.7: 0.25, 0.99: 0.5}  # and the weight of each
 
 
-def log_evidence(losses: Any, gains: Any, seen: int, total: int, difference: Any) -> np.ndarray:
-    """The logarithm of the evidence against D = difference; inf: it is impossible.
+def log_evidence(changes: Any, weights: Any, difference: Any) -> np.ndarray:
+    """The logarithm of the evidence against D >= difference, [...]; inf: D is less for certain.
 
-    Elementwise, for arrays of losses, gains and differences. It is convex in the difference.
+    changes [..., n]: 1 (a loss), -1 (a gain) or 0, in the order of the draws. weights [..., N]: of
+    all images, the drawn ones first. It grows with the difference. Against D <= difference: the
+    evidence with the other sign of changes and difference.
 
-    >>> log_evidence(0, 0, 3000, 10_000, [0, 30]).round(1)
-    array([-0.6, 10.1])
+    >>> log_evidence(np.zeros(3000), np.ones(10_000), [0, 30]).round(1)
+    array([0. , 9.9])
     """
-    lost, gained, d = np.broadcast_arrays(
-        *(np.asarray(a, np.int64) for a in (losses, gains, difference))
-    )
-    return _log_mixture(lost, gained, seen) - _largest(lost, gained, seen, total, d)
+    x, weights = np.asarray(changes), np.asarray(weights, np.float64)
+    d, n = np.asarray(difference), x.shape[-1]
+    left = weights[..., ::-1].cumsum(-1)[..., ::-1][..., :n]  # at each draw
+    largest = left / weights.min(-1, keepdims=True)
+    sums = x.cumsum(-1)
+    a = np.minimum(d[..., None] - sums + x, largest)  # more is impossible, see below
+    # 1e-9: all images that are left may be losses.
+    won = (a - x * (left / weights[..., :n])) / (largest * (1 + 1e-9) - a)
+    money = [math.log(part) + np.log1p(bet * won).sum(-1) for bet, part in BETS.items()]
+    needed, ahead = d - sums[..., -1], weights.shape[-1] - n
+    known = np.where(needed > ahead, np.inf, -np.inf)
+    return np.where((needed > ahead) | (needed <= -ahead), known, np.logaddexp.reduce(money))
 
 
-def _largest(lost: np.ndarray, gained: np.ndarray, seen: int, total: int, d: Any) -> np.ndarray:
-    """log of the largest P(K) with K_losses - K_gains = d; -inf if there is none.
+def interval(changes: np.ndarray, weights: np.ndarray, error: float) -> tuple[int, int]:
+    """Holds D, with the probability 1 - error at least; changes [n], weights [N].
 
-    log P(K) is a sum of terms log K!/(K - count)!, each concave in K. They are taken as linear
-    between whole numbers, so that the result is concave in d.
+    >>> some = np.array([1, 0, -1, 1, 0] * 1000)
+    >>> interval(some[:2500], np.ones(5000), 0.001), interval(some, np.ones(5000), 0.001)
+    ((666, 1270), (1000, 1000))
     """
-    table, others = _log_factorials(total), seen - lost - gained
 
-    def falling(k: np.ndarray, count: np.ndarray) -> np.ndarray:
-        """log (k/2)! / (k/2 - count)!"""
-        low, high = k // 2, (k + 1) // 2
-        return (table[low] - table[low - count] + table[high] - table[high - count]) / 2
+    def end(changes: np.ndarray) -> int:
+        """The largest d without evidence of 2 / error against D >= d."""
+        now, ahead = int(changes.sum()), len(weights) - len(changes)
+        inside, outside = now - ahead, now + ahead + 1
+        while outside - inside > 1:
+            middle = (inside + outside) // 2
+            holds = log_evidence(changes, weights, middle) < math.log(2 / error)
+            inside, outside = (middle, outside) if holds else (inside, middle)
+        return inside
 
-    def log_p(t: np.ndarray) -> np.ndarray:
-        """For K_gains = t/2: concave in t."""
-        rest = total - t - d
-        return falling(t + 2 * d, lost) + falling(t, gained) + table[rest] - table[rest - others]
-
-    low, last = 2 * np.maximum(gained, lost - d), total - others - d
-    possible = low <= last
-    low, last = np.where(possible, low, 2 * gained), np.where(possible, last, 2 * gained)
-    d, high = np.where(possible, d, lost - gained), last
-    while (low < high).any():  # the first t from which P does not grow
-        middle = (low + high) // 2
-        grows = log_p(np.minimum(middle + 1, last)) > log_p(middle)
-        low, high = np.where(grows & (low < high), middle + 1, low), np.where(grows, high, middle)
-    return np.where(possible, log_p(low) - (table[total] - table[total - seen]), -np.inf)
-
-
-def _log_mixture(lost: np.ndarray, gained: np.ndarray, seen: int) -> np.ndarray:
-    """log M: Pólya's urns with (1/2, 1/2, b) balls at the start."""
-    flips = _log_gamma(lost + 0.5) + _log_gamma(gained + 0.5) - math.log(math.pi)
-    urns = [
-        math.log(weight) + math.lgamma(b + 1) - math.lgamma(b + 1 + seen) - math.lgamma(b)
-        + _log_gamma(b + seen - lost - gained) for b, weight in PRIORS.items()
-    ]  # fmt: skip
-    return flips + np.logaddexp.reduce(urns, axis=0)
-
-
-def _log_gamma(x: np.ndarray) -> np.ndarray:
-    return torch.lgamma(torch.from_numpy(np.asarray(x, np.float64))).numpy()
-
-
-@lru_cache(4)
-def _log_factorials(n: int) -> np.ndarray:
-    """log k! for k = 0 .. n + 1."""
-    return _log_gamma(np.arange(1.0, n + 3))
-
-
-def interval(losses: int, gains: int, seen: int, total: int, error: float) -> tuple[int, int]:
-    """The least and the largest D with less evidence against it than 1/error.
-
-    >>> interval(2, 1, 5000, 10_000, 0.001), interval(2, 1, 10_000, 10_000, 0.001)
-    ((-18, 24), (1, 1))
-    """
-    now, ahead = losses - gains, total - seen
-    guess = round(now * total / max(seen, 1))
-    inside = np.full(2, min(max(guess, now - ahead), now + ahead))
-    outside = now + np.array([-1, 1]) * (ahead + 1)
-    while (abs(outside - inside) > 1).any():
-        middle = (inside + outside) // 2
-        holds = log_evidence(losses, gains, seen, total, middle) < -math.log(error)
-        inside, outside = np.where(holds, middle, inside), np.where(holds, outside, middle)
-    return int(inside[0]), int(inside[1])
+    return -end(-changes), end(changes)
 
 
 def check_confidence(confidence: float | None, metric: Metric | None) -> None:

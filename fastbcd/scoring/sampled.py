@@ -1,9 +1,9 @@
 """The search of a step with a confidence: each decision takes the images that it needs.
 
-Images are visited in an order that each step draws for itself: first all that are likely to
-change their answer, as their margins in earlier steps say, then the others at random. What the
-first add to a difference is exact; the rest is bounded by confidence.py. Decisions are made at
-fixed numbers of images, so they depend on no engine, batch size or number of ranks.
+Each step draws an order for itself. Images that are likely to change their answer, as their margins
+in earlier steps say, have larger weights and are drawn sooner; confidence.py bounds differences
+from such draws. Decisions are made at fixed numbers of images, so they depend on no engine, batch
+size or number of ranks.
 
 The chance of another choice than the exact one is at most error = 1 - confidence per step:
 - hypothesis k passes or fails, wrongly with probability error / ((k+1)(k+2)) at most;
@@ -27,8 +27,10 @@ from fastbcd.scoring.confidence import interval, log_evidence
 
 # Images between two decisions, the largest of: LEAST, a part of all, a part of those seen.
 LEAST, LOOKS, GROW = 128, 100, 16
-SURE = 0.99  # the share of changes that are smaller than the distance of an image that is drawn
-EPOCH = 2**32  # of the random order; no training has so many epochs
+STRATA = 4  # in which answers change with a chance of 1/4, 1/16, ...; and one where none does
+WIDER = 1.5  # margins may change so many times as much as by the last choice, which is a good one
+ROOM = 0.75  # of ADT: from a drop that is expected to ADT
+MOST = 0.999  # of a stratum is expected to be visited
 
 
 # (numbers, begin, end) -> by number (-1: the base): margins and losses of these visits, [2, n].
@@ -36,22 +38,31 @@ EPOCH = 2**32  # of the random order; no training has so many epochs
 Visit = Callable[[list[int], int, int], dict[int, np.ndarray]]
 
 
+class Visits(NamedTuple):
+    """In which order a step visits the images: each by its share of the weights that are left."""
+
+    order: Tensor  # int64 [N]
+    weights: np.ndarray  # float64 [N], in this order
+    times: np.ndarray  # float64 [N], ascending: an image of weight w is visited by t with 1-e^(-wt)
+    margins: Tensor  # [2, N] by image, see `visiting_order`
+
+
 class Sampled:
     """One step's search: who answers what so far, and what is decided.
 
-    visit: runs hypotheses on the images of a range of visits. first: how many of the `total`
-    visits go to images that are not drawn at random. whole: run the base on all images at once.
+    visit: runs hypotheses on the images of a range of visits. whole: run the base on all images at
+    once.
     """
 
     def __init__(
-        self, visit: Visit, total: int, first: int, *, adt: float, confidence: float,
-        whole: bool = False,
-    ) -> None:  # fmt: skip
-        self.visit, self.total, self.first, self.error = visit, total, first, 1.0 - confidence
+        self, visit: Visit, visits: Visits, *, adt: float, confidence: float, whole: bool = False
+    ) -> None:
+        self.visit, self.visits, self.error = visit, visits, 1.0 - confidence
+        self.total = total = len(visits.order)
         # A difference of `limit` or more answers is no pass.
         self.limit = _limit(adt, total)
-        self.looks = [first] if first else []
-        while (n := self.looks[-1] if self.looks else 0) < total:
+        self.looks = [0]
+        while (n := self.looks[-1]) < total:
             self.looks.append(min(n + max(LEAST, total // LOOKS, n // GROW), total))
         # By number: [2, seen].
         self.found = visit([-1], 0, total) if whole else {-1: np.zeros((2, 0))}
@@ -87,31 +98,19 @@ class Sampled:
 
     def verdict(self, k: int, look: int) -> bool | None:
         """Does the hypothesis pass? None: not decided."""
-        share = self.error / ((k + 1) * (k + 2))
-        below = self.is_below(-1, [k], look, self.limit, share)[0]
-        return None if below == 0 else bool(below > 0)
+        return self.is_below(-1, k, look, self.limit, self.error / ((k + 1) * (k + 2)))
 
-    def is_below(self, one: int, others: list[int], n: int, limit: int, error: float) -> np.ndarray:
-        """After n visits: 1 where D of the pair (one, other) is below the limit, -1 where not.
+    def is_below(self, one: int, other: int, n: int, limit: int, error: float) -> bool | None:
+        """After n visits: is D of the pair below the limit? None: not decided."""
+        changes, weights = self.changes(one, other, n), self.visits.weights
+        if log_evidence(changes, weights, limit) >= -math.log(error):
+            return True
+        return False if log_evidence(-changes, weights, 1 - limit) >= -math.log(error) else None
 
-        0: not decided. The evidence is convex in d: if it grows from limit - 1 to limit, what is
-        larger has even more evidence against it; otherwise what is smaller has.
-        """
-        exact, losses, gains = self.pair(one, others, n)
-        at = np.array([[limit - 1], [limit]]) - exact
-        evidence = log_evidence(losses, gains, n - self.first, self.total - self.first, at)
-        same = evidence[1] == evidence[0]  # both are impossible
-        below = np.where(same, losses - gains < at[1], evidence[1] > evidence[0])
-        sure = np.where(below, evidence[1], evidence[0]) >= -math.log(error)
-        return np.where(sure, np.where(below, 1, -1), 0)
-
-    def pair(self, one: int, others: list[int], n: int) -> tuple[np.ndarray, ...]:
-        """D among the first images; losses and gains among those that were drawn, [len(others)]."""
-        a, b = self.found[one][0, :n] > 0, np.stack([self.found[k][0, :n] for k in others]) > 0
-        losses, gains = a & ~b, b & ~a
-        front = slice(0, self.first)
-        exact = losses[:, front].sum(1) - gains[:, front].sum(1)
-        return exact, losses[:, self.first :].sum(1), gains[:, self.first :].sum(1)
+    def changes(self, one: int, other: int, n: int) -> np.ndarray:
+        """[n]: 1 where only the first is right, -1 where only the other is."""
+        a, b = (self.found[k][0, :n] > 0 for k in (one, other))
+        return a.astype(np.int64) - b
 
     def best(self) -> list[int]:
         """If none passes: those that may be the best, one, or several that saw all images."""
@@ -119,69 +118,82 @@ class Sampled:
         error = self.error / (len(left) + 1) / max(len(left) - 1, 1)
         while len(left) > 1:
             n = min(self.seen(k) for k in left)
-            leader = max(left, key=lambda k: (self.found[k][0, :n] > 0).sum())
-            others = [k for k in left if k != leader]
-            # D of the pair (leader, k) is 1 or more: k has fewer correct answers.
-            worse = self.is_below(leader, others, n, 1, error) < 0
-            left = [leader, *(k for k, out in zip(others, worse, strict=True) if not out)]
+            leader = max(left, key=lambda k: self.estimate(k, n)[0])
+            # If D of the pair (leader, k) is not below 1, k has fewer correct answers.
+            behind = {k: self.is_below(leader, k, n, 1, error) for k in left if k != leader}
+            left = [k for k in left if behind.get(k) is not False]
             if n == self.total:
                 break
-            if behind := [k for k in left if self.seen(k) == n]:
-                self.proceed(behind)
+            if last := [k for k in left if self.seen(k) == n]:
+                self.proceed(last)
         return sorted(left)
 
     # ------------------------------------------------------------------ what is reported
 
-    def estimate(self, k: int) -> tuple[float, float]:
-        """Correct answers and summed loss on all images, estimated from those that were seen."""
-        values = np.stack([self.found[k][0] > 0, self.found[k][1]])
-        front, rest = values[:, : self.first], values[:, self.first :]
-        drawn = rest if rest.size else front
-        correct, loss = front.sum(1) + drawn.mean(1) * (self.total - front.shape[1])
-        return float(correct), float(loss)
+    def estimate(self, k: int, n: int | None = None) -> tuple[float, float]:
+        """Correct answers and summed loss on all images, estimated from the first n visits.
+
+        Each visit stands for 1 / its chance to be one of the n. None: from all visits.
+        """
+        n = self.seen(k) if n is None else n
+        margins, losses = self.found[k][:, :n]
+        until = self.visits.times[n] if n < self.total else math.inf
+        images = -1 / np.expm1(-self.visits.weights[:n] * until)
+        images *= self.total / images.sum()
+        return float((margins > 0) @ images), float(losses @ images)
 
     def drop(self, k: int) -> float:
         """The drop in percentage points, estimated from the images that were seen."""
         n = self.seen(k)  # the base has seen these images too
-        exact, losses, gains = (int(a[0]) for a in self.pair(-1, [k], n))
-        scale = (self.total - self.first) / max(n - self.first, 1)
-        return 100.0 * (exact + (losses - gains) * scale) / self.total
+        return 100.0 * (self.estimate(-1, n)[0] - self.estimate(k)[0]) / self.total
 
     def interval(self, k: int) -> tuple[float, float]:
         """Holds the exact drop in percentage points, with the probability `confidence`."""
-        n = self.seen(k)
-        exact, losses, gains = (int(a[0]) for a in self.pair(-1, [k], n))
-        ends = interval(losses, gains, n - self.first, self.total - self.first, self.error)
-        return 100.0 * (exact + ends[0]) / self.total, 100.0 * (exact + ends[1]) / self.total
+        ends = interval(self.changes(-1, k, self.seen(k)), self.visits.weights, self.error)
+        return 100.0 * ends[0] / self.total, 100.0 * ends[1] / self.total
 
 
-class Visits(NamedTuple):
-    """In which order a step visits the images, and what is known of them."""
-
-    order: Tensor  # int64 [N]
-    first: int  # so many of them are not drawn at random
-    margins: Tensor  # [2, N], see `visiting_order`
-
-
-def visiting_order(data: ImageData, margins: Tensor | None, *, seed: int, step: int) -> Visits:
+def visiting_order(
+    data: ImageData, margins: Tensor | None, *, adt: float, confidence: float, seed: int, step: int
+) -> Visits:
     """The visits of a step.
 
     margins [2, N]: of each image its distance from another answer when it was last seen, and by
-    how much the last hypothesis changed that; NaN where it is not known. Images that are closer
-    to another answer than most changes are large come first. All this was known before the
-    hypotheses of this step, so that any use of it is allowed.
+    how much the last hypothesis changed that; NaN where it is not known. All this was known before
+    the hypotheses of this step, so that any use of it is allowed.
     """
-    order = data.order(seed=seed, step=step, epoch=EPOCH)
     if margins is None:
         margins = torch.full((2, len(data)), torch.nan)
     elif margins.shape != (2, len(data)):
         raise ValueError(f"margins have shape {list(margins.shape)} beside {len(data)} images")
     distance, change = margins.cpu()
-    front = distance < change.nanquantile(SURE)  # nothing is below NaN
-    if int(front.sum()) > len(data) // 2:
-        front[:] = False
-    chosen = front.to(order.device)[order]
-    return Visits(torch.cat([order[chosen], order[~chosen]]), int(front.sum()), margins)
+    chances = np.zeros(len(data))
+    for part in 0.25 ** np.arange(STRATA, 0, -1):
+        # So many of the changes are larger. Nothing is below NaN.
+        chances[(distance < WIDER * change.nanquantile(1 - part)).numpy()] = part
+    weights = -np.log1p(-_rates(chances, _limit(adt, len(data)), 1 - confidence))
+    # Of exponential times with rates w, the next is that of an image with its share of the w left.
+    times = -np.log(data.uniform(seed=seed, step=step)) / weights
+    order = np.argsort(times, kind="stable")
+    return Visits(torch.from_numpy(order).to(data.device), weights[order], times[order], margins)
+
+
+def _rates(chances: np.ndarray, limit: int, error: float) -> np.ndarray:
+    """The part of its like that a decision needs, for each image; chances: of another answer.
+
+    The estimate of D has the variance V = Σ chance (1 - rate) / rate. A drop with a room of r
+    answers is told from `limit` if V = r² / (2 log 1/error). Rates in proportion to √chance have
+    this V with the fewest images. Where no change is expected, r losses must not be overlooked:
+    (1 - rate)^r = error.
+    """
+    bar, room, roots = math.log(2 / error), ROOM * max(limit, 1), np.sqrt(chances)
+    rates = roots * (roots.sum() / (room**2 / (2 * bar) + chances.sum()))
+    return np.minimum(np.maximum(rates, -math.expm1(-bar / room)), MOST)
+
+
+def expected_visits(visits: Visits) -> int:
+    """About how many images a hypothesis takes that passes clearly."""
+    return math.ceil(-np.expm1(-visits.weights).sum())
 
 
 def new_margins(visits: Visits, base: np.ndarray, chosen: np.ndarray) -> Tensor:
@@ -195,17 +207,6 @@ def new_margins(visits: Visits, base: np.ndarray, chosen: np.ndarray) -> Tensor:
         distance[order[: len(seen)]] = torch.from_numpy(abs(seen)).float()
     change[order[:both]] = torch.from_numpy(abs(chosen[:both] - base[:both])).float()
     return torch.stack([distance, change])
-
-
-def expected_visits(visits: Visits, adt: float, confidence: float) -> int:
-    """About how many images a hypothesis takes that changes few answers.
-
-    That none of `limit` losses is among n of N images has the probability (1 - n/N)^limit.
-    """
-    total, drawn = len(visits.order), len(visits.order) - visits.first
-    limit = max(_limit(adt, total), 1)
-    share = min(1.0, 1.5 * (1.0 - ((1.0 - confidence) / 2) ** (1.0 / limit)))
-    return visits.first + math.ceil(drawn * share)
 
 
 def _limit(adt: float, total: int) -> int:

@@ -12,90 +12,85 @@ import torch
 import fastbcd
 from fastbcd import Engine, choose
 from fastbcd.scoring import sampled
-from fastbcd.scoring.confidence import PRIORS, interval, log_evidence
-from fastbcd.scoring.sampled import Sampled, expected_visits, new_margins, visiting_order
+from fastbcd.scoring.confidence import interval, log_evidence
+from fastbcd.scoring.sampled import Sampled, Visits, expected_visits, new_margins, visiting_order
 from helpers.nets import images, make, thinned
 
 
-def probability(lost: int, gained: int, seen: int, total: int, losses: int, gains: int) -> float:
-    """Of one sequence, drawn without replacement, in exact arithmetic."""
-    counts = (lost, losses), (gained, gains), (seen - lost - gained, total - losses - gains)
-    if any(k < n for n, k in counts):
-        return 0.0
-    ways = math.prod(math.perm(k, n) for n, k in counts)
-    return ways / math.perm(total, seen)
+def all_orders(weights: np.ndarray):
+    """Every order of the images, and its probability."""
+    for order in itertools.permutations(range(len(weights))):
+        drawn = weights[list(order)]
+        yield list(order), float(np.prod(drawn / drawn[::-1].cumsum()[::-1]))
 
 
-def urns(lost: int, gained: int, others: int) -> float:
-    """M, draw by draw: a colour is drawn by its share of the balls, and gets one more."""
-    total = 0.0
-    for b, weight in PRIORS.items():
-        balls, p = {"lost": 0.5, "gained": 0.5, "others": b}, weight
-        for colour in ["lost"] * lost + ["gained"] * gained + ["others"] * others:
-            p *= balls[colour] / sum(balls.values())
-            balls[colour] += 1
-        total += p
-    return total
+@pytest.mark.parametrize("weights", [(1, 1, 1, 1, 1), (1, 5, 1, 2, 9), (1, 1, 1, 300, 300)])
+def test_the_evidence_against_the_truth_is_1_on_average_and_seldom_large(weights) -> None:
+    """All orders of all populations of 5 images, at every look."""
+    w = np.array(weights, float)
+    orders, chances = (np.array(a) for a in zip(*all_orders(w), strict=True))
+    assert chances.sum() == pytest.approx(1.0)
+    for x in itertools.combinations_with_replacement((-1, 0, 1), 5):
+        for population in {x, x[::-1]}:
+            values, most = np.array(population), np.zeros(len(orders))
+            for n in range(1, 6):
+                drawn = values[orders[:, :n]]
+                found = np.exp(log_evidence(drawn, w[orders], values.sum()))
+                assert chances @ found <= 1 + 1e-6
+                # It is less only if all that is left may be gains: then it is given up.
+                if n == 1 and (values >= 0).sum() > 1:
+                    assert chances @ found == pytest.approx(1.0)
+                most = np.maximum(most, found)
+            for bar in (1.5, 2.0, 5.0, 20.0):
+                assert chances[most >= bar].sum() <= 1 / bar
 
 
-@pytest.mark.parametrize("seen", [0, 1, 3, 6, 7])
-def test_the_evidence_is_a_ratio_of_probabilities(seen) -> None:
-    """At most M / P for every composition, close to it, convex, and infinite where impossible."""
-    total, all_of_m = 7, 0.0
-    d = np.arange(-total, total + 1)
-    for lost, gained in itertools.product(range(seen + 1), repeat=2):
-        others = seen - lost - gained
-        if others < 0:
-            continue
-        m = urns(lost, gained, others)
-        all_of_m += m * math.factorial(seen) / math.prod(
-            map(math.factorial, (lost, gained, others)))  # fmt: skip
-        best = np.zeros(len(d))
-        for k, g in itertools.product(range(total + 1), repeat=2):
-            if k + g <= total:
-                p = probability(lost, gained, seen, total, k, g)
-                best[k - g + total] = max(best[k - g + total], p)
-        found = log_evidence(lost, gained, seen, total, d)
-        possible = abs(d - (lost - gained)) <= total - seen
-        assert (np.isinf(found) == ~possible).all()
-        assert (np.diff(found[possible], 2) > -1e-9).all()
-        ratio = math.log(m) - np.log(best[best > 0])
-        assert (found[best > 0] <= ratio + 1e-9).all()
-        assert (found[best > 0] >= ratio - 1.5).all()
-        if seen == total:
-            assert found[best > 0] == pytest.approx(ratio)
-    assert all_of_m == pytest.approx(1.0)
+def test_the_evidence_grows_with_the_difference_and_knows_what_is_certain() -> None:
+    rng, d = np.random.default_rng(0), np.arange(-61, 62)
+    weights = rng.choice([1.0, 2.0, 70.0], 60)
+    for n in (1, 7, 30, 59, 60):
+        x = rng.choice([-1, 0, 0, 0, 1], n)
+        found = log_evidence(x, weights, d)
+        finite = np.isfinite(found)
+        assert (np.diff(found[finite]) > -1e-9).all()
+        ahead, now = 60 - n, x.sum()
+        assert (np.isposinf(found) == (d > now + ahead)).all()
+        assert (np.isneginf(found) == ((d <= now - ahead) & (d <= now + ahead))).all()
+        # Several at once are as one by one.
+        both = log_evidence(np.stack([x, -x]), weights, [3, 4])
+        assert both.tolist() == [log_evidence(x, weights, 3), log_evidence(-x, weights, 4)]
 
 
 def test_the_interval_is_what_is_not_excluded() -> None:
-    for lost, gained, seen, total in (
-        (0, 0, 0, 50),
-        (3, 1, 40, 120),
-        (0, 0, 100, 300),
-        (5, 5, 9, 9),
-    ):
-        low, high = interval(lost, gained, seen, total, 0.01)
+    rng = np.random.default_rng(1)
+    for n, total in ((1, 50), (40, 120), (100, 300), (9, 9)):
+        x, weights = rng.choice([-1, 0, 0, 0, 1], n), rng.choice([1.0, 3.0], total)
         d = np.arange(-total, total + 1)
-        inside = d[log_evidence(lost, gained, seen, total, d) < math.log(100)]
-        assert (low, high) == (inside.min(), inside.max())
+        less, more = log_evidence(x, weights, d), log_evidence(-x, weights, -d)
+        inside = d[(less < math.log(200)) & (more < math.log(200))]
+        assert interval(x, weights, 0.01) == (inside.min(), inside.max())
     # On paper, one look, nothing changed: (1 - n/N)^d < error.
     n, error = 2061, 0.001
     assert (1 - n / 10_000) ** 30 == pytest.approx(error, rel=0.05)
-    evidence = [log_evidence(0, 0, int(n * more), 10_000, 30) for more in (1.0, 1.15)]
+    evidence = [log_evidence(np.zeros(int(n * more)), np.ones(10_000), 30) for more in (1, 1.2)]
     assert evidence[0] < -math.log(error) < evidence[1]
 
 
 def steps(kind: str, total: int, limit: int, count: int, rng: np.random.Generator):
-    """Margins of the base and of three hypotheses for each of `count` steps, [4, N], and which
-    images are first. Most drops are at the limit or one image off: nothing is harder to decide.
+    """Margins of the base and of three hypotheses for each of `count` steps, [4, N], and weights.
+
+    Most drops are at the limit or one image off: nothing is harder to decide.
     """
     for _ in range(count):
         size = np.abs(rng.normal(size=total)) + 1e-3
         base = np.where(rng.random(total) < 0.9, size, -size)
-        first = np.zeros(total, bool) if kind == "uniform" else size < np.quantile(size, 0.1)
+        likely = size < np.quantile(size, 0.1)
+        weights = np.ones(total) if kind == "uniform" else np.where(likely, 20.0, 1.0)
+        if kind == "strata":
+            weights = 2.0 ** rng.integers(0, 7, total)
         # rare: no image that is expected to change does; misleading: those that do all gain.
-        losing = np.flatnonzero((base > 0) & ~(first & (kind in ("rare", "misleading"))))
-        gaining = np.flatnonzero((base < 0) & (first | (kind != "misleading")))
+        losing = np.flatnonzero((base > 0) & ~(likely & (kind in ("rare", "misleading"))))
+        gaining = np.flatnonzero((base < 0) & (likely | (kind != "misleading")))
         rows = [base]
         for _ in range(3):
             row, gains = base.copy(), int(rng.integers(0, min(8, len(gaining) + 1)))
@@ -103,19 +98,20 @@ def steps(kind: str, total: int, limit: int, count: int, rng: np.random.Generato
             row[rng.choice(losing, losses, replace=False)] *= -1
             row[rng.choice(gaining, gains, replace=False)] *= -1
             rows.append(row)
-        yield np.stack(rows), first
+        yield np.stack(rows), weights
 
 
-def decided(rows: np.ndarray, first: np.ndarray, rng, **settings: float) -> tuple[int, Sampled]:
+def decided(rows: np.ndarray, weights: np.ndarray, rng, **settings) -> tuple[int, Sampled]:
     """The number that is accepted, or -1 - the number of the best; and the search."""
-    order = rng.permutation(rows.shape[1])
-    order = np.concatenate([order[first[order]], order[~first[order]]])
+    times = rng.exponential(size=len(weights)) / weights
+    order = times.argsort()
 
     def visit(numbers, begin, end):
         part = rows[:, order[begin:end]]
         return {k: np.stack([part[k + 1], np.zeros(end - begin)]) for k in numbers}
 
-    search = Sampled(visit, len(order), int(first.sum()), **settings)
+    visits = Visits(torch.from_numpy(order), weights[order], times[order], torch.zeros(0))
+    search = Sampled(visit, visits, **settings)
     for wave in ([0], [1, 2]):
         if (number := search.wave(wave)) is not None:
             return number, search
@@ -123,36 +119,39 @@ def decided(rows: np.ndarray, first: np.ndarray, rng, **settings: float) -> tupl
     return -1 - max(left, key=left.__getitem__), search
 
 
+@pytest.mark.parametrize("ratio", [1, 10], ids=["equal", "unequal"])
 @pytest.mark.parametrize("gains", [0, 3, 40])
 @pytest.mark.parametrize("excess", [0, -1])
-def test_a_bound_fails_no_more_often_than_promised(gains, excess) -> None:
-    """2,000 populations at ADT (or one image better), looked at after every image.
+def test_a_bound_fails_no_more_often_than_promised(gains, excess, ratio) -> None:
+    """2,000 populations at ADT (or one image better), looked at after every 20 images.
 
-    D is excluded at some look with a probability of 20 % at most; with few flips the bound is
-    nearly tight, so that it must fail sometimes.
+    D is excluded at some look with a probability of 20 % at most on each side; with few flips the
+    bound is nearly tight, so that it must fail sometimes. Losses have the small weights.
     """
     total, limit, trials, error = 300, 6, 2000, 0.2
     truth = limit + excess
-    rng = np.random.default_rng([gains, -excess])
-    flips = np.zeros((trials, total), np.int64)
-    flips[:, : truth + gains], flips[:, truth + gains : truth + 2 * gains] = 1, -1
-    flips = rng.permuted(flips, axis=1)
-    losses, gained = (np.cumsum(flips == sign, 1) for sign in (1, -1))
-    excluded = np.zeros(trials, bool)
-    for n in range(1, total + 1):
-        found = log_evidence(losses[:, n - 1], gained[:, n - 1], n, total, truth)
-        excluded |= found >= -math.log(error)
-    assert 0 < excluded.mean() <= error
+    rng = np.random.default_rng([gains, -excess, ratio])
+    flips = np.zeros(total, np.int64)
+    flips[: truth + gains], flips[total - gains :] = 1, -1
+    weights = np.where(np.arange(total) < total // 2, 1.0, ratio)
+    order = (rng.exponential(size=(trials, total)) / weights).argsort(1)
+    x, w = flips[order], weights[order]
+    low, high = np.zeros(trials, bool), np.zeros(trials, bool)
+    for n in range(20, total + 1, 20):
+        high |= log_evidence(x[:, :n], w, truth) >= -math.log(error)
+        low |= log_evidence(-x[:, :n], w, -truth) >= -math.log(error)
+    assert 0 < high.mean() <= error
+    assert low.mean() <= error
 
 
-@pytest.mark.parametrize("kind", ["uniform", "likely", "rare", "misleading"])
+@pytest.mark.parametrize("kind", ["uniform", "strata", "likely", "rare", "misleading"])
 def test_a_step_errs_no_more_often_than_promised(kind, monkeypatch) -> None:
     """Whole steps, most decisions at ADT to within one image, at a promise of 30 %."""
     monkeypatch.setattr(sampled, "LEAST", 20)
-    total, limit, promise, count = 300, 6, 0.3, 50
+    total, limit, promise, count = 300, 6, 0.3, 250
     rng, wrong, early = np.random.default_rng(len(kind)), 0, 0
-    for rows, first in steps(kind, total, limit, count, rng):
-        found, search = decided(rows, first, rng, adt=2.0, confidence=1 - promise)
+    for rows, weights in steps(kind, total, limit, count, rng):
+        found, search = decided(rows, weights, rng, adt=2.0, confidence=1 - promise)
         right = (rows > 0).sum(1)
         passing = [k for k in range(3) if right[0] - right[k + 1] < limit]
         if passing:
@@ -162,6 +161,25 @@ def test_a_step_errs_no_more_often_than_promised(kind, monkeypatch) -> None:
         early += min(search.seen(k) for k in search.found) < total
     assert wrong / count <= promise
     assert early > count / 4, "many are decided early, or the test would not say much"
+
+
+def test_estimates_have_no_bias() -> None:
+    """Of accuracy and loss from unequal weights, on average over many orders."""
+    rng, total = np.random.default_rng(0), 400
+    weights = np.where(np.arange(total) < 100, 5.0, 1.0)
+    rows = np.stack([np.where(np.arange(total) < 60, -1.0, 1.0)] * 2)
+    found = []
+    for _ in range(400):
+        times = rng.exponential(size=total) / weights
+        order = times.argsort()
+        visits = Visits(torch.from_numpy(order), weights[order], times[order], torch.zeros(0))
+        search = Sampled(lambda *_: {}, visits, adt=1.0, confidence=0.9)
+        search.found = {k: np.stack([rows[0], abs(rows[0])])[:, order[:150]] for k in (-1, 0)}
+        found.append(search.estimate(0))
+        assert search.drop(0) == 0
+    correct, losses = np.mean(found, axis=0)
+    assert correct == pytest.approx(340, abs=2)
+    assert losses == pytest.approx(400)
 
 
 def net_and_data(n: int, seed: int = 0):
@@ -203,31 +221,57 @@ def test_a_choice_depends_on_no_engine_batch_size_or_wave() -> None:
     assert torch.allclose(found[0].margins, found[1].margins, atol=1e-4, equal_nan=True)
 
 
-def test_the_order_is_random_and_begins_with_what_may_change() -> None:
-    data = fastbcd.ImageData.from_arrays(
-        torch.zeros(50, 1, 2, 2), torch.zeros(50, dtype=torch.long)
-    )
-    visits = visiting_order(data, None, seed=3, step=1)
-    order = visits.order
-    assert visits.first == 0
+def order_of(data, margins=None, *, adt=1.0, step=0):
+    return visiting_order(data, margins, adt=adt, confidence=0.999, seed=3, step=step)
+
+
+def blank(n: int) -> fastbcd.ImageData:
+    return fastbcd.ImageData.from_arrays(torch.zeros(n, 1, 2, 2), torch.zeros(n, dtype=torch.long))
+
+
+def test_the_order_is_random_and_the_same_again() -> None:
+    data = blank(50)
+    visits = order_of(data, step=1)
+    assert len(set(visits.weights)) == 1
     assert visits.margins.isnan().all()
-    assert sorted(order.tolist()) == list(range(50))
-    again, other = (visiting_order(data, None, seed=3, step=step).order for step in (1, 2))
-    assert torch.equal(order, again)
-    assert not torch.equal(order, other)
-    # 10 images were seen: changes of about 1, and distances of 1 to 10.
+    assert sorted(visits.order.tolist()) == list(range(50))
+    again, other = (order_of(data, step=step).order for step in (1, 2))
+    assert torch.equal(visits.order, again)
+    assert not torch.equal(visits.order, other)
+    # Two images that are the same are drawn on their own.
+    twice = order_of(data.subset([0] * 50), step=1)
+    assert torch.equal(twice.order, visits.order)
+    # What was seen is known in the next step.
     base = np.arange(10.0)
-    margins = new_margins(visits, base, base + np.linspace(1, 0.9, 10))
+    margins = new_margins(visits, -base, base + 0.5)
     assert margins[0].isfinite().sum() == margins[1].isfinite().sum() == 10
-    margins[1] *= 3
-    after = visiting_order(data, margins, seed=3, step=2)
-    assert after.first == 3
-    assert set(after.order[:3].tolist()) == set(order[:3].tolist())
-    rest = [i for i in other.tolist() if i not in order[:3].tolist()]
-    assert after.order[3:].tolist() == rest
-    # A decision needs the first images and some others: fewer if ADT allows more losses.
-    needed = [expected_visits(after, adt, 0.999) for adt in (0.0, 20.0, 60.0)]
-    assert 50 == needed[0] > needed[1] > needed[2] > 3
+    seen = visits.order[:10]
+    assert margins[0, seen].tolist() == (base + 0.5).tolist()
+    assert margins[1, seen].tolist() == (2 * base + 0.5).tolist()
+
+
+def test_images_that_may_change_are_visited_sooner_and_by_their_weights() -> None:
+    n = 4000
+    data, distance = blank(n), torch.linspace(0, 10, n)
+    change = torch.linspace(0, 1, n)[torch.randperm(n)]
+    visits = order_of(data, torch.stack([distance, change]))
+    by_image = np.empty(n)
+    by_image[visits.order.numpy()] = visits.weights
+    assert (np.diff(by_image) <= 0).all(), "nearer to another answer, larger weight"
+    assert 2 < len(set(by_image)) <= sampled.STRATA + 1
+    # Changes of 1 at most were seen, and 1.5 at most are expected.
+    assert by_image[n // 5 :].max() == by_image.min()
+    assert (visits.order.numpy()[:200] < n // 5).mean() > 0.4
+    # A decision needs fewer images if ADT allows more losses.
+    needed = [expected_visits(order_of(data, visits.margins, adt=adt)) for adt in (0.0, 0.5, 5.0)]
+    assert n >= needed[0] > 0.99 * n > needed[1] > needed[2] > 10
+    # The first visit, over many steps, goes to each image by its share of the weights.
+    data, margins = blank(1000), torch.tensor([[0.1] * 200 + [9.0] * 800, [1.0] * 1000])
+    first = [order_of(data, margins, adt=2.0, step=step) for step in range(1000)]
+    weights = np.sort(first[0].weights)[::-1]
+    assert weights[0] > 2 * weights[-1]
+    share = np.mean([int(v.order[0]) < 200 for v in first])
+    assert share == pytest.approx(weights[:200].sum() / weights.sum(), abs=0.05)
 
 
 @pytest.mark.parametrize("adt", [-math.inf, 0.0, math.inf])
