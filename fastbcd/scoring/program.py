@@ -106,6 +106,11 @@ class Activation(NamedTuple):
             return ops.masked_poly(x, mask, coef.detach(), trials=True, **small)
         return ops.masked_relu(x, mask, trials=True, **small)
 
+    def sum(self, x: Tensor, off: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
+        """x * scale + shift + residual, as in `run`; off: a mask without bits."""
+        small = {"scale": self.scale, "shift": self.shift, "residual": residual, "out": out}
+        return ops.masked_relu(x, off, trials=True, **small)
+
 
 class Call(NamedTuple):
     """Any other step: run(*args, **kwargs) on tensors whose first dimension is the batch."""

@@ -75,8 +75,7 @@ def assert_scores_agree(net: nn.Module, engines, seed: int = 0, dtype=torch.floa
 
 @pytest.mark.parametrize("name", [*TRACEABLE, "awkward", "zoo"])
 def test_random_emptied_sites(name) -> None:
-    # The others pool by maxima, or have other sites than MaskedReLU.
-    affine = name not in ("dense", "line", "poly", "mixture")
+    affine = name not in ("dense", "poly", "mixture")  # the others pool by maxima, or square
     engines = ["stacked", "collapsed"] if affine else ["stacked"]
     for seed in range(3):
         net = {"awkward": awkward, "zoo": zoo}.get(name, lambda: make(name))()

@@ -1,4 +1,4 @@
-"""The affine net: the net with every masked ReLU replaced by the identity.
+"""The affine net: the net with every ReLU removed, so that sites are the identity or lines.
 
 It runs on images, with its constants, and on impulses, from a site onward and without constants.
 Both give the values at every site, before the activation, and the logits; `check_linear` compares
@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from fastbcd.ops import reference
-from fastbcd.scoring.collapsed.linear_rules import Context, NotAffine, Run, linear_part
+from fastbcd.scoring.collapsed.linear_rules import Context, NotAffine, Run, linear_part, scaled
 from fastbcd.scoring.collapsed.patches import Patch, Value, stored, whole
 from fastbcd.scoring.engine import Request
 from fastbcd.scoring.program import Activation, Call, Convolution, Program
@@ -46,11 +46,14 @@ class AffineNet:
             s.node: torch.zeros_like(s.module.mask, dtype=torch.uint8).unsqueeze(0)
             for s in program.activations
         }
+        found = ((s.node, s.module.coefficients()) for s in program.activations)
+        self.lines = {node: coef[:2].detach() for node, coef in found if coef is not None}
 
-    def run(self, x: Tensor) -> Iterator[tuple[fx.Node, Tensor]]:
-        """Images [B, ...] through the affine net: (node, value [B, ...]) at sites and logits.
+    def run(self, x: Tensor) -> Iterator[tuple[fx.Node, Tensor, Tensor]]:
+        """Images [B, ...] through the affine net: (node, z, y) at sites and logits, [B, ...].
 
-        The caller may change the value of a site in place before the next step reads it.
+        z is the value before the activation, y the one after it; they are one tensor where it is
+        the identity. The caller may change y in place before the next step reads it.
         """
         program = self.program
         values: dict[fx.Node, Any] = {**program.constants, program.placeholder: x}
@@ -64,16 +67,20 @@ class AffineNet:
                 if y.dtype == torch.float64 and y.device.type != "cpu":  # there is no kernel
                     z = reference.masked_relu(y, off, step.scale, step.shift, residual, True)
                 else:
-                    z = step.run(y, off, residual, out)
-                values[step.node] = z.squeeze(0)
-                yield step.node, values[step.node]
+                    z = step.sum(y, off, residual, out)
+                z = z.squeeze(0)
+                values[step.node] = z
+                if (line := self.lines.get(step.node)) is not None:
+                    c0, c1 = (c.view(-1, *(1,) * (z.ndim - 2)) for c in line)
+                    values[step.node] = c1 * z + c0
+                yield step.node, z, values[step.node]
             else:
                 values[step.node] = step(values)
             for node in step.inputs:
                 left[node] -= 1
                 if not left[node] and node not in program.constants:
                     del values[node]
-        yield program.output, values[program.output]
+        yield program.output, values[program.output], values[program.output]
 
     def reached(self, source: int) -> list[Activation | Call]:
         """The steps that an impulse at a source can change, in order."""
@@ -87,12 +94,17 @@ class AffineNet:
     def push(
         self, source: int, impulses: Value, steps: list[Activation | Call]
     ) -> Iterator[tuple[fx.Node, Value]]:
-        """Impulses [n, ...] added to what a source gives: (node, value) after each step."""
+        """Impulses [n, ...] added to what a source gives: (node, value) after each step.
+
+        At a site the value is the one before its activation.
+        """
         values: dict[fx.Node, Any] = {self.starts[source]: impulses}
         last = {node: step.node for step in steps for node in step.inputs}
         for step in steps:
-            values[step.node] = self.linear[step.node](values, len(stored(impulses)))
-            yield step.node, values[step.node]
+            value = self.linear[step.node](values, len(stored(impulses)))
+            yield step.node, value
+            line = self.lines.get(step.node)
+            values[step.node] = value if line is None else scaled(value, line[1])
             for node in step.inputs:
                 if last[node] is step.node:
                     values.pop(node, None)
@@ -160,7 +172,7 @@ def _compare(net: AffineNet, image: Tensor, cases: list[tuple[int, tuple[int, ..
                 value[row] += numbers
 
     add(net.program.placeholder, x)
-    for node, value in net.run(x):
+    for node, value, after in net.run(x):
         found = value - value[:1]
         for row, response in pushed.get(node, {}).items():
             found[row] -= response
@@ -168,7 +180,7 @@ def _compare(net: AffineNet, image: Tensor, cases: list[tuple[int, tuple[int, ..
             raise NotAffine(
                 f"an impulse arrives at node {node.name!r} in another way than in the net"
             )
-        add(node, value)
+        add(node, after)
 
 
 def _in_double(program: Program) -> Program:

@@ -6,6 +6,7 @@ have not reached yet are neither stored nor convolved (patches.py). Ranks share 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable
 from functools import cached_property
@@ -85,7 +86,19 @@ class FormBuilder:
             blocks.append(self.nonzero(all_sum(between[s]), s))
             between[s] = new(0)
         constant = self.affine_part(torch.zeros_like(self.like[:1]))[:, 0]
-        return Form(self.ids, bounds, blocks, constant, all_sum(image) if with_image else None)
+        pixels_to = all_sum(image) if with_image else None
+        return Form(self.ids, bounds, blocks, constant, pixels_to, self.lines())
+
+    def lines(self) -> Tensor | None:
+        """c0 and 1 - c1 of each kink, [2, R]; None if all sites are the identity."""
+        if not self.net.lines:
+            return None
+        found = self.like.new_zeros(2, self.bounds[-2])
+        for node, (c0, c1) in self.net.lines.items():
+            s, (_, _, *space) = self.target[node], self.net.program.shapes[node]
+            channel = self.positions[s].flat.to(c0.device) // math.prod(space)
+            found[:, self.bounds[s] : self.bounds[s + 1]] = torch.stack([c0, 1 - c1])[:, channel]
+        return found
 
     def batches(self, with_image: bool) -> Iterable[tuple[int, ImpulseBatch]]:
         """(source, batch) of this rank; a progress bar is shown if it takes some seconds."""
@@ -114,7 +127,7 @@ class FormBuilder:
         z = x.new_empty(self.bounds[-1], len(x))
         for start in range(0, len(x), self.large // 2):
             some = slice(start, start + self.large // 2)
-            for node, value in self.net.run(x[some]):
+            for node, value, _ in self.net.run(x[some]):
                 s = self.target[node]
                 if self.counts[s]:
                     found = self.positions[s].gather(value)[1]

@@ -117,10 +117,26 @@ class Collapsed:
                 some = slice(low - start, high - start)
                 fresh = not self.add_kinks(c[some], s, c, start, beta=0)
                 z = c[some].unflatten(1, (trials, batch))
+                more = self.beyond(z, affine[some], masks[some], fresh, slice(low, high))
                 kink(z, affine[some], masks[some], fresh=fresh)
+                if more is not None:
+                    z += more
         logits = affine[len(masks) :].repeat(1, trials)
         self.add_kinks(logits, len(form.blocks) - 1, c, start, beta=1)
         return c, logits.T.reshape(trials, batch, *self.shape)
+
+    def beyond(
+        self, c: Tensor, a: Tensor, masks: Tensor, fresh: bool, kinks: slice
+    ) -> Tensor | None:
+        """mask · ((1 - c1)·z - c0), what a kept ReLU adds to a line beside its kink, [n, T, B].
+
+        The arguments are those of `kink`, and the numbers of the kinks.
+        """
+        if self.form.lines is None:
+            return None
+        c0, slope = self.form.lines[:, kinks, None, None]
+        z = a.unsqueeze(1).expand_as(c) if fresh else c + a.unsqueeze(1)
+        return (slope * z - c0) * masks.unsqueeze(2)
 
     def shift(self, affine: Tensor, c: Tensor) -> Tensor:
         """The affine part after the kinks of c, with what these add."""

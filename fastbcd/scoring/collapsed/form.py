@@ -5,8 +5,9 @@ relu(z) = z + relu(-z), so a kept ReLU adds its kink c = relu(-z) to the identit
     z_s = U_s x + u_s + sum over earlier sites r of  c_r H_rs      (row vectors, by site)
     c_s = m_s · relu(-z_s)
 
-and the logits are z of the last target, after all sites. U and u belong to the affine net, in
-which every activation is the identity; H holds the responses of the affine net to unit impulses at
+and the logits are z of the last target, after all sites. Where a removed ReLU is a line, a kept one
+adds c = relu(z) - c1·z - c0 = relu(-z) + (1 - c1)·z - c0 to that line. U and u belong to the affine
+net, in which every ReLU is removed; H holds the responses of the affine net to unit impulses at
 the kept ReLUs. They do not depend on which ReLUs a hypothesis removes: a removal only sets entries
 of c to zero. So a form is kept between calls, for as long as the net and all that it computes with.
 """
@@ -45,6 +46,7 @@ class Form:
     blocks: list[list[Block]]  # H by target, in the order of kinks; blocks of zeros are left out
     constant: Tensor  # u [R + classes]
     image: Tensor | None  # U [P, R + classes], P numbers in an image; None: run the affine net
+    lines: Tensor | None = None  # c0 and 1 - c1 of each kink, [2, R]; None: all are the identity
     affine: AffineCache = field(default_factory=lambda: AffineCache())
 
     @property
@@ -73,6 +75,8 @@ class Form:
                     rows = place[start:stop] - block.start
                     matrix = block.matrix.index_select(0, rows).index_select(1, columns)
                     self.blocks[s].append(Block(start, stop, matrix))
+        if self.lines is not None:
+            self.lines = self.lines[:, place[: bounds[-2]]]
         self.ids, self.bounds, self.constant = self.ids[kept], bounds, self.constant[place]
         self.image = None if self.image is None else self.image[:, place]
         self.affine.restrict(place)
@@ -205,7 +209,7 @@ class Signature:
                 self.facts.append((tuple(leaf.shape), leaf.dtype, leaf.device))
                 self.tensors.append(leaf.detach())
             elif isinstance(leaf, MaskedActivation):
-                self.facts.append(type(leaf))
+                self._add([type(leaf), leaf.coefficients()])
             elif isinstance(leaf, nn.Module):
                 own = {k: v for k, v in vars(leaf).items() if k[0] != "_" and k != "training"}
                 state = [*leaf.named_parameters(), *leaf.named_buffers()]

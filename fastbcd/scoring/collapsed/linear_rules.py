@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from fastbcd.graph.trace import FunctionalBatchNorm
-from fastbcd.masking.activations import MaskedReLU
+from fastbcd.masking.activations import MaskedLine, MaskedReLU
 from fastbcd.scoring.collapsed import patches
 from fastbcd.scoring.collapsed.patches import Patch, Value, stored, whole
 from fastbcd.scoring.program import Activation, Call, Convolution, Program, scale_and_shift
@@ -92,9 +92,8 @@ def linear_part(step: Activation | Call, context: Context) -> Run:
     """The function that takes impulses through this step."""
     node, shapes = step.node, context.program.shapes
     if isinstance(step, Activation):
-        if not isinstance(step.module, MaskedReLU):
-            kind = type(step.module).__name__
-            raise NotAffine(f"site {str(node.target)!r} is a {kind}, not a MaskedReLU")
+        if not isinstance(step.module, MaskedReLU | MaskedLine):
+            raise NotAffine(f"removed ReLUs of site {str(node.target)!r} are quadratics")
         # z = x*scale + residual; the shift is a constant
         return _total(node, [(step.x, step.scale), (step.residual, None)], shapes)
     key: Any = type(step.run) if isinstance(step.run, nn.Module) else node.target

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastbcd import Engine, MaskedReLU, MaskSet, bcd, masks, models, score, set_masks
+from fastbcd import Engine, MaskedLine, MaskedReLU, MaskSet, bcd, masks, models, score, set_masks
 from fastbcd.scoring import plan
 from fastbcd.scoring.collapsed import build as building
 from fastbcd.scoring.collapsed import form as forms
@@ -285,9 +285,8 @@ def test_the_form_is_released_before_training(builds, when) -> None:
     ("name", "words"),
     [
         ("dense", "max_pool2d"),
-        ("line", "is a MaskedLine"),
-        ("poly", "is a MaskedPoly"),
-        ("mixture", "site 'act' is a MaskedPoly, not a MaskedReLU"),
+        ("poly", "are quadratics"),
+        ("mixture", "removed ReLUs of site 'act' are quadratics"),
     ],
 )
 def test_what_stops_it_is_named(name, words) -> None:
@@ -350,3 +349,21 @@ def test_no_relus_left() -> None:
     assert found.base_loss == pytest.approx(
         score(net, empty, data, engine="sequential").base_loss, abs=1e-6
     )
+
+
+def test_a_kept_form_follows_the_lines() -> None:
+    """Fewer ReLUs keep the form; other coefficients do not."""
+    net, data = thinned(make("line"), 0.3), images(30)
+    for change in (None, "removal", "line"):
+        if change == "removal":
+            gone = masks(net).sample(9, seed=5, step=0, trial=0)
+            set_masks(net, masks(net).without(gone))
+        if change == "line":
+            with torch.no_grad():
+                next(m for m in net.modules() if isinstance(m, MaskedLine)).coef += 0.1
+        removals = torch.stack([masks(net).sample(7, seed=1, step=2, trial=t)
+                                for t in range(5)])  # fmt: skip
+        found, truth = (score(net, removals, data, e) for e in ("collapsed", "sequential"))
+        assert found.correct.tolist() == truth.correct.tolist()
+        torch.testing.assert_close(found.loss, truth.loss, atol=1e-5, rtol=0)
+        assert abs(found.base_loss - truth.base_loss) < 1e-5

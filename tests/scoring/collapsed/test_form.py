@@ -22,7 +22,7 @@ from fastbcd.scoring.program import Convolution, make_program
 from helpers.affine_nets import engine_of, some_removals, worst_difference, zoo
 from helpers.nets import images, make, randomize, thinned
 
-AFFINE = ["mlp", "resnet", "preactivation", "sizes"]
+AFFINE = ["mlp", "resnet", "preactivation", "sizes", "line"]
 
 
 @pytest.mark.parametrize("with_image", [False, True])
