@@ -20,6 +20,7 @@ from fastbcd import models
 from fastbcd.cli.options import CHOICES
 from fastbcd.data.images import ImageData
 from fastbcd.masking.masks import mask_modules, plain_names
+from fastbcd.runs.read import replacement
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.scoring.accuracy import dtype_of
@@ -66,9 +67,20 @@ def make_net(options: argparse.Namespace, example: Tensor, classes: int) -> nn.M
 
 
 def given_net(options: argparse.Namespace, data: ImageData, weights: Path | None) -> nn.Module:
-    """The net of the options for the data, with weights from a file or a run."""
-    net = make_net(options, next(data.batches(2))[0].cpu(), data.need_classes("the net"))
-    return net if weights is None else load_weights(net, weights)
+    """The net of the options for the data, with weights from a file or a run.
+
+    Coefficients in the weights decide what its removed ReLUs are. --replacement makes lines or
+    quadratics of a net that has none.
+    """
+    stored, wanted = "identity", options.replacement
+    if weights is not None:
+        stored = replacement(found := read_weights(weights), sites_of(found))
+    own = argparse.Namespace(**{**vars(options), "replacement": stored})
+    net = make_net(own, next(data.batches(2))[0].cpu(), data.need_classes("the net"))
+    net = net if weights is None else load_weights(net, weights)
+    if wanted == "line":
+        return fastbcd.to_line(net, data)
+    return fastbcd.to_poly(net) if wanted == "poly" else net
 
 
 def trained_net(options: argparse.Namespace, data: ImageData) -> nn.Module:
@@ -139,6 +151,11 @@ def load_weights(net: nn.Module, path: Path) -> nn.Module:
     checkpoints.check_weights(net, weights, str(path))
     net.load_state_dict({**weights, **own}, strict=False)
     return net
+
+
+def sites_of(weights: dict[str, Tensor]) -> list[str]:
+    """The names of the sites that have coefficients in a state_dict."""
+    return [name.removesuffix(".coef") for name in weights if name.endswith(".coef")]
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -189,8 +189,8 @@ def to_poly(net: nn.Module) -> nn.Module:
         return new.train(act.training)
 
     result = twin(copy.deepcopy(net), poly)
-    if isinstance(getattr(result, "arch", None), dict):
-        result.arch = {**result.arch, "replacement": "poly"}  # type: ignore[assignment, dict-item]
+    if isinstance(arch := getattr(net, "arch", None), dict):  # a copy of a traced net has none
+        result.arch = {**arch, "replacement": "poly"}  # type: ignore[assignment]
     return result
 
 

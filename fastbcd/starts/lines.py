@@ -56,8 +56,8 @@ def to_line(net: nn.Module, data: Any) -> nn.Module:
         return new.train(act.training)
 
     result = twin(own, line)
-    if isinstance(getattr(result, "arch", None), dict):
-        result.arch = {**result.arch, "replacement": "line"}  # type: ignore[assignment, dict-item]
+    if isinstance(arch := getattr(net, "arch", None), dict):  # a copy of a traced net has none
+        result.arch = {**arch, "replacement": "line"}  # type: ignore[assignment]
     return result
 
 
