@@ -399,6 +399,24 @@ def test_linearize(capsys) -> None:
     assert "budget=999; the net keeps 196 ReLUs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["identity", "line", "poly"])
+def test_weights_decide_what_removed_relus_are(kind) -> None:
+    """A descent from a run of any kind needs no --replacement; lines are fitted, once."""
+    given = "" if kind == "line" else f"--replacement {kind}"
+    assert fastbcd_(f"{LINEARIZE} {given} --run-dir first --quiet") == 0
+    first = fastbcd.load_run("first").weights
+    rows = {"identity": None, "line": 2, "poly": 3}[kind]
+    assert all(len(t) == rows for name, t in first.items() if name.endswith("coef"))
+    assert any(name.endswith("coef") for name in first) == (kind != "identity")
+    line = (
+        "bcd --model my_nets:small --data tiny.npz --budget 20 --drc 10 --rt 1 --epochs 0 --quiet"
+    )
+    assert fastbcd_(f"{line} --weights first --run-dir second") == 0
+    second = fastbcd.load_run("second").weights
+    assert second.keys() == first.keys()
+    assert all(torch.equal(t, second[name]) for name, t in first.items() if "mask" not in name)
+
+
 TARGETED = {
     "bcd": "--drc 50% --rt 1 --epochs 0 --max-sites 1", "linearize": "--epochs 3 --max-sites 1",
     "snl": "--max-epochs 1 --finetune-epochs 0", "autorep": "--epochs 1",
