@@ -1,7 +1,7 @@
 """convert: a copy of any traceable network with a masked activation at every ReLU call.
 
 The network is traced with torch.fx and run once, every ReLU *call* in the graph becomes a call of
-its own `MaskedReLU` or `MaskedPoly`, and the result is run to check that no ReLU was missed.
+its own `MaskedReLU`, `MaskedLine` or `MaskedPoly`, and the result is run to check that no ReLU was missed.
 Weights keep their names; modules that the graph does not use stay where they were.
 """
 
@@ -33,7 +33,8 @@ def convert(
         model: not changed. Wrappers (DataParallel, torch.compile, AveragedModel) are removed.
         example_input: a batch like those that the network will see, [B, ...], on any device. It is
             the only argument of the result: others of the model's forward have their defaults.
-        replacement: what a cleared bit gives: "identity", or "poly" for a learned quadratic.
+        replacement: what a cleared bit gives: "identity"; "line" or "poly", a learned line or
+            quadratic that starts as the identity. `to_line` fits lines to data.
         skip: ReLUs to leave as they are, by name ("layer4.*") or by type (nn.ReLU6).
 
     train() and eval() switch batch norm, dropout and DropPath as before. Outputs that the model has

@@ -39,7 +39,7 @@ def resnet18(
     """SNL's ResNet18: no max-pool, no stem ReLU; 491,520 ReLUs at 32×32, 1,966,080 at 64×64.
 
     stem_relu=True adds a ReLU after the stem: 557,056 at 32×32. width: channels of the first
-    stage. replacement: what a cleared bit gives, "identity" or "poly".
+    stage. replacement: what a cleared bit gives, "identity", "line" or "poly".
 
     >>> with torch.device("meta"):
     ...     net = resnet18(num_classes=100)

@@ -51,7 +51,7 @@ class GatheredReLU(nn.Module):
 
 
 class GatheredPoly(GatheredReLU):
-    """ReLU at `kept`, c2*z² + c1*z + c0 at `removed`, coef [3, C] by the unit's `channel`."""
+    """ReLU at `kept`, c2*z² + c1*z + c0 at `removed`, coef [2 or 3, C] by the unit's `channel`."""
 
     removed: Tensor
     channel: Tensor
@@ -65,42 +65,17 @@ class GatheredPoly(GatheredReLU):
     def forward(self, x: Tensor) -> Tensor:
         flat, small = x.flatten(1), compute_dtype(x.dtype)
         z = flat.index_select(1, self.removed).to(small)
-        c0, c1, c2 = self.coef.to(small).index_select(1, self.channel)
-        # c2*z² + c1*z + c0, in the order of operations of reference.py
-        y = flat.index_copy(1, self.removed, ((c2 * z + c1) * z + c0).to(x.dtype))
+        values = polynomial(z, self.coef.to(small).index_select(1, self.channel))
+        y = flat.index_copy(1, self.removed, values.to(x.dtype))
         return super().forward(y).reshape(x.shape)
 
     def extra_repr(self) -> str:
-        return f"{len(self.kept):,} ReLUs, {len(self.removed):,} quadratics"
+        others = "lines" if len(self.coef) == 2 else "quadratics"
+        return f"{len(self.kept):,} ReLUs, {len(self.removed):,} {others}"
 
 
-class Quadratic(nn.Module):
-    """c2*z² + c1*z + c0 at every position, coef [3, C] by channel."""
-
-    def __init__(self, coef: nn.Parameter) -> None:
-        super().__init__()
-        self.coef = coef
-
-    def forward(self, x: Tensor) -> Tensor:
-        small = compute_dtype(x.dtype)
-        z, (c0, c1, c2) = x.to(small), self.coef.to(small).view(3, -1, *(1,) * (x.ndim - 2))
-        return ((c2 * z + c1) * z + c0).to(x.dtype)
-
-
-class GatheredLine(GatheredReLU):
-    """ReLU at `kept`, c1*z + c0 elsewhere, coef [2, C] by channel."""
-
-    def __init__(self, mask: Tensor, coef: nn.Parameter) -> None:
-        super().__init__(mask)
-        self.line = Line(coef)
-
-    def forward(self, x: Tensor) -> Tensor:
-        relus = torch.relu(x.flatten(1).index_select(1, self.kept))
-        return self.line(x).flatten(1).index_copy(1, self.kept, relus).reshape(x.shape)
-
-
-class Line(nn.Module):
-    """c1*z + c0 at every position, coef [2, C] by channel."""
+class Polynomial(nn.Module):
+    """c2*z² + c1*z + c0 at every position, coef [2 or 3, C] by channel."""
 
     def __init__(self, coef: nn.Parameter) -> None:
         super().__init__()
@@ -108,8 +83,16 @@ class Line(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         small = compute_dtype(x.dtype)
-        z, (c0, c1) = x.to(small), self.coef.to(small).view(2, -1, *(1,) * (x.ndim - 2))
-        return (c1 * z + c0).to(x.dtype)
+        coef = self.coef.to(small).view(len(self.coef), -1, *(1,) * (x.ndim - 2))
+        return polynomial(x.to(small), coef).to(x.dtype)
+
+
+def polynomial(z: Tensor, coef: Tensor) -> Tensor:
+    """The line or quadratic of z, coef [2 or 3, ...]; (c2*z + c1)*z + c0, as in reference.py."""
+    y = coef[-1]
+    for c in coef.flip(0)[1:]:
+        y = y * z + c
+    return y
 
 
 class Copied(nn.Module):
@@ -188,10 +171,8 @@ def _gathered(act: MaskedActivation) -> nn.Module:
     mask = act.mask.bool()
     if mask.all():
         return nn.ReLU()
-    if isinstance(act, MaskedPoly):
-        return GatheredPoly(mask, act.coef) if mask.any() else Quadratic(act.coef)
-    if isinstance(act, MaskedLine):
-        return GatheredLine(mask, act.coef) if mask.any() else Line(act.coef)
+    if isinstance(act, MaskedLine | MaskedPoly):
+        return GatheredPoly(mask, act.coef) if mask.any() else Polynomial(act.coef)
     return GatheredReLU(mask) if mask.any() else nn.Identity()
 
 

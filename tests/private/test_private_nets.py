@@ -14,14 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastbcd
 from fastbcd import MaskedLine, MaskedPoly, MaskedReLU, private
-from fastbcd.private.gathering import (
-    Copied,
-    GatheredLine,
-    GatheredPoly,
-    GatheredReLU,
-    Line,
-    Quadratic,
-)
+from fastbcd.private.gathering import Copied, GatheredPoly, GatheredReLU, Polynomial
 from fastbcd.starts.snl import SoftReLU
 from helpers import nets
 
@@ -65,8 +58,8 @@ def test_a_site_in_every_state(kind, dtype, last) -> None:
     if last:
         x = x.to(memory_format=torch.channels_last)
     empty, some = {
-        MaskedReLU: (nn.Identity, GatheredReLU), MaskedLine: (Line, GatheredLine),
-        MaskedPoly: (Quadratic, GatheredPoly),
+        MaskedReLU: (nn.Identity, GatheredReLU), MaskedLine: (Polynomial, GatheredPoly),
+        MaskedPoly: (Polynomial, GatheredPoly),
     }[kind]  # fmt: skip
     for mask, expected in (
         (torch.ones(4, 3, 2, dtype=torch.bool), nn.ReLU),
