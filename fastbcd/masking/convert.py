@@ -1,8 +1,8 @@
 """convert: a copy of any traceable network with a masked activation at every ReLU call.
 
 The network is traced with torch.fx and run once, every ReLU *call* in the graph becomes a call of
-its own `MaskedReLU`, `MaskedLine` or `MaskedPoly`, and the result is run to check that no ReLU was missed.
-Weights keep their names; modules that the graph does not use stay where they were.
+its own `MaskedReLU`, `MaskedLine` or `MaskedPoly`, and the result is run to check that no ReLU was
+missed. Weights keep their names; modules that the graph does not use stay where they were.
 """
 
 from __future__ import annotations
