@@ -48,11 +48,11 @@ RT, ADT = 4, 0.3  # hypotheses of a step, and the accepted drop; not measured ye
 LR = 0.01
 # Proposals are distilled. 8,000 ReLUs, two seeds: 67.8 and 66.6 % by random views of 500 images,
 # 67.3 by the images as they are (one seed); by the cross-entropy alone 66.2 and 64.4.
-# 500 and 1,000 images are equal. With 500, and 5,000 train images, a step proposes in 1.4 s, decides
-# in 2 s and trains for 6 s.
+# 500 and 1,000 images are equal. With 500, and 5,000 train images, a step proposes in 1.4 s,
+# decides in 2 s and trains for 6 s.
 SAMPLES = 500
-# Removed ReLUs become lines. 8,000 ReLUs: lines 72.5 and 72.2 % (two seeds), the identity 67.0, lines
-# that start as the identity 68.3, quadratics 73.5. 20,000 ReLUs: lines 79.2, the identity 76.9.
+# Removed ReLUs become lines. 8,000 ReLUs: lines 72.5 and 72.2 % (two seeds), the identity 67.0,
+# lines that start as the identity 68.3, quadratics 73.5. 20,000: lines 79.2, the identity 76.9.
 LINE = "line"
 LAST = 1e-3  # what is left before the last step of a way down to nothing, a share
 BATCHES, SMALLEST, LARGEST = 200, 25, 128  # of an epoch at least, and the sizes of a batch
