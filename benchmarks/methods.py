@@ -143,6 +143,7 @@ def result(
     work, lr = ROWS[row]
     epochs = o.epochs if epochs is None else epochs
     own = {**vars(o), "lr": o.lr.get(row, lr), "epochs": epochs, "snl_batch": o.batch}
+    own["samples"] = o.bcd_samples if row == "BCD" else o.samples
     settings = {name: own[name] for name in (*COMMON, *OWN.get(row, ()))}
     which = {"row": row, "budget": budget, "seed": seed, "settings": settings}
     if (known := recorded(o.records, which)) is not None or problem is None:
@@ -218,16 +219,17 @@ def options() -> argparse.Namespace:
     add("--records", type=Path, help="finished arms, one per line (benchmarks/methods.jsonl)")
     add("--report", action="store_true", help="run nothing, report the records")
     add("--long", type=int, nargs="*", default=[60, 120], help="epochs of longer BCD (%(default)s)")
+    add("--bcd-samples", type=int, default=1_000, help="BCD scores on (%(default)s)")
     add("--snl-epochs", type=int, default=8, help="of SNL's masks down to B_ref (%(default)s)")
     add("--snl-tune", type=int, default=2, help="epochs at B_ref before BCD (%(default)s)")
-    add("--autorep-lr", type=float, default=1e-3, help="of its masks (%(default)s)")
-    add("--autorep-penalty", type=float, default=200.0, help="(%(default)s)")
+    add("--autorep-lr", type=float, default=4e-3, help="of its masks (%(default)s)")
+    add("--autorep-penalty", type=float, default=1200.0, help="(%(default)s)")
     add("--mismatch", type=float, default=0.1, help="of SENet (%(default)s)")
     parser.set_defaults(images=5_000, samples=500, epochs=30, final=5)
     o = parser.parse_args()
     if o.quick:
-        vars(o).update(images=128, samples=64, epochs=10, final=2, snl_epochs=2, snl_tune=1,
-                       seeds=[0], dense_epochs=2, rt=2, long=[12])  # fmt: skip
+        vars(o).update(images=128, samples=64, bcd_samples=64, epochs=10, final=2, snl_epochs=2,
+                       snl_tune=1, seeds=[0], dense_epochs=2, rt=2, long=[12])  # fmt: skip
     try:
         o.lr = {row: None if lr == "auto" else float(lr)
                 for row, lr in (rate.split("=") for rate in o.rates)}  # fmt: skip

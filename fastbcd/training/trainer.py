@@ -48,8 +48,10 @@ from fastbcd.training.teacher import TeacherLogits, distillation, with_sites
 CHECK_EVERY = 32  # batches between two checks that losses and gradients are finite
 # SGD's learning rate of the coefficients of lines and quadratics, a share of the weights', and that
 # of c2, a share of it. The gradient of c2 is a sum of x² over all positions, and a deep net squares
-# a growing x again and again. ResNet-20, lr 0.01: it diverges with 0.1, not with 0.003.
-COEFFICIENTS, SQUARES = 0.1, 0.003
+# a growing x again and again: with a share of 1 ResNet-20 diverges in its second step from dense,
+# with 0.003 after 26 epochs of 5,000 images, at |c2| = 0.05. So |c2| has a bound too: it does not
+# grow beyond this, or beyond what it is at the start of a training.
+COEFFICIENTS, SQUARES, SQUARES_MOST = 0.1, 0.003, 0.01
 QUADRATICS_MOST = 1e-4  # Adam's learning rate of quadratics beside Muon's, at most
 VECTORS = 0.1  # Adam's learning rate of biases and batch norms beside Muon's, a share of it
 NET, OPTIMIZER = "net.", "optimizer."  # prefixes of tensor names in `Trainer.state`
@@ -109,6 +111,7 @@ class Trainer:
                 for p in turned:
                     p.data = p.data.contiguous(memory_format=self.memory_format)
                 self.optimizer = self._make_optimizer()
+                self.bounds = self._bounds()
                 self.parallel = self.model if ranks.world() == 1 else self._averaging()
                 yield
             finally:
@@ -165,7 +168,6 @@ class Trainer:
         amp = device.type == "cuda" if s.amp is None else s.amp
         half = torch.float16 if amp == "fp16" else torch.bfloat16
         scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
-        quadratics = _coefficients(self.net, MaskedPoly) if s.optimizer == "sgd" else []
         losses: list[float] = []
         pending: list[Tensor] = []  # per batch: the loss, the largest gradient of each parameter
         batches = self.data.train_batches(
@@ -194,7 +196,7 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             scaler.scale(loss).backward()
             scaler.unscale_(self.optimizer)
-            for coef in quadratics:
+            for coef in self.bounds:
                 if coef.grad is not None:
                     coef.grad[2] *= SQUARES
             grads = (p.new_zeros(()) if p.grad is None else p.grad for p in self.trained.values())
@@ -207,6 +209,8 @@ class Trainer:
                 pending = []
             scaler.step(self.optimizer)
             scaler.update()
+            for coef, most in self.bounds.items():
+                coef.data[2].clamp_(-most, most)
             if bar is not None:
                 bar.update()
         if pending:
@@ -255,6 +259,13 @@ class Trainer:
         if s.optimizer == "adam":
             return torch.optim.Adam(groups, **options)
         return torch.optim.SGD(groups, momentum=s.momentum, **options)
+
+    def _bounds(self) -> dict[nn.Parameter, Tensor]:
+        """By the coefficients of each site with quadratics: the most that |c2| may be, [C]."""
+        if self.settings.optimizer != "sgd":
+            return {}
+        coefs = _coefficients(self.net, MaskedPoly)
+        return {coef: coef.detach()[2].abs().clamp(min=SQUARES_MOST) for coef in coefs}
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the net's and the optimizer's tensors, on the CPU."""
@@ -458,7 +469,7 @@ def training_record(settings: Finetune, net: nn.Module) -> dict[str, Any]:
     found = settings.describe()
     kinds = {type(m) for m in net.modules() if isinstance(m, MaskedLine | MaskedPoly)}
     if kinds and settings.optimizer == "sgd":  # runs begun before it lack it, or have others
-        found["coefficients_lr"] = [COEFFICIENTS, SQUARES]
+        found["coefficients_lr"] = [COEFFICIENTS, SQUARES, SQUARES_MOST]
     if MaskedPoly in kinds and settings.optimizer == "muon":
         found["quadratics_lr"] = [VECTORS, QUADRATICS_MOST]
     return found

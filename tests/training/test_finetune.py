@@ -17,7 +17,7 @@ from torch import nn
 
 import fastbcd
 from fastbcd import Finetune, Finetuner
-from fastbcd.masking.activations import MaskedActivation
+from fastbcd.masking.activations import MaskedActivation, MaskedPoly
 from helpers.nets import TRACEABLE, images, make, thinned
 from helpers.train_cases import SMALL, assert_same, pair, weights
 
@@ -45,6 +45,8 @@ def plain_trainer(net, data, s: Finetune, teacher, seed: int, step: int) -> floa
     own = {"weight_decay": 0.0} if s.optimizer == "sgd" else {}
     groups += [{**coefs, **own}] if coefs["params"] else []
     optimizer = make_optimizer[s.optimizer](groups)
+    bounds = [coef.detach()[2:].abs().clamp(min=0.01 if s.optimizer == "sgd" else math.inf)
+              for coef in coefs["params"]]  # fmt: skip
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, s.epochs)
     divergence = nn.KLDivLoss(reduction="batchmean")
     own, given = (activations(n) if s.mismatch else [] for n in (net, teacher))
@@ -76,6 +78,8 @@ def plain_trainer(net, data, s: Finetune, teacher, seed: int, step: int) -> floa
             for coef in coefs["params"] if s.optimizer == "sgd" else ():
                 coef.grad[2:] *= 0.003  # c2 of quadratics
             optimizer.step()
+            for coef, most in zip(coefs["params"], bounds, strict=True):
+                coef.data[2:].clamp_(-most, most)
             total, seen = total + loss.item() * len(x), seen + len(x)
         schedule.step()
     return total / seen
@@ -317,3 +321,18 @@ def test_bad_input() -> None:
         Finetuner(net, data, SMALL).run(step=0, epochs=-1)
     with pytest.raises(ValueError, match="step=-1"):
         Finetuner(net, data, SMALL).run(step=-1)
+
+
+def test_quadratics_do_not_grow_beyond_their_bound() -> None:
+    """With a huge learning rate: |c2| stays at 0.01 or at what it was, whichever is more."""
+    net, data = thinned(make("poly")), pair(60)
+    coefs = [m.coef for m in net.modules() if isinstance(m, MaskedPoly)]
+    with torch.no_grad():
+        for coef in coefs:
+            coef[2] = torch.linspace(-0.02, 0.02, coef.shape[1])
+    before = [coef.detach()[2].abs().clone() for coef in coefs]
+    Finetuner(net, data, Finetune(epochs=2, lr=0.5, batch_size=10, padding=1)).run(step=0)
+    for coef, was in zip(coefs, before, strict=True):
+        now = coef.detach()[2].abs()
+        assert (now <= was.clamp(min=0.01)).all()
+        assert (now >= was.clamp(min=0.01) - 1e-7).any()  # some would be larger
