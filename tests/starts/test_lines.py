@@ -91,7 +91,7 @@ def test_lines_are_trained_slower_than_weights_and_are_recorded(tmp_path) -> Non
     after = [m.coef.detach() for m in net.modules() if isinstance(m, fastbcd.MaskedLine)]
     assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
     config = fastbcd.load_run(tmp_path).config["settings"]["finetune"]
-    assert config["coefficients_lr"] == [0.1, 0.003, 0.01]
+    assert config["coefficients_lr"] == [0.1, 0.03, 0.01]
     tuner = fastbcd.Finetuner(net, data, tune)
     with tuner.session():
         tuner.epoch(0, 0.01)

@@ -76,7 +76,7 @@ def plain_trainer(net, data, s: Finetune, teacher, seed: int, step: int) -> floa
             optimizer.zero_grad()
             loss.backward()
             for coef in coefs["params"] if s.optimizer == "sgd" else ():
-                coef.grad[2:] *= 0.003  # c2 of quadratics
+                coef.grad[2:] *= 0.03  # c2 of quadratics
             optimizer.step()
             for coef, most in zip(coefs["params"], bounds, strict=True):
                 coef.data[2:].clamp_(-most, most)
