@@ -113,8 +113,9 @@ class Through(torch.autograd.Function):
 class PublishedPoly(nn.Module):
     """AutoReP's activation as published: its mask follows aux in every forward."""
 
-    def __init__(self, act: IndicatorPoly, coef: torch.Tensor) -> None:
+    def __init__(self, act: IndicatorPoly, coef: torch.Tensor, scale_x2: float) -> None:
         super().__init__()
+        self.scale_x2 = scale_x2
         self.aux = nn.Parameter(act.aux.detach().clone().contiguous())
         self.coef = nn.Parameter(coef.clone())
         self.register_buffer("bits", act.mask.float().contiguous())
@@ -125,7 +126,7 @@ class PublishedPoly(nn.Module):
             self.bits.copy_(self.bits * on + (1 - self.bits) * off)
         m = Through.apply(self.aux, self.bits)
         c0, c1, c2 = (c.reshape(-1, *(1,) * (x.ndim - 2)) for c in self.coef)
-        return m * F.relu(x) + (1 - m) * (c2 * x**2 + c1 * x + c0)
+        return m * F.relu(x) + (1 - m) * (self.scale_x2 * c2 * x**2 + c1 * x + c0)
 
 
 def statistics(net: nn.Module, train, batch_size: int) -> dict[str, list[torch.Tensor]]:
@@ -144,7 +145,8 @@ def statistics(net: nn.Module, train, batch_size: int) -> dict[str, list[torch.T
     return {n: [torch.stack(v).mean(0) for v in zip(*s, strict=True)] for n, s in found.items()}
 
 
-def test_the_training_is_the_published_one(monkeypatch) -> None:
+@pytest.mark.parametrize("scale_x2", [0.1, 1.0])
+def test_the_training_is_the_published_one(monkeypatch, scale_x2) -> None:
     """Weights, quadratics and bits of a plain re-statement, up to rounding."""
     monkeypatch.setattr(module, "REFRESH", 0)
     net, train = make("poly"), data()
@@ -157,7 +159,7 @@ def test_the_training_is_the_published_one(monkeypatch) -> None:
     for name, act in list(gates.named_modules()):
         if isinstance(act, IndicatorPoly):
             var, mean = measured[name]
-            student.set_submodule(name, PublishedPoly(act, dapa(mean, var)))
+            student.set_submodule(name, PublishedPoly(act, dapa(mean, var), scale_x2))
     sites = {n: m for n, m in student.named_modules() if isinstance(m, PublishedPoly)}
     optimizer = torch.optim.Adam(student.parameters(), lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs, eta_min=1e-5)
@@ -182,12 +184,16 @@ def test_the_training_is_the_published_one(monkeypatch) -> None:
 
     monkeypatch.setattr(module.Replacement, "decide", noted)
     start = autorep(
-        net, train, budget, epochs=epochs, lr=lr, penalty=lam, batch_size=48, finetune=SHORT
-    )
+        net, train, budget, epochs=epochs, lr=lr, penalty=lam, batch_size=48, scale_x2=scale_x2,
+        finetune=SHORT,
+    )  # fmt: skip
     assert start.model is net
     for name, act in sites.items():
         torch.testing.assert_close(found[name].coef, act.coef, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(found[name].aux, act.aux, rtol=1e-3, atol=1e-3)
+        scale = torch.tensor([[1.0], [1.0], [scale_x2]])
+        coef = net.get_submodule(name).coef
+        torch.testing.assert_close(coef, scale * act.coef, rtol=1e-3, atol=1e-3)
         act(torch.zeros(1, *act.aux.shape))  # its bits follow aux at the next forward
         assert int((found[name].mask != act.bits.bool()).sum()) <= 2
     noise = ("0.bias", "running_mean", "num_batches_tracked", "bits", "aux", "coef")
@@ -242,7 +248,8 @@ def test_a_training_that_stays_above_the_budget_warns() -> None:
 def test_which_units_are_kept() -> None:
     """Those whose bit is on before those whose bit is off, by aux."""
     net = to_poly(make("mlp"))
-    method = module.Replacement(net, SimpleNamespace(budget=3, limits=limits_of(3, net), seed=0))
+    settings = SimpleNamespace(budget=3, limits=limits_of(3, net), scale_x2=0.1, seed=0)
+    method = module.Replacement(net, settings)
     first = method.acts[0]
     with torch.no_grad():
         for act in method.acts:
