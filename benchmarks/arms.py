@@ -122,6 +122,7 @@ class Arm:
         self.net = copy.deepcopy(problem.dense)
         self.folder = o.out / f"{name.replace(' ', '-')}-{seed}"
         self.epochs, self.seconds = 0, 0.0
+        self.tuning: dict[str, Any] = {}  # further settings of its fine-tunes
 
     def result(self, work: Callable[[Arm], dict[str, Any]]) -> dict[str, Any]:
         """What the arm came to after `work`, a fine-tune with the epochs left, and a test.
@@ -212,4 +213,4 @@ class Arm:
         self.seconds += time.perf_counter() - begun
 
     def settings(self, epochs: int) -> fastbcd.Finetune:
-        return fastbcd.Finetune(epochs=epochs, lr=self.o.lr, batch_size=self.o.batch)
+        return fastbcd.Finetune(epochs=epochs, lr=self.o.lr, batch_size=self.o.batch, **self.tuning)

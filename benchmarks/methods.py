@@ -30,7 +30,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -73,7 +72,7 @@ def bcd(arm: Arm, budget: int) -> None:
 
 
 def autorep(arm: Arm, budget: int) -> None:
-    o = arm.o
+    o, arm.tuning = arm.o, {"optimizer": "adam", "weight_decay": 0.0}  # as its mask training
     start(
         arm, fastbcd.autorep, budget, epochs=o.epochs - o.final, lr=o.autorep_lr,
         penalty=o.autorep_penalty,
@@ -89,8 +88,7 @@ def deepreduce(arm: Arm, budget: int) -> None:
 
 
 def senet(arm: Arm, budget: int) -> None:
-    o, whole = arm.o, arm.settings
-    arm.settings = lambda epochs: replace(whole(epochs), mismatch=o.mismatch)  # type: ignore[method-assign]
+    o, arm.tuning = arm.o, {"mismatch": arm.o.mismatch}
     start(
         arm, fastbcd.senet, budget, epochs=o.epochs // 2, every=3, lr=o.lr, finetune=arm.settings(0)
     )  # fmt: skip
@@ -113,7 +111,7 @@ def linearize(arm: Arm, budget: int, replacement: str = "line") -> None:
 ROWS: dict[str, tuple[Callable[[Arm, int], None], float | None]] = {
     "SNL": (snl, 0.01), "BCD": (bcd, 0.01), "linearize": (linearize, None),
     "linearize identity": (partial(linearize, replacement="identity"), None),
-    "AutoReP": (autorep, 0.001), "linearize poly": (partial(linearize, replacement="poly"), None),
+    "AutoReP": (autorep, 1e-4), "linearize poly": (partial(linearize, replacement="poly"), None),
     "DeepReDuce": (deepreduce, 0.01), "SENet": (senet, 0.01), "ReLUPruner": (relupruner, 0.01),
 }  # fmt: skip
 
