@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save, save_file
 from torch import nn
 
 import fastbcd
+from fastbcd.cli.demo import trained_resnet
 from fastbcd.runs.fingerprint import restore, take
 from fastbcd.runtime.atomic_files import write_atomically
 
@@ -58,11 +59,20 @@ def fashion_mnist(images: int, *, width: int, epochs: int, out: Path) -> Problem
     return Problem(net.eval(), train, test)
 
 
-def problem_of(o: argparse.Namespace) -> Problem:
+def small(images: int) -> Problem:
+    """The demo's trained ResNet-8 and the embedded images."""
+    train, test = (fastbcd.load("fashion-mnist-mini", split) for split in ("train", "test"))
+    return Problem(trained_resnet(), train.first(images), test, train.rest(images))
+
+
+NETS = {"resnet20": cifar10, "small": small}  # by a number of train images, fewer than all
+
+
+def problem_of(o: argparse.Namespace, net: str = "resnet20") -> Problem:
     """What an experiment with the options of `add_options` begins with."""
     if o.quick:
         return fashion_mnist(o.images, width=o.width, epochs=o.dense_epochs, out=o.out)
-    return cifar10(o.images)
+    return NETS[net](o.images)
 
 
 def reduced(

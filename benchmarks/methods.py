@@ -2,11 +2,13 @@
 
     FASTBCD_DATA=folder python benchmarks/methods.py                # ResNet-20 on CIFAR-10
     python benchmarks/methods.py --rows SNL linearize --seeds 0     # a part of it
+    python benchmarks/methods.py --net small                        # the demo's net and images
     python benchmarks/methods.py --quick                            # a tiny version, minutes
 
 The folder holds `cifar10-12k.npz` and `resnet20-cifar10.safetensors`. Every row goes from the dense
-net to 20,000 and to 8,000 of ResNet-20's 188,416 ReLUs, with every seed, in `--epochs` epochs of
-`--images` images in all, in batches of `--batch`, and distills from the dense net:
+net to 20,000 and to 8,000 of ResNet-20's 188,416 ReLUs (3,000 and 1,200 of the small net's 28,224),
+with every seed, in `--epochs` epochs of `--images` images in all, in batches of `--batch`, and
+distills from the dense net:
 
     SNL, AutoReP        train masks until `--final` epochs are left, then fine-tune
     BCD                 the paper: SNL down to 40,000 ReLUs, then uniform hypotheses, one epoch per
@@ -36,11 +38,11 @@ from statistics import mean
 from typing import Any
 
 import fastbcd
-from arms import Arm, Problem, add_options, problem_of
+from arms import NETS, Arm, Problem, add_options, problem_of
 from table import machine
 
 RECORDS = Path(__file__).with_name("methods.jsonl")
-SHARES = (20_000 / 188_416, 8_000 / 188_416)
+BUDGETS = {"resnet20": [20_000, 8_000], "small": [3_000, 1_200]}
 REFERENCE = 40_000 / 188_416  # where SNL hands over to BCD: B_ref
 WAN = {"bandwidth": "100Mbit", "rtt": "40ms"}
 Result = dict[str, Any]
@@ -117,7 +119,7 @@ ROWS: dict[str, tuple[Callable[[Arm, int], None], float | None]] = {
 
 
 # The options that a record must agree with: of all rows, and of each.
-COMMON = ("images", "epochs", "batch", "lr")
+COMMON = ("net", "images", "epochs", "batch", "lr")
 SNL, SCORED = ("snl_lr", "snl_lambda", "snl_kappa"), ("samples", "rt", "adt")
 OWN: dict[str, tuple[str, ...]] = {
     "SNL": ("final", *SNL), "BCD": ("final", "snl_epochs", "snl_tune", *SNL, *SCORED),
@@ -167,11 +169,11 @@ def result(
 # ------------------------------------------------------------------------------------ report
 
 
-def print_table(results: list[Result], o: argparse.Namespace, budgets: list[int]) -> None:
+def print_table(results: list[Result], o: argparse.Namespace) -> None:
     """One line for each row and budget: means over seeds, and each seed's accuracy."""
     columns = {"accuracy": "test %", "epochs": "epochs", "seconds": "seconds", "sites": "sites",
                "private": "private s"}  # fmt: skip
-    for budget in budgets:
+    for budget in o.budgets:
         print(f"\n{f'{budget:,} ReLUs':<20}" + "".join(f"{c:>10}" for c in columns.values())
               + "   each seed, %")  # fmt: skip
         for row in o.rows:
@@ -184,12 +186,10 @@ def print_table(results: list[Result], o: argparse.Namespace, budgets: list[int]
             print(f"{row:<20}{cells}   " + " / ".join(f"{r['accuracy']:.2f}" for r in mine))
 
 
-def time_to_accuracy(
-    problem: Problem | None, o: argparse.Namespace, results: list[Result], budgets: list[int]
-) -> None:
+def time_to_accuracy(problem: Problem | None, o: argparse.Namespace, results: list[Result]) -> None:
     """How many epochs BCD needs to be as accurate as linearize."""
     print(f"\nepochs of BCD for the accuracy of linearize after {o.epochs}")
-    for budget in budgets:
+    for budget in o.budgets:
         for seed in o.seeds:
             known = {r["row"]: r["accuracy"] for r in results
                      if (r["budget"], r["seed"]) == (budget, seed)}  # fmt: skip
@@ -211,7 +211,8 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser, batch=25)
     add = parser.add_argument
-    add("--budgets", type=int, nargs="+", help="(20,000 and 8,000 of 188,416)")
+    add("--net", choices=NETS, default="resnet20", help="(%(default)s)")
+    add("--budgets", type=int, nargs="+", help=f"({BUDGETS})")
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="(all)")
     add("--rates", nargs="+", default=[], metavar="ROW=LR", help="learning rates; auto: its own")
     add("--records", type=Path, help="finished arms, one per line (benchmarks/methods.jsonl)")
@@ -235,30 +236,29 @@ def options() -> argparse.Namespace:
         parser.error(f"--rates {' '.join(o.rates)}: write ROW=LR, such as SENet=0.02")
     if unknown := set(o.lr) - set(ROWS):
         parser.error(f"--rates: no row is called {sorted(unknown)[0]}; choose from {list(ROWS)}")
-    o.out = o.out or Path("runs") / ("methods-quick" if o.quick else "methods")
+    o.budgets = o.budgets or BUDGETS["small" if o.quick else o.net]
+    o.out = o.out or Path("runs") / f"methods-{'quick' if o.quick else o.net}"
     o.records = o.records or (o.out / "methods.jsonl" if o.quick else RECORDS)
     return o
 
 
 def main() -> None:
     o = options()
-    problem = None if o.report else problem_of(o)
+    problem = None if o.report else problem_of(o, o.net)
     print(machine())
     if problem is not None:
         total = fastbcd.masks(problem.dense).total
         print(f"{total:,} ReLUs, {fastbcd.accuracy(problem.dense, problem.test):.2f} % on "
               f"{len(problem.test):,} test images; {' '.join(sys.argv)}", flush=True)  # fmt: skip
-        o.budgets = o.budgets or [round(share * total) for share in SHARES]
-    budgets = o.budgets or [20_000, 8_000]
     # Seeds first: an interrupted experiment then has whole comparisons.
     found = [
         result(problem, o, row, budget, seed=seed)
-        for seed in o.seeds for budget in budgets for row in o.rows
+        for seed in o.seeds for budget in o.budgets for row in o.rows
     ]  # fmt: skip
     results = [r for r in found if r is not None]
-    print_table(results, o, budgets)
+    print_table(results, o)
     if {"BCD", "linearize"} <= set(o.rows):
-        time_to_accuracy(problem, o, results, budgets)
+        time_to_accuracy(problem, o, results)
 
 
 if __name__ == "__main__":

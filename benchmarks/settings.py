@@ -1,6 +1,7 @@
 """What linearize chooses, against other choices: one row per change, at equal epochs.
 
     FASTBCD_DATA=folder python benchmarks/settings.py                    # ResNet-20 on CIFAR-10
+    python benchmarks/settings.py --net small --images 4000 --budget 1000  # the demo's net
     python benchmarks/settings.py --rows linearize "one step per epoch"  # some rows
     python benchmarks/settings.py --quick                                # a tiny version, minutes
 
@@ -20,12 +21,14 @@ from typing import Any
 from unittest.mock import patch
 
 import fastbcd
-from arms import Arm, Problem, add_options, problem_of
+from arms import NETS, Arm, Problem, add_options, problem_of
 from table import machine
 
 # Constants of fastbcd/descent/linearize.py in capitals, arguments of `linearize` in small letters.
 ROWS: dict[str, dict[str, Any]] = {
     "linearize": {},
+    "identity": {"replacement": "identity"},
+    "quadratics": {"replacement": "poly"},
     "one step per epoch": {"PARTS": 1},
     "two steps per epoch": {"PARTS": 2},
     "eight steps per epoch": {"PARTS": 8},
@@ -33,11 +36,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "down in 80 %": {"DOWN": 0.8},
     "lr 0.005": {"lr": 0.005},
     "lr 0.02": {"lr": 0.02},
-    "Adam, lr 0.001": {"optimizer": "adam", "lr": 0.001},
-    "Muon, lr 0.02": {"optimizer": "muon", "lr": 0.02},
+    "Adam, lr 0.001": {"optimizer": "adam", "lr": 0.001, "weight_decay": 0.0},
+    "Muon, lr 0.01": {"optimizer": "muon", "lr": 0.01},
     "one hypothesis": {"rt": 1},
     "activations matched": {"mismatch": 1.0},
-    "9 sites": {"max_sites": 9},
+    "half of the sites": {"max_sites": 0.5},
 }
 Result = dict[str, Any]
 
@@ -46,6 +49,8 @@ def result(problem: Problem, o: argparse.Namespace, row: str, seed: int) -> Resu
     """Run one arm, or read its result."""
     constants = {name: value for name, value in ROWS[row].items() if name.isupper()}
     given = {name: value for name, value in ROWS[row].items() if name not in constants}
+    if "max_sites" in given:
+        given["max_sites"] = int(given["max_sites"] * len(fastbcd.masks(problem.dense).sites))
     own = argparse.Namespace(**{**vars(o), "rt": given.pop("rt", o.rt)})
     arm = Arm(problem, own, f"{row} {o.budget}".replace("%", "percent"), seed)
 
@@ -66,19 +71,20 @@ def result(problem: Problem, o: argparse.Namespace, row: str, seed: int) -> Resu
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser, batch=25)
+    parser.add_argument("--net", choices=NETS, default="resnet20", help="(%(default)s)")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="(all)")
     parser.add_argument("--budget", type=int, default=8_000, help="ReLUs (%(default)s)")
-    parser.set_defaults(samples=300)
+    parser.set_defaults(samples=500)
     o = parser.parse_args()
     if o.quick:
         vars(o).update(images=128, samples=64, epochs=3, seeds=[0], dense_epochs=2, budget=500)
-    o.out = o.out or Path("runs") / ("settings-quick" if o.quick else "settings")
+    o.out = o.out or Path("runs") / f"settings-{'quick' if o.quick else o.net}"
     return o
 
 
 def main() -> None:
     o = options()
-    problem = problem_of(o)
+    problem = problem_of(o, o.net)
     if problem.held_out is not None:
         problem = problem._replace(test=problem.held_out, held_out=None)
     print(machine())
