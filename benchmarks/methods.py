@@ -18,7 +18,7 @@ distills from the dense net:
     linearize           `fastbcd.linearize`: removed ReLUs become lines; "linearize identity" and
                         "linearize poly": the identity, quadratics
 
-Each row has a learning rate of its own: `--rates SENet=0.02 linearize=auto` sets some. After the
+Each row has a learning rate of its own: `--rates SENet=0.02` sets some. After the
 table, BCD runs for more epochs (`--long`), until it is as accurate as linearize was after
 `--epochs`. Every arm has run directories of its own below `--out`; the same command resumes. The
 rows and seeds may run one by one; the same command with all of them then reports. Finished arms are
@@ -105,15 +105,14 @@ def relupruner(arm: Arm, budget: int) -> None:
 
 
 def linearize(arm: Arm, budget: int, replacement: str = "line") -> None:
-    rate = {} if arm.o.lr is None else {"lr": arm.o.lr}
-    arm.linearize(budget, replacement=replacement, **rate)
+    arm.linearize(budget, replacement=replacement, lr=arm.o.lr)
 
 
-# Each with its learning rate of the fine-tune, or of its own training; None: what it chooses.
-ROWS: dict[str, tuple[Callable[[Arm, int], None], float | None]] = {
-    "SNL": (snl, 0.01), "BCD": (bcd, 0.01), "linearize": (linearize, None),
-    "linearize identity": (partial(linearize, replacement="identity"), None),
-    "AutoReP": (autorep, 1e-4), "linearize poly": (partial(linearize, replacement="poly"), None),
+# Each with its learning rate of the fine-tune, or of its own training.
+ROWS: dict[str, tuple[Callable[[Arm, int], None], float]] = {
+    "SNL": (snl, 0.01), "BCD": (bcd, 0.01), "linearize": (linearize, 0.003),
+    "linearize identity": (partial(linearize, replacement="identity"), 0.01),
+    "AutoReP": (autorep, 1e-4), "linearize poly": (partial(linearize, replacement="poly"), 0.01),
     "DeepReDuce": (deepreduce, 0.01), "SENet": (senet, 0.01), "ReLUPruner": (relupruner, 0.01),
 }  # fmt: skip
 
@@ -214,7 +213,7 @@ def options() -> argparse.Namespace:
     add("--net", choices=NETS, default="resnet20", help="(%(default)s)")
     add("--budgets", type=int, nargs="+", help=f"({BUDGETS})")
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="(all)")
-    add("--rates", nargs="+", default=[], metavar="ROW=LR", help="learning rates; auto: its own")
+    add("--rates", nargs="+", default=[], metavar="ROW=LR", help="learning rates")
     add("--records", type=Path, help="finished arms, one per line (benchmarks/methods.jsonl)")
     add("--report", action="store_true", help="run nothing, report the records")
     add("--long", type=int, nargs="*", default=[60, 120], help="epochs of longer BCD (%(default)s)")
@@ -230,8 +229,7 @@ def options() -> argparse.Namespace:
         vars(o).update(images=128, samples=64, bcd_samples=64, epochs=10, final=2, snl_epochs=2,
                        snl_tune=1, seeds=[0], dense_epochs=2, rt=2, long=[12])  # fmt: skip
     try:
-        o.lr = {row: None if lr == "auto" else float(lr)
-                for row, lr in (rate.split("=") for rate in o.rates)}  # fmt: skip
+        o.lr = {row: float(lr) for row, lr in (rate.split("=") for rate in o.rates)}
     except ValueError:
         parser.error(f"--rates {' '.join(o.rates)}: write ROW=LR, such as SENet=0.02")
     if unknown := set(o.lr) - set(ROWS):

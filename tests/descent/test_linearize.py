@@ -184,7 +184,13 @@ def test_a_start_at_the_budget_is_only_trained(rates) -> None:
         assert torch.equal(run.masks.bits, kept.bits)
         assert [step.drc for step in run.history] == [0, 0, 0]
     assert fastbcd.masks(net).count() == 8
-    assert rates[::3] == pytest.approx([0.01, 0.0075, 0.0025] * 3)
+    assert rates[::3] == pytest.approx([0.003, 0.00225, 0.00075] * 3)
+
+
+def test_the_learning_rate_depends_on_the_replacement(rates) -> None:
+    for replacement in ("identity", "line", "poly"):
+        short(epochs=1, replacement=replacement)
+    assert rates[::3] == [0.01, 0.003, 0.01]
 
 
 def test_a_start_above_the_budget_is_descended_from() -> None:
