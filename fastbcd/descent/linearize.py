@@ -46,7 +46,7 @@ PARTS = 4  # steps per epoch there; one step per epoch and DOWN = 0.8 has a larg
 RT, ADT = 4, 0.3  # hypotheses of a step, and the accepted drop; not measured yet
 # Constant on the way down, by replacement: lines do less damage than the identity, and a small rate
 # keeps more of what the model has learned. Lines: 0.01 79.2 % at 20,000 ReLUs and 72.5 at 8,000,
-# 0.003 83.7 and 74.4, 0.001 84.9 and 74.1. The identity at 20,000: 0.02 69.3, 0.01 76.9, 0.005 76.9,
+# 0.003 83.7 and 74.4, 0.001 84.9 and 74.1. The identity at 20,000: 0.02 69.3, 0.01 and 0.005 76.9,
 # 0.001 growing to 0.01 75.1. The model was trained on these images too, which favours small rates.
 LR = {"line": 0.003, "poly": 0.01, "identity": 0.01}
 # Proposals are distilled. 8,000 ReLUs, two seeds: 67.8 and 66.6 % by random views of 500 images,
