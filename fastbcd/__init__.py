@@ -20,12 +20,12 @@ from fastbcd.scoring.accuracy import accuracy
 from fastbcd.scoring.choose import Choice, choose
 from fastbcd.scoring.engine import Engine
 from fastbcd.scoring.score import Scores, score
-from fastbcd.starts.autorep import autorep, to_poly
+from fastbcd.starts.autorep import autorep
 from fastbcd.starts.checkpoints.formats import load_autorep, load_relupruner, load_snl
 from fastbcd.starts.deepreduce import deepreduce
-from fastbcd.starts.lines import to_line
 from fastbcd.starts.mask_training import StartingPoint
 from fastbcd.starts.relupruner import relupruner
+from fastbcd.starts.replacements import to_line, to_poly
 from fastbcd.starts.senet import senet
 from fastbcd.starts.snl import snl
 from fastbcd.training.dense import Trained, train

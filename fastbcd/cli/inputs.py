@@ -80,7 +80,7 @@ def given_net(options: argparse.Namespace, data: ImageData, weights: Path | None
     net = net if weights is None else load_weights(net, weights)
     if wanted == "line":
         return fastbcd.to_line(net, data)
-    return fastbcd.to_poly(net) if wanted == "poly" else net
+    return fastbcd.to_poly(net, data) if wanted == "poly" else net
 
 
 def trained_net(options: argparse.Namespace, data: ImageData) -> nn.Module:

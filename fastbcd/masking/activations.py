@@ -84,8 +84,8 @@ class MaskedReLU(MaskedActivation):
 class MaskedPoly(MaskedActivation):
     """ReLU where the bit is 1, c2*x² + c1*x + c0 where it is 0, with `coef` [3, C] learned.
 
-    coef starts as the identity: 0, 1, 0. The quadratic nearest to ReLU would be closer to it, but
-    grows with x², and a deep net of such quadratics diverges in training.
+    coef starts as the identity: 0, 1, 0. `to_poly` fits it to the ReLUs of a net, with a share of
+    the c2 that is nearest to ReLU: with all of it a deep net diverges in training.
 
     >>> act = MaskedPoly((2,))
     >>> act.mask[1] = False

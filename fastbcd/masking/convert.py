@@ -34,7 +34,7 @@ def convert(
         example_input: a batch like those that the network will see, [B, ...], on any device. It is
             the only argument of the result: others of the model's forward have their defaults.
         replacement: what a cleared bit gives: "identity"; "line" or "poly", a learned line or
-            quadratic that starts as the identity. `to_line` fits lines to data.
+            quadratic that starts as the identity. `to_line` and `to_poly` fit them.
         skip: ReLUs to leave as they are, by name ("layer4.*") or by type (nn.ReLU6).
 
     train() and eval() switch batch norm, dropout and DropPath as before. Outputs that the model has

@@ -15,7 +15,6 @@ change any more (25 epochs of 5,000 images, λ = 200: 103,375 of 188,416 bits ar
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from types import SimpleNamespace
@@ -26,15 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbcd import ops
-from fastbcd.masking.activations import MaskedActivation, MaskedPoly
+from fastbcd.masking.activations import MaskedPoly
 from fastbcd.masking.masks import MaskSet, mask_modules, masks
 from fastbcd.private.limits import counts_of
 from fastbcd.private.target import Target, limits_of
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.validate import check_number, check_whole
-from fastbcd.scoring.accuracy import dtype_of
-from fastbcd.starts.mask_training import Method, StartingPoint, channels_last, train_masks, twin
+from fastbcd.starts.mask_training import Method, StartingPoint, channels_last, train_masks
+from fastbcd.starts.replacements import to_poly
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer, cosine, training_dtype
 
@@ -177,33 +176,6 @@ def count_on(act: IndicatorPoly) -> Tensor:
     aux = act.aux
     straight_through = F.softplus(aux.detach()) * (aux - aux.detach())  # 0, with that gradient
     return act.mask.sum() + straight_through.sum()
-
-
-def to_poly(net: nn.Module) -> nn.Module:
-    """A copy of a net with `MaskedPoly` in place of `MaskedReLU`: the same weights and masks.
-
-    It computes the same as the net: the polynomials start as the identity, those in place of
-    `MaskedLine` as its lines.
-
-    >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3))
-    >>> to_poly(net)[1]
-    MaskedPoly((3,), 3 kept)
-    """
-    dtype = dtype_of(net)
-
-    def poly(act: MaskedActivation) -> MaskedActivation:
-        if isinstance(act, MaskedPoly):
-            return act
-        new = MaskedPoly(tuple(act.mask.shape), device=act.mask.device).to(dtype)
-        new.mask.copy_(act.mask)
-        if (line := act.coefficients()) is not None:
-            new.coef.data.copy_(line.detach())
-        return new.train(act.training)
-
-    result = twin(copy.deepcopy(net), poly)
-    if isinstance(arch := getattr(net, "arch", None), dict):  # a copy of a traced net has none
-        result.arch = {**arch, "replacement": "poly"}  # type: ignore[assignment]
-    return result
 
 
 class Replacement(Method):

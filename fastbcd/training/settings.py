@@ -22,6 +22,8 @@ class Finetune:
             each weight's norm, whose lr (about 0.02) does not depend on the scale of the loss. It
             ignores `weight_decay`.
         momentum, weight_decay: of the optimizer.
+        clip: the largest norm of the gradient of all weights; a longer gradient is scaled down to
+            it. 0: no limit.
         batch_size: images of a batch, over all ranks.
         temperature, distill: T and the weight of the distillation, if there is a teacher.
         mismatch: β, adds β/2 · Σ over sites of the mean over the batch of ‖a/‖a‖ - t/‖t‖‖ to the
@@ -46,6 +48,7 @@ class Finetune:
     optimizer: str = "sgd"
     momentum: float = 0.9
     weight_decay: float = 5e-4
+    clip: float = 0.0
     batch_size: int = 128
     temperature: float = 4.0
     distill: float = 1.0
@@ -61,7 +64,7 @@ class Finetune:
     def describe(self) -> dict[str, Any]:
         """What config.json records: the settings that can change the outcome."""
         # Runs begun before these existed lack them.
-        later = {"fast": False, "sync_batch_norm": False, "mismatch": 0.0}
+        later = {"fast": False, "sync_batch_norm": False, "mismatch": 0.0, "clip": 0.0}
         return {
             name: value for name, value in dataclasses.asdict(self).items()
             if name != "teacher_cache" and (name not in later or value != later[name])
@@ -71,8 +74,8 @@ class Finetune:
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         for name, least in (("batch_size", 1), ("padding", 0), ("teacher_cache", 0)):
             check_whole(name, getattr(self, name), least, optional=name == "teacher_cache")
-        numbers = ("epochs", "lr", "momentum", "weight_decay", "temperature", "distill", "mismatch")
-        for name in numbers:
+        numbers = ("epochs", "lr", "momentum", "weight_decay", "clip", "temperature", "distill")
+        for name in (*numbers, "mismatch"):
             check_number(name, getattr(self, name), 0)
         if self.momentum >= 1:
             raise ValueError(f"momentum={self.momentum}; it must be below 1")

@@ -212,6 +212,8 @@ class Trainer:
             if len(pending) == CHECK_EVERY:  # it waits for the GPU
                 losses += self._losses(pending, len(losses), f"{epoch}, batch {{}}, step {step}")
                 pending = []
+            if s.clip:
+                nn.utils.clip_grad_norm_(self.trained.values(), s.clip)
             scaler.step(self.optimizer)
             scaler.update()
             for coef, most in zip(self.quadratics, bounds, strict=True):

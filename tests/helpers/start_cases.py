@@ -11,7 +11,7 @@ from torch import nn
 
 from fastbcd.data.sources import as_data
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.starts.autorep import to_poly
+from fastbcd.starts.replacements import to_poly
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer
 from helpers.nets import images, make

@@ -16,8 +16,9 @@ from fastbcd import MaskedPoly, MaskedReLU
 from fastbcd.cli import main as cli
 from fastbcd.private.target import limits_of
 from fastbcd.starts import autorep as module
-from fastbcd.starts.autorep import IndicatorPoly, autorep, count_on, dapa, to_poly
+from fastbcd.starts.autorep import IndicatorPoly, autorep, count_on, dapa
 from fastbcd.starts.mask_training import twin
+from fastbcd.starts.replacements import to_poly
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer
 from helpers.nets import images, make, thinned

@@ -77,6 +77,11 @@ def plain_trainer(net, data, s: Finetune, teacher, seed: int, step: int) -> floa
                 coef.grad[2:] *= 0.03  # c2 of quadratics
             least = 0.01 if s.optimizer == "sgd" else math.inf
             bounds = [coef.detach()[2:].abs().clamp(min=least) for coef in coefs["params"]]
+            if s.clip:
+                gradients = [p.grad for p in net.parameters() if p.grad is not None]
+                norm = torch.cat([g.flatten() for g in gradients]).norm()
+                for gradient in gradients:
+                    gradient *= min(1.0, s.clip / norm)
             optimizer.step()
             for coef, most in zip(coefs["params"], bounds, strict=True):
                 coef.data[2:].clamp_(-most, most)
@@ -95,17 +100,20 @@ def without_dropout(net: nn.Module) -> nn.Module:
 # -------------------------------------------------------------------------- what it computes
 
 
-@pytest.mark.parametrize(("optimizer", "mismatch"), [("sgd", 0.0), ("adam", 0.0), ("sgd", 0.7)])
+@pytest.mark.parametrize(
+    ("optimizer", "mismatch", "clip"),
+    [("sgd", 0.0, 0.0), ("adam", 0.0, 0.0), ("sgd", 0.7, 0.0), ("sgd", 0.0, 0.5)],
+)
 @pytest.mark.parametrize("name", [*TRACEABLE, "untraceable"])
 @pytest.mark.filterwarnings("ignore:.*torch.fx cannot trace:RuntimeWarning")
-def test_equals_the_plain_trainer(name, optimizer, mismatch) -> None:
+def test_equals_the_plain_trainer(name, optimizer, mismatch, clip) -> None:
     net = without_dropout(thinned(make(name)))
     start = weights(net)
     twin, teacher, data = copy.deepcopy(net), make(name), pair()
     with torch.no_grad():
         teacher.get_parameter(next(iter(dict(teacher.named_parameters())))).mul_(1.3)
     lr = 0.05 if optimizer == "sgd" else 1e-3
-    s = dataclasses.replace(SMALL, optimizer=optimizer, lr=lr, mismatch=mismatch)
+    s = dataclasses.replace(SMALL, optimizer=optimizer, lr=lr, mismatch=mismatch, clip=clip)
     result = Finetuner(net, data, s, teacher, seed=3).run(step=2)
     truth = plain_trainer(twin, data, s, teacher.eval(), seed=3, step=2)
     assert result["loss"] == pytest.approx(truth, rel=1e-3)

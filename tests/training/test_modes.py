@@ -133,7 +133,8 @@ def test_strict_algorithms_of_the_user_stay(gpu) -> None:
 def test_fast_is_recorded_and_older_runs_resume_without_it() -> None:
     assert Finetune(fast=True).describe()["fast"] is True
     assert (
-        not {"fast", "mismatch", "sync_batch_norm", "teacher_cache"} & Finetune().describe().keys()
+        not {"clip", "fast", "mismatch", "sync_batch_norm", "teacher_cache"}
+        & Finetune().describe().keys()
     )
 
 

@@ -1,11 +1,11 @@
-"""to_line: lines that are nearest to ReLU on the data, in the place of removed ReLUs."""
+"""to_line, to_poly: lines and quadratics close to ReLU on the data, in place of removed ReLUs."""
 
 import pytest
 import torch
 from torch import nn
 
 import fastbcd
-from fastbcd.starts.lines import least_squares
+from fastbcd.starts.replacements import SQUARES, line, quadratic
 from helpers.nets import images, make, thinned
 
 
@@ -20,17 +20,41 @@ def pre_activations(net: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["mlp", "resnet", "preactivation", "untraceable"])
+def by_channel(net: nn.Module, x: torch.Tensor):
+    """Site, channel and its pre-activations, for all of them."""
+    for site, z in pre_activations(net, x).items():
+        for channel, row in enumerate(z.movedim(1, 0).flatten(1).double()):
+            yield site, channel, row
+
+
+def least_squares(row: torch.Tensor, goal: torch.Tensor, degree: int) -> torch.Tensor:
+    columns = torch.stack([row**power for power in range(degree + 1)], 1)
+    return torch.linalg.lstsq(columns, goal[:, None]).solution.flatten()
+
+
+NETS = ["mlp", "resnet", "preactivation", "untraceable"]
+
+
+@pytest.mark.parametrize("name", NETS)
 def test_lines_are_those_of_least_squares(name) -> None:
     net, (x, labels) = thinned(make(name)), images(70)
     lines = fastbcd.to_line(net, (x, labels))
-    for site, z in pre_activations(net, x).items():
-        z = z.movedim(1, 0).flatten(1).double()
-        for channel, row in enumerate(z):
-            columns = torch.stack([torch.ones_like(row), row], 1)
-            expected = torch.linalg.lstsq(columns, row.relu()[:, None]).solution.flatten()
-            found = lines.get_submodule(site).coef[:, channel].detach().double()
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    for site, channel, row in by_channel(net, x):
+        expected = least_squares(row, row.relu(), 1)
+        found = lines.get_submodule(site).coef[:, channel].detach().double()
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_quadratics_have_a_share_of_the_c2_of_least_squares(name) -> None:
+    """And the line that is nearest to what their square leaves of ReLU."""
+    net, (x, labels) = thinned(make(name)), images(70)
+    poly = fastbcd.to_poly(net, (x, labels))
+    for site, channel, row in by_channel(net, x):
+        c2 = SQUARES * least_squares(row, row.relu(), 2)[2]
+        expected = torch.cat([least_squares(row, row.relu() - c2 * row**2, 1), c2[None]])
+        found = poly.get_submodule(site).coef[:, channel].detach().double()
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_the_copy_has_the_weights_masks_and_mode_of_the_net() -> None:
@@ -51,23 +75,35 @@ def test_the_copy_has_the_weights_masks_and_mode_of_the_net() -> None:
     assert net.get_submodule("0").weight.any()
 
 
+def moments(z: torch.Tensor) -> torch.Tensor:
+    r = z.relu()
+    return torch.stack([t.mean(1) for t in (z, z**2, z**3, z**4, r, z * r, z * z * r)])
+
+
 def test_a_channel_without_variance() -> None:
-    """No line is nearer than another: the slope is ReLU's."""
+    """No line is nearer than another: the slope is ReLU's. No square is needed."""
     for value, expected in ((2.0, [0.0, 1.0]), (-2.0, [0.0, 0.0]), (0.0, [0.0, 0.0])):
-        z = torch.full((1, 50), value, dtype=torch.float64)
-        r = z.relu()
-        sums = (s.sum(1) for s in (torch.ones_like(z), z, z * z, r, z * r))
-        torch.testing.assert_close(least_squares(*sums).flatten(), torch.tensor(expected).double())
+        given = moments(torch.full((1, 50), value, dtype=torch.float64))
+        torch.testing.assert_close(line(given).flatten().tolist(), expected)
+        torch.testing.assert_close(quadratic(given).flatten().tolist(), [*expected, 0.0])
+
+
+def test_a_channel_with_two_values_has_a_line() -> None:
+    given = moments(torch.tensor([[-1.0, 2.0] * 20], dtype=torch.float64))
+    expected = [*line(given).flatten().tolist(), 0.0]
+    torch.testing.assert_close(quadratic(given).flatten().tolist(), expected)
 
 
 def test_a_removal_changes_the_logits_less_than_by_the_identity() -> None:
-    net, (x, labels) = make("resnet"), images(200)
-    lines, logits = fastbcd.to_line(net, (x, labels)), net(x)
+    net, data = make("resnet"), images(200)
+    nets, x = [fastbcd.to_poly(net, data), fastbcd.to_line(net, data), net], data[0]
+    logits = [one(x) for one in nets]
+    assert all(torch.equal(other, logits[-1]) for other in logits)  # no ReLU is removed yet
     gone = fastbcd.masks(net).sample(100, seed=0, step=0, trial=0)
-    for one in (net, lines):
+    for one in nets:
         fastbcd.set_masks(one, fastbcd.masks(one).without(gone))
-    nearer, other = ((one(x) - logits).square().sum() for one in (lines, net))
-    assert nearer < 0.5 * other
+    poly, lines, identity = ((one(x) - logits[0]).square().sum() for one in nets)
+    assert poly < lines < 0.5 * identity
 
 
 def test_other_sites_stay_and_quadratics_begin_as_lines() -> None:
@@ -76,7 +112,7 @@ def test_other_sites_stay_and_quadratics_begin_as_lines() -> None:
     assert isinstance(mixed.act, fastbcd.MaskedPoly)
     assert isinstance(mixed.act2, fastbcd.MaskedLine)
     lines = thinned(fastbcd.to_line(make("resnet"), data))
-    poly = fastbcd.to_poly(lines)
+    poly = fastbcd.to_poly(lines, data)
     assert all(not isinstance(m, fastbcd.MaskedLine) for m in poly.modules())
     torch.testing.assert_close(poly(data[0]), lines(data[0]), atol=0, rtol=0)
 
