@@ -28,7 +28,10 @@ from fastbcd.scoring.accuracy import data_for, dtype_of
 from fastbcd.starts.mask_training import twin
 
 IMAGES, BATCH = 512, 64  # that lines and quadratics are fitted to at most, and at a time
-SQUARES = 0.25  # c2, a share of that of least squares
+# c2, a share of that of least squares. ResNet-20, 20,000 ReLUs, 15 epochs of 2,000 images: 0.1
+# 86.4 %, 0.25 89.2, 0.5 93.0; 1 diverges. So does 0.5 in 30 epochs of 5,000 images, at 72,000
+# ReLUs: the activations of 1 of 500 images are squared from layer to layer, to infinity.
+SQUARES = 0.25
 
 
 def to_line(net: nn.Module, data: Any) -> nn.Module:

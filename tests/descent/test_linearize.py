@@ -359,6 +359,15 @@ def test_bad_types_are_refused() -> None:
         short(teacher=nn.Sequential(nn.Flatten(), nn.Linear(784, 3)))
 
 
+def test_gradients_of_quadratics_have_a_limit(tmp_path) -> None:
+    for given, expected in (
+        ({"replacement": "poly"}, 5.0), ({"replacement": "poly", "clip": 2.0}, 2.0), ({}, None)
+    ):  # fmt: skip
+        short(run_dir=tmp_path / str(expected), **given)
+        config = fastbcd.load_run(tmp_path / str(expected)).config
+        assert config["settings"]["finetune"].get("clip") == expected
+
+
 def test_the_learning_rate_of_quadratics_is_recorded(tmp_path, monkeypatch) -> None:
     """A run with another rate would end elsewhere: it does not resume."""
     short(replacement="poly", run_dir=tmp_path)
