@@ -113,7 +113,7 @@ ROWS: dict[str, tuple[Callable[[Arm, int], None], float]] = {
     "SNL": (snl, 0.01), "BCD": (bcd, 0.01), "linearize": (linearize, 0.003),
     "linearize identity": (partial(linearize, replacement="identity"), 0.01),
     "AutoReP": (autorep, 1e-4), "linearize poly": (partial(linearize, replacement="poly"), 0.01),
-    "DeepReDuce": (deepreduce, 0.01), "SENet": (senet, 0.01), "ReLUPruner": (relupruner, 0.01),
+    "DeepReDuce": (deepreduce, 0.003), "SENet": (senet, 0.01), "ReLUPruner": (relupruner, 0.03),
 }  # fmt: skip
 
 
