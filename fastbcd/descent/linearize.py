@@ -69,7 +69,8 @@ def linearize(
     model: nn.Module, train: Any, budget: int | Target, *, epochs: int = 60, test: Any = None,
     run_dir: str | os.PathLike[str] | None = None, start: Any = None,
     max_sites: int | None = None, replacement: str = LINE,
-    teacher: nn.Module | None = None, lr: float | None = None, batch_size: int | None = None,
+    teacher: nn.Module | None = None, lr: float | None = None, clip: float | None = None,
+    batch_size: int | None = None,
     rt: int = RT, adt: float = ADT, samples: int | None = None, seed: int = 0,
     engine: str | Engine = "auto", metric: Metric | None = None, loss: Loss | None = None,
     confidence: float | None = None, test_every: int = 1, resume: str | bool = "auto",
@@ -91,14 +92,14 @@ def linearize(
         teacher: to distil from; None: the model. distill=0 switches the distillation off.
         lr: the learning rate on the way down; None: 0.003 for lines, 0.01 for others. It then
             falls to 0 on a cosine.
+        clip: the largest norm of the gradient, 0: no limit; None: 5 for quadratics, 0 for others.
         batch_size: None: 25 for up to 5,000 images, up to 128 for more.
         samples: propose and score on the first n train images; None: on 500 at most.
         max_sites, rt, adt, seed, engine, metric, loss, confidence, test_every, run_dir, resume: as
             in `bcd`.
         progress: print the plan, one line per step, and a bar with the time that is left.
         dry_run: print the plan with the expected minutes, and return; nothing is removed.
-        finetune: further fields of `Finetune`, such as padding=0, flip=False or amp. clip is 5 for
-            quadratics.
+        finetune: further fields of `Finetune`, such as padding=0, flip=False or amp.
 
     >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
@@ -122,8 +123,8 @@ def linearize(
     ratio = min(1.0, max((most - least) / max(value - least, 1e-9), LAST))
     parts = max(1, min(PARTS, len(data) // batch_size))
     steps = max(1, round(DOWN * epochs * parts))
-    finetune = {"clip": CLIP[replacement], **finetune}
-    settings = Finetune(epochs=1 / parts, lr=lr, batch_size=batch_size, **finetune)
+    clip = CLIP[replacement] if clip is None else clip
+    settings = Finetune(epochs=1 / parts, lr=lr, clip=clip, batch_size=batch_size, **finetune)
     proposal = Blocks if max_sites is not None or isinstance(budget, Target) else Saliency
     descent = Descent(
         net=net, data=data, budget=budget, max_sites=max_sites,

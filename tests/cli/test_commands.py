@@ -385,6 +385,11 @@ def test_linearize(capsys) -> None:
     settings = json.loads(Path("made/config.json").read_text())["settings"]
     assert (settings["linearize"]["epochs"], settings["rt"]) == (3, 2)
     assert (settings["finetune"]["padding"], settings["finetune"]["flip"]) == (1, False)
+    assert "clip" not in settings["finetune"]
+    for more, clip in (("", 5.0), (" --clip 2", 2.0)):
+        assert fastbcd_(f"{line} --replacement poly{more} --run-dir poly{clip:.0f} --quiet") == 0
+        config = json.loads(Path(f"poly{clip:.0f}/config.json").read_text())
+        assert config["settings"]["finetune"]["clip"] == clip
     assert fastbcd_(f"{line} --run-dir made --quiet") == 0
     steps = records("made")
     assert sum(r["epochs"] for r in steps) == 3
