@@ -12,10 +12,12 @@ calls.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._library.utils import get_layout_constraint_tag
 from torch.autograd import forward_ad
 
 from fastbcd import kernels
@@ -41,8 +43,13 @@ class Operator:
         OPERATORS[self.name] = self
         LIBRARY.define(schema)
         LIBRARY.impl(self.name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"fastbcd::{self.name}", fake, lib=LIBRARY)
         self.default = getattr(torch.ops.fastbcd, self.name).default
+
+        def traced(*arguments: Any) -> Any:
+            self._keep_whole()
+            return fake(*arguments)
+
+        torch.library.register_fake(f"fastbcd::{self.name}", traced, lib=LIBRARY)
         self.formula: Any = getattr(reference, self.name, None)
         self.recorded: Any = None  # the call that autograd records
         self.outputs: Any = run  # as run, with None for a gradient that is not wanted
@@ -58,6 +65,18 @@ class Operator:
         if self.recorded and torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             return self.recorded(*arguments)
         return self.run(*arguments)
+
+    def _keep_whole(self) -> None:
+        """Register the operator with inductor, if that is loaded, as a call to leave as it is.
+
+        Inductor does the same for an operator that it does not know, but with `CI` in the
+        environment it raises an error for one that has a decomposition. It traces a net before it
+        looks the operators up; to import it here would take seconds.
+        """
+        inductor: Any = sys.modules.get("torch._inductor.lowering")
+        if inductor is not None and self.default not in inductor.lowerings:
+            layout = inductor.tag_to_layout_constraint(get_layout_constraint_tag(self.default))
+            inductor.make_fallback(self.default, layout_constraint=layout, warn=False)
 
     def derivative(self, *arguments: Any, flags: tuple[bool, ...] = ()) -> Any:
         """A call in a backward pass. flags: further arguments, which the formula does not take.
