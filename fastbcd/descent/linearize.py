@@ -36,9 +36,9 @@ from fastbcd.starts.replacements import to_line, to_poly
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import cosine
 
-# What it chooses, and the measurement behind it. By benchmarks/settings.py: ResNet-20
-# on CIFAR-10, 8,000 ReLUs, 12 epochs of 5,000 images, accuracy on 5,000 train images that no arm
-# trains on, two seeds each: linearize has 78.1 and 78.4 %. What lost is in benchmarks/RESULTS.md.
+# What it chooses, and the measurement behind it. By benchmarks/settings.py: ResNet-20 on CIFAR-10,
+# 8,000 ReLUs, 12 epochs of 5,000 images, accuracy on 5,000 train images that no arm trains on, two
+# seeds each: linearize has 78.1 and 78.4 %. What lost is in benchmarks/RESULTS.md.
 DOWN = 0.6  # share of the epochs on the way down; 0.4: 78.1 and 78.1, 0.8: 75.8 and 76.2
 PARTS = 4  # steps per epoch there; 1: 78.3 and 78.5, 2: 78.0 and 77.4, 8: 76.8 and 76.9
 RT, ADT = 4, 0.3  # hypotheses of a step, and the accepted drop; one hypothesis: 78.5 and 77.6

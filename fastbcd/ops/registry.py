@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._library.utils import get_layout_constraint_tag
 from torch.autograd import forward_ad
 
 from fastbcd import kernels
@@ -75,7 +74,8 @@ class Operator:
         """
         inductor: Any = sys.modules.get("torch._inductor.lowering")
         if inductor is not None and self.default not in inductor.lowerings:
-            layout = inductor.tag_to_layout_constraint(get_layout_constraint_tag(self.default))
+            tag = torch._library.utils.get_layout_constraint_tag(self.default)
+            layout = inductor.tag_to_layout_constraint(tag)
             inductor.make_fallback(self.default, layout_constraint=layout, warn=False)
 
     def derivative(self, *arguments: Any, flags: tuple[bool, ...] = ()) -> Any:
