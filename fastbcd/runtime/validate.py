@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def check_whole(name: str, value: Any, least: int, optional: bool = False) -> None:
-    """Refuse what is not a whole number, or too small a one; optional: None is allowed.
+def check_whole(
+    name: str, value: Any, least: float = -math.inf, optional: bool = False, most: float = math.inf
+) -> None:
+    """Refuse what is not a whole number, or one out of bounds; optional: None is allowed.
 
     >>> check_whole("rt", 0, 1)
     Traceback (most recent call last):
@@ -21,8 +23,10 @@ def check_whole(name: str, value: Any, least: int, optional: bool = False) -> No
         whole = operator.index(value)
     except TypeError:
         raise TypeError(f"{name}={value!r}; it must be a whole number") from None
-    if isinstance(value, bool) or whole < least:
-        raise ValueError(f"{name}={value}; it must be a whole number, {least} or more")
+    if isinstance(value, bool) or not least <= whole <= most:
+        bounds = "" if least == -math.inf else f", {least:.0f} or more"
+        bounds += "" if most == math.inf else f", {most:,.0f} at most"
+        raise ValueError(f"{name}={value}; it must be a whole number{bounds}")
 
 
 def check_number(
@@ -37,11 +41,10 @@ def check_number(
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r}; it must be a number")
     if not (math.isfinite(value) and least <= value <= most) or (strictly and value == least):
-        bound = (
-            "" if least == -math.inf else f" and {'above' if strictly else 'at least'} {least:g}"
-        )
-        bound += "" if most == math.inf else f" and at most {most:g}"
-        raise ValueError(f"{name}={value}; it must be finite{bound}")
+        word = "above" if strictly else "at least"
+        bounds = "" if least == -math.inf else f" and {word} {least:g}"
+        bounds += "" if most == math.inf else f" and at most {most:g}"
+        raise ValueError(f"{name}={value}; it must be finite{bounds}")
 
 
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:

@@ -1,0 +1,216 @@
+"""Settings: frozen dataclasses whose fields are the only definition of what can be set.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Search(Settings):
+        rt: int = setting(50, "hypotheses that a step tries at most", least=1)
+
+Checks, the signature and help of functions, options of the command line and config.json are made
+from the fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from fastbcd.runtime.validate import check_choice, check_number, check_whole
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+SettingsType = TypeVar("SettingsType", bound="Settings")
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    least: float = -math.inf,
+    above: float | None = None,
+    most: float = math.inf,
+    finite: bool = True,
+    choices: Iterable[Any] = (),
+    recorded: bool = True,
+    **more: Any,
+) -> Any:
+    """A field of `Settings`.
+
+    Args:
+        default: the value if none is passed. A type that allows None means "not set".
+        help: a phrase that completes "name: ...", for docstrings and the command line.
+        least, most: bounds of a number, both allowed. above: a lower bound that is not allowed.
+        finite: whether infinity is refused.
+        choices: the values that are allowed.
+        recorded: whether the value can change an outcome, so that config.json has it.
+        more: for the command line, see `fastbcd.cli.options`.
+    """
+    metadata = {
+        "help": help, "least": least, "above": above, "most": most, "finite": finite,
+        "choices": tuple(choices), "recorded": recorded, **more,
+    }  # fmt: skip
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Derive from it, and give every field by `setting`. Values are checked when one is made.
+
+    >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+    ... class Steps(Settings):
+    ...     rt: int = setting(50, "hypotheses that a step tries at most", least=1)
+    >>> Steps().describe()
+    {'rt': 50}
+    >>> Steps(rt=0)
+    Traceback (most recent call last):
+    ValueError: rt=0; it must be a whole number, 1 or more
+    >>> Steps.of("bcd", {"tr": 3})
+    Traceback (most recent call last):
+    TypeError: bcd has no argument 'tr'; did you mean 'rt'?
+    """
+
+    def __post_init__(self) -> None:
+        kinds = kinds_of(type(self))
+        for field in dataclasses.fields(self):
+            _check(field.name, getattr(self, field.name), kinds[field.name], field.metadata)
+
+    @classmethod
+    def of(cls: type[SettingsType], who: str, values: dict[str, Any]) -> SettingsType:
+        """Settings from keyword arguments of the function `who`; refuses unknown names."""
+        check_names(who, values, (cls,))
+        return cls(**values)
+
+    def describe(self) -> dict[str, Any]:
+        """What config.json records: all settings that can change the outcome."""
+        recorded = [field.name for field in dataclasses.fields(self) if field.metadata["recorded"]]
+        return {name: described(getattr(self, name)) for name in recorded}
+
+
+def kinds_of(cls: type[Settings]) -> dict[str, frozenset[Any]]:
+    """For each field, the types that its annotation names."""
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)
+    return {field.name: frozenset(_members(hints[field.name])) for field in fields}
+
+
+def fields_in(cls: type[Settings], values: dict[str, Any]) -> dict[str, Any]:
+    """Those of the values that are fields of the class."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    return {name: value for name, value in values.items() if name in names}
+
+
+def check_names(who: str, values: Iterable[str], classes: Iterable[type[Settings]]) -> None:
+    """Refuse names that are fields of none of the classes."""
+    known = [field.name for cls in classes for field in dataclasses.fields(cls)]
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{who} has no argument {name!r}{hint}")
+
+
+def with_settings(*classes: type[Settings]) -> Callable[[Function], Function]:
+    """Give a function with `**settings` the signature and the help of these settings.
+
+    >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+    ... class Steps(Settings):
+    ...     rt: int = setting(50, "hypotheses that a step tries at most", least=1)
+    >>> @with_settings(Steps)
+    ... def search(net, **settings):
+    ...     "Search."
+    >>> inspect.signature(search)
+    <Signature (net, *, rt: 'int' = 50)>
+    >>> print(search.__doc__)
+    Search.
+    <BLANKLINE>
+    Settings:
+        rt: hypotheses that a step tries at most (50)
+    """
+
+    def decorate(function: Function) -> Function:
+        signature = inspect.signature(function)
+        parameters = {
+            name: parameter
+            for name, parameter in signature.parameters.items()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        }
+        lines = ["", "", "Settings:"]
+        for cls in classes:
+            for field in dataclasses.fields(cls):
+                if field.name in parameters:
+                    continue
+                parameters[field.name] = inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=field.default,
+                    annotation=field.type,
+                )
+                lines.append(f"    {field.name}: {field.metadata['help']} ({field.default})")
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        changed: Any = call
+        changed.__signature__ = signature.replace(parameters=list(parameters.values()))
+        changed.__doc__ = inspect.cleandoc(function.__doc__ or "") + "\n".join(lines)
+        return changed
+
+    return decorate
+
+
+def described(value: Any) -> Any:
+    """A value as JSON: objects by their describe(), functions by their name.
+
+    >>> described(1.5), described(math.sqrt)
+    (1.5, 'function math.sqrt')
+    """
+    if callable(getattr(value, "describe", None)):
+        return value.describe()
+    if isinstance(getattr(value, "name", None), str):
+        return value.name
+    if callable(value):
+        kind = type(value).__qualname__
+        name = getattr(value, "__qualname__", kind)
+        return f"function {getattr(value, '__module__', '?')}.{name}"
+    return value
+
+
+def _members(hint: Any) -> Iterator[Any]:
+    """The types of a union, or the type itself, without type parameters."""
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        for part in typing.get_args(hint):
+            yield from _members(part)
+    else:
+        yield typing.get_origin(hint) or hint
+
+
+def _check(name: str, value: Any, kinds: frozenset[Any], limits: Mapping[str, Any]) -> None:
+    """Refuse a value that is of no kind that the field takes, or outside its limits."""
+    if value is None and type(None) in kinds:
+        return
+    if limits["choices"]:
+        if isinstance(value, str) or kinds <= {str, type(None)}:
+            check_choice(name, value, limits["choices"])
+    elif isinstance(value, bool) and bool in kinds:
+        return
+    elif float in kinds:
+        _check_float(name, value, limits)
+    elif kinds <= {int, type(None)} or (int in kinds and isinstance(value, int)):
+        check_whole(name, value, limits["least"], most=limits["most"])
+    elif kinds <= {bool, type(None)}:
+        raise TypeError(f"{name}={value!r}; it must be True or False")
+
+
+def _check_float(name: str, value: Any, limits: Mapping[str, Any]) -> None:
+    infinite = isinstance(value, float) and math.isinf(value)
+    if infinite and not limits["finite"]:
+        return
+    if limits["above"] is None:
+        check_number(name, value, limits["least"], most=limits["most"])
+    else:
+        check_number(name, value, limits["above"], strictly=True, most=limits["most"])
