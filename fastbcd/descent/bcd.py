@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from fastbcd.descent.budget import Budget, limits_of
 from fastbcd.descent.goals import Goal
+from fastbcd.descent.limits import counts_of
 from fastbcd.descent.plan import Plan
 from fastbcd.descent.proposals import Proposal, Saliency, check_describe, find_proposal, fitted
 from fastbcd.descent.returns import to_return
 from fastbcd.descent.schedules import Schedule
 from fastbcd.descent.step import Step, timed
 from fastbcd.masking.masks import MaskSet, masks, set_masks
-from fastbcd.private.limits import counts_of
-from fastbcd.private.target import Target, limits_of
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import RunDirectory, check_resume, open_run
 from fastbcd.runtime import ranks
@@ -80,7 +80,7 @@ class Run(NamedTuple):
 
 
 def bcd(
-    net: nn.Module, data: Any, budget: int | Target, *,
+    net: nn.Module, data: Any, budget: int | Budget, *,
     drc: int | Callable[[int], int] | Schedule = 100, rt: int = 50, adt: float = 0.3,
     finetune: Finetune | Callable[[nn.Module, Step], Any] | None = PAPER,
     finetune_when: str = "every_step", proposal: str | Proposal | None = None,
@@ -158,7 +158,7 @@ def bcd(
 
 
 def steps(
-    net: nn.Module, data: Any, budget: int | Target, *,
+    net: nn.Module, data: Any, budget: int | Budget, *,
     drc: int | Callable[[int], int] | Schedule = 100, rt: int = 50, adt: float = 0.3,
     proposal: str | Proposal | None = None, max_sites: int | None = None, test: Any = None,
     samples: int | None = None, seed: int = 0, run_dir: str | os.PathLike[str] | None = None,
@@ -188,7 +188,7 @@ class Descent:
 
     net: nn.Module
     data: Any
-    budget: int | Target
+    budget: int | Budget
     max_sites: int | None
     drc: Any
     rt: int
@@ -279,7 +279,7 @@ class Descent:
         bar_of = partial(tqdm, unit="ReLU", desc="bcd", disable=hidden)
         with closing(self._open()) as run, keep_mode(self.net), bar_of() as bar:
             saved = self._resume(run)
-            if not isinstance(self.budget, Target):
+            if not isinstance(self.budget, Budget):
                 bar.reset(max(masks(self.net).count() - self.budget, 0))
             try:
                 while self._unfinished():
@@ -393,7 +393,7 @@ class Descent:
 
     def _cost(self) -> float | None:
         """What the net costs now, in the unit of the target; None without a target."""
-        if not isinstance(self.budget, Target):
+        if not isinstance(self.budget, Budget):
             return None
         return self.limits.value(counts_of(masks(self.net)))
 
@@ -437,7 +437,7 @@ class Descent:
             drc = self.drc.describe()
         else:
             drc = _name_of(self.drc) if callable(self.drc) else int(self.drc)
-        budget = self.budget.describe() if isinstance(self.budget, Target) else self.budget
+        budget = self.budget.describe() if isinstance(self.budget, Budget) else self.budget
         settings = {
             "drc": drc, "proposal": self.proposal.describe(), "budget": budget, "rt": self.rt,
             "adt": self.adt, "samples": self.samples, "seed": self.seed, **self._training(),
@@ -484,7 +484,7 @@ class Descent:
             record: dict[str, Any] = {"memory": {self.data.device.type: self.engine.memory}}
             counts = counts_of(masks(self.net))
             self.begin = self.limits.value(counts), int((counts > 0).sum())
-            if self.max_sites is not None or isinstance(self.budget, Target):
+            if self.max_sites is not None or isinstance(self.budget, Budget):
                 record["begin"] = self.begin
             if self.test is not None and self.run_dir is not None:
                 record["test_accuracy"] = accuracy(self.net, self.test, metric=self.metric)
@@ -503,7 +503,7 @@ class Descent:
         if done and not unfinished:
             _print(f"the run{where} is done: {done} steps, {count:,} ReLUs kept")
         elif not unfinished:
-            budget = self.budget if isinstance(self.budget, Target) else f"{self.budget:,}"
+            budget = self.budget if isinstance(self.budget, Budget) else f"{self.budget:,}"
             _print(f"{count:,} ReLUs are kept, the budget is {budget}: nothing to do")
         elif done:
             _print(f"resuming the run{where} after step {done}, {count:,} ReLUs kept")

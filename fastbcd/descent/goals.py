@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastbcd.descent.limits import Limits, counts_of
 from fastbcd.masking.masks import MaskSet
-from fastbcd.private.limits import Limits, counts_of
 
 ORDER = 4  # a stream of random numbers, see STREAM in proposals.py
 

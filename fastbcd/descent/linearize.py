@@ -20,13 +20,13 @@ from torch import nn
 from tqdm import tqdm
 
 from fastbcd.descent.bcd import Descent, Run
+from fastbcd.descent.budget import Budget, limits_of
+from fastbcd.descent.limits import counts_of
 from fastbcd.descent.proposals import Blocks, Saliency
 from fastbcd.descent.schedules import Shares
 from fastbcd.masking.activations import REPLACEMENTS
 from fastbcd.masking.convert import convert
 from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
-from fastbcd.private.limits import counts_of
-from fastbcd.private.target import Target, limits_of
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_choice, check_number, check_whole
 from fastbcd.scoring.accuracy import data_for, dtype_of
@@ -68,7 +68,7 @@ BAR = "linearize {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 
 
 def linearize(
-    model: nn.Module, train: Any, budget: int | Target, *, epochs: int = 60, test: Any = None,
+    model: nn.Module, train: Any, budget: int | Budget, *, epochs: int = 60, test: Any = None,
     run_dir: str | os.PathLike[str] | None = None, start: Any = None,
     max_sites: int | None = None, replacement: str = LINE,
     teacher: nn.Module | None = None, lr: float | None = None, clip: float | None = None,
@@ -115,7 +115,7 @@ def linearize(
     check_number("lr", lr, 0, strictly=True)
     data, net = data_for(model, train), _net(model, train, start, replacement)
     limits, counts = limits_of(budget, net, max_sites), counts_of(masks(net))
-    if not isinstance(budget, Target) and budget > (count := int(counts.sum())):
+    if not isinstance(budget, Budget) and budget > (count := int(counts.sum())):
         raise ValueError(f"budget={budget:,}; the net keeps {count:,} ReLUs: at most that many")
     check_whole("batch_size", batch_size, 1, optional=True)
     if batch_size is None:
@@ -127,7 +127,7 @@ def linearize(
     steps = max(1, round(DOWN * epochs * parts))
     clip = CLIP[replacement] if clip is None else clip
     settings = Finetune(epochs=1 / parts, lr=lr, clip=clip, batch_size=batch_size, **finetune)
-    proposal = Blocks if max_sites is not None or isinstance(budget, Target) else Saliency
+    proposal = Blocks if max_sites is not None or isinstance(budget, Budget) else Saliency
     descent = Descent(
         net=net, data=data, budget=budget, max_sites=max_sites,
         drc=Shares(1 - ratio ** (1 / steps), steps), rt=rt, adt=adt, finetune=settings,
@@ -142,7 +142,7 @@ def linearize(
     if progress or dry_run:
         plan = descent.expected()  # on every rank
         if ranks.rank() == 0:
-            to = budget if isinstance(budget, Target) else f"{budget:,}"
+            to = budget if isinstance(budget, Budget) else f"{budget:,}"
             print(f"{counts.sum():,} ReLUs, budget {to}\n{plan}", flush=True)
     if dry_run:
         return Run(net, masks(net), [])

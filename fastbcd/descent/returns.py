@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastbcd.descent.goals import Goal
+from fastbcd.descent.limits import Limits
 from fastbcd.descent.proposals import ranking
 from fastbcd.descent.saliency import gains
 from fastbcd.masking.masks import masks
-from fastbcd.private.limits import Limits
 from fastbcd.scoring.metric import Loss
 
 
@@ -27,7 +27,7 @@ def to_return(
     Only those of sites that keep a ReLU: another site would cost its rounds. The gains are computed
     only if a ReLU can return. among: the bits of those that may; None: all.
 
-    >>> from fastbcd.private.target import limits_of
+    >>> from fastbcd.descent.budget import limits_of
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
     >>> fastbcd.set_masks(net, fastbcd.masks(net).without([0, 2, 3]))

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fastbcd.masking.activations import MaskedPoly
-from fastbcd.masking.masks import MaskSet, mask_modules, masks
+from fastbcd.descent.budget import Budget, limits_of
+from fastbcd.descent.limits import Bound, Limits, Totals, counts_of, relus
+from fastbcd.masking.masks import MaskSet, masks
 from fastbcd.private.costs import (
     LAN_BANDWIDTH,
     LAN_RTT,
@@ -19,7 +20,6 @@ from fastbcd.private.costs import (
     find_protocol,
     si,
 )  # fmt: skip
-from fastbcd.private.limits import Bound, Limits, Totals, counts_of, relus, sites
 from fastbcd.private.units import bits_per_second, in_bytes, in_seconds
 from fastbcd.runtime.validate import check_number, check_whole
 
@@ -29,7 +29,7 @@ UNITS = {"seconds": "s", "bytes": "B", "rounds": "rounds"}
 
 
 @dataclass(frozen=True, repr=False)
-class Target:
+class Target(Budget):
     """At most so many seconds, bytes or rounds for the activations of one image: a budget.
 
     Costs are those of `private.cost`, without linear layers.
@@ -117,7 +117,7 @@ class Target:
         spent = found["compute"] + found["transfer"] + found["latency"]
         return (protocol.setup_seconds.value or 0) + spent
 
-    def limits(self, units: np.ndarray, poly: np.ndarray) -> tuple[Bound, ...]:
+    def bounds(self, units: np.ndarray, poly: np.ndarray) -> tuple[Bound, ...]:
         """The bounds for a net whose sites have so many neurons, and quadratics where `poly`."""
         if poly.any():
             self._check_known("square")
@@ -161,26 +161,3 @@ class Target:
 
     def __repr__(self) -> str:
         return f"Target({', '.join(f'{k}={value!r}' for k, value in self._shown().items())})"
-
-
-def limits_of(budget: int | Target, net: nn.Module, max_sites: int | None = None) -> Limits:
-    """A budget and `max_sites` as limits of this net's masks; refuses what no mask can meet."""
-    modules = mask_modules(net)
-    units = np.array([m.mask.numel() for m in modules.values()], dtype=np.int64)
-    poly = np.array([isinstance(m, MaskedPoly) for m in modules.values()])
-    if isinstance(budget, Target):
-        bounds = budget.limits(units, poly)
-    else:
-        check_whole("budget", budget, 0)
-        bounds = (relus(budget),)
-    if max_sites is None:
-        return Limits(units, poly, bounds)
-    check_whole("max_sites", max_sites, 0)
-    limits, counts = Limits(units, poly, (*bounds, sites(max_sites))), counts_of(masks(net))
-    room = int(np.sort(counts)[::-1][:max_sites].sum())
-    if not isinstance(budget, Target) and budget > room and not limits.met(counts):
-        raise ValueError(
-            f"budget={budget:,}; the {max_sites} largest sites (max_sites) keep {room:,} ReLUs: "
-            f"give at most that budget, or a larger max_sites"
-        )
-    return limits

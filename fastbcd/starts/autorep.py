@@ -25,10 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbcd import ops
+from fastbcd.descent.budget import limits_of
+from fastbcd.descent.limits import counts_of
 from fastbcd.masking.activations import MaskedPoly
 from fastbcd.masking.masks import MaskSet, mask_modules, masks
-from fastbcd.private.limits import counts_of
-from fastbcd.private.target import Target, limits_of
+from fastbcd.private.target import Target
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.validate import check_number, check_whole

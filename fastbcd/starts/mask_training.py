@@ -25,12 +25,13 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from fastbcd.descent.budget import limits_of
 from fastbcd.descent.goals import Goal, shuffled
+from fastbcd.descent.limits import counts_of
 from fastbcd.descent.returns import to_return
 from fastbcd.masking.activations import MaskedActivation, MaskedReLU
 from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
-from fastbcd.private.limits import counts_of
-from fastbcd.private.target import Target, limits_of
+from fastbcd.private.target import Target
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import check_resume, open_run
 from fastbcd.runs.files import read_state

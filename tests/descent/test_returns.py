@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 import fastbcd
 from fastbcd.descent import returns
+from fastbcd.descent.budget import limits_of
 from fastbcd.descent.saliency import gains
 from fastbcd.private import Target
-from fastbcd.private.target import limits_of
 
 
 def problem(kind: type = fastbcd.MaskedReLU) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import fastbcd
+from fastbcd.descent.budget import limits_of
+from fastbcd.descent.limits import counts_of
 from fastbcd.private import PROTOCOLS, Constant, Target, cost
-from fastbcd.private.limits import counts_of
-from fastbcd.private.target import limits_of
 from fastbcd.runs import fingerprint as snapshots
 from helpers.run_cases import contents, nudge
 

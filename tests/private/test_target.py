@@ -14,9 +14,9 @@ from torch import nn
 
 import fastbcd
 from fastbcd import private
+from fastbcd.descent.budget import limits_of
+from fastbcd.descent.limits import Limits, counts_of, relus, sites
 from fastbcd.private import Constant, Protocol, Target, units
-from fastbcd.private.limits import Limits, counts_of, relus, sites
-from fastbcd.private.target import limits_of
 
 WAN = {"bandwidth": "100Mbit", "rtt": "40ms"}
 

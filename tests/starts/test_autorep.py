@@ -14,7 +14,7 @@ from torch import nn
 import fastbcd
 from fastbcd import MaskedPoly, MaskedReLU
 from fastbcd.cli import main as cli
-from fastbcd.private.target import limits_of
+from fastbcd.descent.budget import limits_of
 from fastbcd.starts import autorep as module
 from fastbcd.starts.autorep import IndicatorPoly, autorep, count_on, dapa
 from fastbcd.starts.mask_training import twin

@@ -13,7 +13,7 @@ from torch import nn
 import fastbcd
 from fastbcd import MaskedReLU
 from fastbcd.cli import main as cli
-from fastbcd.private.target import limits_of
+from fastbcd.descent.budget import limits_of
 from fastbcd.starts.mask_training import twin
 from fastbcd.starts.snl import Selective, SoftReLU, growth, snl
 from fastbcd.training.settings import Finetune
