@@ -17,8 +17,7 @@ LAYERS = (
     ("fastbcd.__main__", "fastbcd.cli", "fastbcd.info"),  # these use the public names
     ("fastbcd",),  # fastbcd/__init__.py, which lists the public names
     ("fastbcd.report", "fastbcd.recipes"),
-    ("fastbcd.starts", "fastbcd.private"),
-    ("fastbcd.descent",),
+    ("fastbcd.starts", "fastbcd.descent", "fastbcd.private"),
     ("fastbcd.training", "fastbcd.scoring"),
     ("fastbcd.graph", "fastbcd.masking", "fastbcd.models", "fastbcd.data", "fastbcd.runs"),
     ("fastbcd.ops",),

@@ -72,7 +72,7 @@ def some_limits(sites_, seed, share, mixed, bounded) -> tuple[Limits, np.ndarray
     random = np.random.default_rng(seed)
     counts = random.integers(0, sizes + 1)
     target = Target(1e9, protocol="crypten", bandwidth=1e6, rtt=random.choice([0, 1e-3, 4e-2]))
-    limits = Limits(sizes, poly, target.limits(sizes, poly))
+    limits = Limits(sizes, poly, target.bounds(sizes, poly))
     value = limits.least() + share * max(limits.value(counts) - limits.least(), 0)
     return limits.at_most(value, (sites(2),) if bounded else None), counts
 
