@@ -13,6 +13,7 @@ from fastbcd.descent.step import Step
 from fastbcd.kernels import backends
 from fastbcd.masking.activations import MaskedLine, MaskedPoly, MaskedReLU
 from fastbcd.masking.convert import ConversionError, convert
+from fastbcd.masking.fitted import to_line, to_poly
 from fastbcd.masking.masks import MaskSet, Site, masks, set_masks
 from fastbcd.runs.read import load_run
 from fastbcd.runtime.version import __version__ as __version__
@@ -25,7 +26,6 @@ from fastbcd.starts.checkpoints.formats import load_autorep, load_relupruner, lo
 from fastbcd.starts.deepreduce import deepreduce
 from fastbcd.starts.mask_training import StartingPoint
 from fastbcd.starts.relupruner import relupruner
-from fastbcd.starts.replacements import to_line, to_poly
 from fastbcd.starts.senet import senet
 from fastbcd.starts.snl import snl
 from fastbcd.training.dense import Trained, train

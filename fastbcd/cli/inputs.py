@@ -22,8 +22,8 @@ from fastbcd.data.images import ImageData
 from fastbcd.masking.masks import mask_modules, plain_names
 from fastbcd.runs.read import replacement
 from fastbcd.runtime import ranks
+from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.runtime.module_mode import eval_mode
-from fastbcd.scoring.accuracy import dtype_of
 from fastbcd.starts.checkpoints import files as checkpoints
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from fastbcd.data.for_net import data_for
 from fastbcd.descent.budget import Budget, limits_of
 from fastbcd.descent.goals import Goal
 from fastbcd.descent.limits import counts_of
@@ -35,7 +36,7 @@ from fastbcd.runtime import ranks
 from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.module_mode import keep_mode
 from fastbcd.runtime.validate import check_choice, check_number, check_whole
-from fastbcd.scoring.accuracy import accuracy, check_metric, data_for
+from fastbcd.scoring.accuracy import accuracy, check_metric
 from fastbcd.scoring.choose import choose
 from fastbcd.scoring.collapsed.form import drop_form
 from fastbcd.scoring.confidence import check_confidence

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 from tqdm import tqdm
 
+from fastbcd.data.for_net import data_for
 from fastbcd.descent.bcd import Descent, Run
 from fastbcd.descent.budget import Budget, limits_of
 from fastbcd.descent.limits import counts_of
@@ -26,13 +27,13 @@ from fastbcd.descent.proposals import Blocks, Saliency
 from fastbcd.descent.schedules import Shares
 from fastbcd.masking.activations import REPLACEMENTS
 from fastbcd.masking.convert import convert
+from fastbcd.masking.fitted import to_line, to_poly
 from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
 from fastbcd.runtime import ranks
+from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.runtime.validate import check_choice, check_number, check_whole
-from fastbcd.scoring.accuracy import data_for, dtype_of
 from fastbcd.scoring.engine import Engine
 from fastbcd.scoring.metric import Loss, Metric
-from fastbcd.starts.replacements import to_line, to_poly
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import cosine
 

@@ -15,16 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastbcd.data.for_net import data_for
 from fastbcd.data.images import ImageData
 from fastbcd.graph.fuse import fused
 from fastbcd.masking.activations import SaliencyPass
 from fastbcd.masking.masks import mask_modules, masks
+from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.ranks import all_sum, rank, world
 from fastbcd.runtime.tf32 import products, repeatable_convolutions
 from fastbcd.runtime.validate import check_choice, check_whole
-from fastbcd.scoring.accuracy import data_for, dtype_of
 from fastbcd.scoring.metric import Criterion, Loss
 from fastbcd.training.teacher import Distillation, distillation
 from fastbcd.training.trainer import check_loss

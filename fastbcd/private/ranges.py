@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastbcd.data.for_net import data_for
 from fastbcd.masking.activations import MaskedPoly
 from fastbcd.masking.masks import mask_modules
+from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.runtime.module_mode import eval_mode
-from fastbcd.scoring.accuracy import data_for, dtype_of
 
 QUANTILES = (0.5, 0.99, 0.999)
 # |z| is binned by the upper 16 bits of its float32: bins of 1/128 of a value or less.

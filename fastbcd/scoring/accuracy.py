@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fastbcd.data.host import HostData
+from fastbcd.data.for_net import data_for
 from fastbcd.data.images import ImageData
-from fastbcd.data.sources import as_data
 from fastbcd.graph.fuse import fused
 from fastbcd.masking.convert import unwrap
 from fastbcd.runtime import ranks
-from fastbcd.runtime.limits import default_memory
+from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.scoring.metric import Criterion, Metric, describe
 
@@ -44,24 +43,6 @@ def accuracy(
             for x, targets in mine.batches(batch_size, dtype=dtype_of(net), memory_format=layout):
                 total += criterion.values(model.eval()(x), targets).sum()
     return criterion.percent(float(ranks.all_sum(total)), len(images))
-
-
-def data_for(net: nn.Module, data: Any) -> ImageData:
-    """What `score` and `bcd` take, as ImageData on the device of the net.
-
-    Images that would take more than half of a GPU's memory stay on the host.
-    """
-    tensors = (*net.parameters(), *net.buffers())
-    if any(t.is_meta for t in tensors):
-        raise ValueError(
-            "the net is on the meta device, so it has no weights; load them, for example with "
-            "net.to_empty(device='cpu') and net.load_state_dict(...)"
-        )
-    images, device = as_data(data), tensors[0].device if tensors else torch.device("cpu")
-    moves = type(images) is ImageData and images.device.type == "cpu" and device.type == "cuda"
-    if moves and images.images.nbytes > default_memory(device) // 2:
-        return HostData(images, device)
-    return images.to(device) if tensors else images
 
 
 def check_metric(net: nn.Module, data: ImageData, criterion: Criterion, who: str) -> None:
@@ -109,8 +90,3 @@ def first_outputs(net: nn.Module, data: ImageData, who: str, n: int) -> Any:
             f"{who} does not run on images of shape {list(data.images.shape[1:])}: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}{hint}"
         ) from error
-
-
-def dtype_of(net: nn.Module) -> torch.dtype:
-    """The dtype of the net's first floating-point parameter; float32 if there is none."""
-    return next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)

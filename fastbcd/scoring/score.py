@@ -17,15 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fastbcd.data.for_net import data_for
 from fastbcd.data.images import ImageData
 from fastbcd.masking.convert import unwrap
 from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
+from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.ranks import all_sum, from_first, rank, world
 from fastbcd.runtime.tf32 import own_precision, repeatable_convolutions
-from fastbcd.scoring.accuracy import check_metric, data_for, dtype_of
+from fastbcd.scoring.accuracy import check_metric
 from fastbcd.scoring.engine import Engine, Request, as_engine
 from fastbcd.scoring.metric import DEFAULT, WIDTH, Criterion, Loss, Metric, at_least_float32
 from fastbcd.scoring.plan import Plan, make_plan

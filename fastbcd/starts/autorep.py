@@ -28,13 +28,13 @@ from fastbcd import ops
 from fastbcd.descent.budget import limits_of
 from fastbcd.descent.limits import counts_of
 from fastbcd.masking.activations import MaskedPoly
+from fastbcd.masking.fitted import to_poly
 from fastbcd.masking.masks import MaskSet, mask_modules, masks
 from fastbcd.private.target import Target
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.starts.mask_training import Method, StartingPoint, channels_last, train_masks
-from fastbcd.starts.replacements import to_poly
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer, cosine, training_dtype
 

@@ -7,7 +7,6 @@ from there: the result is the same as without the interruption.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 import time
@@ -25,19 +24,21 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from fastbcd.data.for_net import data_for
 from fastbcd.descent.budget import limits_of
 from fastbcd.descent.goals import Goal, shuffled
 from fastbcd.descent.limits import counts_of
 from fastbcd.descent.returns import to_return
 from fastbcd.masking.activations import MaskedActivation, MaskedReLU
 from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
+from fastbcd.masking.twin import twin
 from fastbcd.private.target import Target
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import check_resume, open_run
 from fastbcd.runs.files import read_state
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_whole
-from fastbcd.scoring.accuracy import accuracy, check_classes, data_for
+from fastbcd.scoring.accuracy import accuracy, check_classes
 from fastbcd.training import trainer as training
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
@@ -400,21 +401,6 @@ def only_identity(net: nn.Module) -> nn.Module:
         if type(act) is not MaskedReLU:
             raise ValueError(f"site {name!r} is a {type(act).__name__}; use fastbcd.autorep for it")
     return net
-
-
-def twin(net: nn.Module, make: Callable[[Any], MaskedActivation]) -> nn.Module:
-    """A network on the net's own parameters and buffers, with make(activation) at every site."""
-    shared: dict[int, Any] = {id(t): t for t in (*net.parameters(), *net.buffers())}
-    result, made = copy.deepcopy(net, shared), dict[int, MaskedActivation]()
-    for name, act in list(result.named_modules(remove_duplicate=False)):
-        if isinstance(act, MaskedActivation):
-            if id(act) not in made:
-                made[id(act)] = new = make(act)
-                new.order = act.order
-            if not name:
-                return made[id(act)]
-            result.set_submodule(name, made[id(act)])
-    return result
 
 
 def channels_last(t: Tensor) -> Tensor:

@@ -60,12 +60,13 @@ from fastbcd import ops
 from fastbcd.data.images import ImageData
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.masking.masks import MaskSet, mask_modules, set_masks
+from fastbcd.masking.twin import twin
 from fastbcd.private.target import Target
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.scoring.accuracy import first_outputs
 from fastbcd.scoring.metric import at_least_float32
-from fastbcd.starts.mask_training import History, Method, StartingPoint, train_masks, twin
+from fastbcd.starts.mask_training import History, Method, StartingPoint, train_masks
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
 from fastbcd.training.trainer import Trainer, training_dtype

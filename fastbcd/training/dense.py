@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from fastbcd.data.for_net import data_for
 from fastbcd.data.images import ImageData
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import check_resume, open_run
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_whole
-from fastbcd.scoring.accuracy import accuracy, check_classes, data_for
+from fastbcd.scoring.accuracy import accuracy, check_classes
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer, epoch_line, repeatable, with_prefix, without_prefix
 

@@ -26,10 +26,11 @@ from fastbcd.graph.fuse import fused
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.masking.convert import convert
 from fastbcd.runtime import ranks
+from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.warn_once import warn_once
-from fastbcd.scoring.accuracy import dtype_of, first_outputs
+from fastbcd.scoring.accuracy import first_outputs
 from fastbcd.training.mismatch import direction, site_outputs
 from fastbcd.training.settings import Finetune
 

@@ -28,17 +28,19 @@ from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from fastbcd.data.arrays import are_indices
+from fastbcd.data.for_net import data_for
 from fastbcd.data.images import ImageData
 from fastbcd.graph.fuse import fused
 from fastbcd.masking.activations import MaskedLine, MaskedPoly
 from fastbcd.masking.masks import masks
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runtime import ranks
+from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.module_mode import train_mode
 from fastbcd.runtime.tf32 import fast_convolutions, repeatable_convolutions
 from fastbcd.runtime.validate import check_number, check_whole
-from fastbcd.scoring.accuracy import check_classes, data_for, dtype_of, first_outputs
+from fastbcd.scoring.accuracy import check_classes, first_outputs
 from fastbcd.scoring.metric import Criterion, Loss, are_logits, at_least_float32, describe
 from fastbcd.training.mismatch import mismatch, site_outputs
 from fastbcd.training.muon import Muon

@@ -7,9 +7,9 @@ import torch
 
 import fastbcd
 from fastbcd import Finetune
+from fastbcd.data.for_net import data_for
 from fastbcd.data.host import HostData
 from fastbcd.data.sources import as_data
-from fastbcd.scoring.accuracy import data_for
 from helpers import fake_cuda
 from helpers.nets import images, make
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fastbcd.data.sources import as_data
+from fastbcd.masking.fitted import to_poly
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.starts.replacements import to_poly
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer
 from helpers.nets import images, make

@@ -15,10 +15,10 @@ import fastbcd
 from fastbcd import MaskedPoly, MaskedReLU
 from fastbcd.cli import main as cli
 from fastbcd.descent.budget import limits_of
+from fastbcd.masking.fitted import to_poly
+from fastbcd.masking.twin import twin
 from fastbcd.starts import autorep as module
 from fastbcd.starts.autorep import IndicatorPoly, autorep, count_on, dapa
-from fastbcd.starts.mask_training import twin
-from fastbcd.starts.replacements import to_poly
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer
 from helpers.nets import images, make, thinned

@@ -14,7 +14,7 @@ import fastbcd
 from fastbcd import MaskedReLU
 from fastbcd.cli import main as cli
 from fastbcd.descent.budget import limits_of
-from fastbcd.starts.mask_training import twin
+from fastbcd.masking.twin import twin
 from fastbcd.starts.snl import Selective, SoftReLU, growth, snl
 from fastbcd.training.settings import Finetune
 from fastbcd.training.trainer import Trainer

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fastbcd
-from fastbcd.starts.replacements import SQUARES, line, quadratic
+from fastbcd.masking.fitted import SQUARES, line, quadratic
 from helpers.nets import images, make, thinned
 
 

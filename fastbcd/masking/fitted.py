@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastbcd.data.for_net import data_for
 from fastbcd.masking.activations import MaskedActivation, MaskedLine, MaskedPoly, MaskedReLU
 from fastbcd.masking.masks import mask_modules
+from fastbcd.masking.twin import twin
+from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.runtime.module_mode import eval_mode
-from fastbcd.scoring.accuracy import data_for, dtype_of
-from fastbcd.starts.mask_training import twin
 
 IMAGES, BATCH = 512, 64  # that lines and quadratics are fitted to at most, and at a time
 # c2, a share of that of least squares. ResNet-20, 20,000 ReLUs, 15 epochs of 2,000 images: 0.1
