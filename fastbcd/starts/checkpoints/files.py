@@ -7,7 +7,6 @@ import pickle
 import re
 import zipfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,32 +17,23 @@ from fastbcd.masking.masks import plain_names
 
 State = dict[str, Tensor]
 COUNTER = ".num_batches_tracked"
-_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8,
-           torch.int8, torch.int16, torch.int32, torch.int64}  # fmt: skip
-
-
-@dataclass
-class ImportReport:
-    """What an importer found in a file, and what it left out."""
-
-    path: str
-    format: str  # "SNL", "AutoReP", "ReLUPruner"
-    arch: str = ""
-    kept: int = 0
-    total: int = 0
-    ignored: list[str] = field(default_factory=list)  # entries that the net does not use
-    notes: list[str] = field(default_factory=list)  # what a user should know
-
-    def __str__(self) -> str:
-        what = f"{self.path}: {self.format} checkpoint of {self.arch}"
-        lines = [f"{what}, {self.kept:,} of {self.total:,} ReLUs kept"]
-        lines += [f"  note: {note}" for note in self.notes]
-        lines += [f"  ignored: {listed(self.ignored, 12)}"] if self.ignored else []
-        return "\n".join(lines)
+SHOWN = 4  # names that a message lists
+DTYPES = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+}
 
 
 class CheckpointError(ValueError):
-    """The file is not what the importer reads; the message says what was found and what to do."""
+    """The file is not what the importer reads; the message says what it holds and what to do."""
 
 
 def require(fine: bool, message: str) -> None:
@@ -58,63 +48,80 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint at {path}")
     require(path.is_file(), f"{path} is not a file; give the checkpoint inside it")
-    damaged = f"{path} is not a PyTorch checkpoint, or it is damaged"
     try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                unpacked = sum(member.file_size for member in archive.infolist())
-            if unpacked > path.stat().st_size:  # torch.save does not compress
-                raise ValueError(
-                    f"it unpacks to {unpacked:,} bytes, more than the file has: write it with "
-                    f"torch.save, uncompressed"
-                )
+        _check_uncompressed(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        found = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
-        raise CheckpointError(
-            f"{path} holds Python objects besides tensors ({found[1]}), and loading those runs "
-            f"code from the file; if you trust it, save its tensors alone, where its own code is "
-            f"installed: c = torch.load(path, weights_only=False); torch.save({{k: c[k] for k in "
-            f"('state_dict', 'model', 'masks') if k in c}}, new_path)"
-            if found
-            else damaged
-        ) from error
     except Exception as error:  # damaged bytes can raise anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{damaged} ({reason})") from error
-    wrong = f"{path} holds a {type(content).__name__}; expected a dictionary with a state_dict"
+        raise CheckpointError(_unreadable(path, error)) from error
+    kind = type(content).__name__
+    wrong = f"{path} holds a {kind}; expected a dictionary with a state_dict"
     require(isinstance(content, Mapping), wrong)
     return dict(content)
 
 
-def state_of(content: dict[str, Any], path: str, keys: tuple[str, ...]) -> tuple[State, list[str]]:
-    """The state_dict under one of `keys`, or the whole file, and the other entries' names.
+def _check_uncompressed(path: Path) -> None:
+    """Refuse an archive that grows when it is unpacked; torch.save does not compress."""
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        unpacked = sum(member.file_size for member in archive.infolist())
+    if unpacked > path.stat().st_size:
+        raise ValueError(
+            f"it unpacks to {unpacked:,} bytes, more than the file has: write it with torch.save, "
+            f"uncompressed"
+        )
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    """Why the file cannot be read, and the way out."""
+    if isinstance(error, pickle.UnpicklingError):
+        refused = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
+        if refused:
+            return (
+                f"{path} holds Python objects besides tensors ({refused[1]}), and loading those "
+                f"runs code from the file; if you trust it, save its tensors alone, where its own "
+                f"code is installed: c = torch.load(path, weights_only=False); torch.save({{k: "
+                f"c[k] for k in ('state_dict', 'model', 'masks') if k in c}}, new_path)"
+            )
+    reason = str(error).partition("\n")[0] or type(error).__name__
+    return f"{path} is not a PyTorch checkpoint, or it is damaged ({reason})"
+
+
+def state_of(
+    content: dict[str, Any], path: str, entries: tuple[str, ...]
+) -> tuple[State, list[str]]:
+    """The state_dict under one of `entries`, or the whole file, and the names of all else.
 
     Prefixes of DataParallel and torch.compile are taken off.
     """
-    entry = next((key for key in keys if isinstance(content.get(key), Mapping)), None)
-    state = content if entry is None else content[entry]
-    tensors = {str(k): v for k, v in state.items() if isinstance(v, Tensor)}
-    require(
-        bool(tensors) and (entry is not None or len(tensors) == len(state)),
+    entry = next((key for key in entries if isinstance(content.get(key), Mapping)), None)
+    state = content
+    others: list[str] = []
+    if entry is not None:
+        state = content[entry]
+        others = [str(name) for name in content if name != entry]
+    tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    missing = (
         f"{path} has no state_dict: it holds {listed(map(str, content), 8)}; expected one under "
-        f"{' or '.join(map(repr, keys))}",
+        f"{' or '.join(map(repr, entries))}"
     )
+    require(bool(tensors), missing)
+    require(entry is not None or len(tensors) == len(state), missing)
     for name, value in tensors.items():
         check_tensor(value, name, path)
     try:
-        plain = {short: tensors[name] for name, short in plain_names(tensors).items()}
+        short_names = plain_names(tensors)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    others = [str(k) for k in content if k != entry] if entry is not None else []
-    return plain, others + [f"{entry}.{k}" for k in state if str(k) not in tensors]
+    others += [f"{entry}.{name}" for name in state if str(name) not in tensors]
+    return {short: tensors[name] for name, short in short_names.items()}, others
 
 
 def check_tensor(value: Tensor, name: str, path: str) -> None:
     """Refuse a tensor that is not dense numbers in the file: sparse, quantised, meta, expanded."""
-    plain = type(value) in (Tensor, nn.Parameter) and not value.is_nested and not value.is_meta
+    dense = type(value) in (Tensor, nn.Parameter) and not value.is_nested and not value.is_meta
     require(
-        plain and value.layout == torch.strided and value.dtype in _DTYPES,
+        dense and value.layout == torch.strided and value.dtype in DTYPES,
         f"{path}: {name} is not a dense tensor of real numbers but {value.layout}, {value.dtype}, "
         f"on {value.device}; save the dense tensor",
     )
@@ -128,27 +135,37 @@ def check_tensor(value: Tensor, name: str, path: str) -> None:
 
 def check_shape(state: State, name: str, shape: Iterable[int], path: str) -> None:
     """Refuse a tensor that is missing, has another shape or holds values that are not finite."""
-    value, shape = state.get(name), tuple(shape)
-    found = "is missing" if value is None else f"has shape {tuple(value.shape)}"
-    if value is None or tuple(value.shape) != shape:
-        raise CheckpointError(f"{path}: {name} {found}, expected {shape}")
-    require(bool(value.isfinite().all()), f"{path}: {name} holds values that are not finite")
+    expected = tuple(shape)
+    require(name in state, f"{path}: {name} is missing, expected {expected}")
+    actual = tuple(state[name].shape)
+    require(actual == expected, f"{path}: {name} has shape {actual}, expected {expected}")
+    finite = bool(state[name].isfinite().all())
+    require(finite, f"{path}: {name} holds values that are not finite")
 
 
 def check_weights(net: nn.Module, weights: State, path: str) -> None:
     """Compare every name and shape with the net's; masks and coefficients are left out."""
-    wanted = {k: v for k, v in net.state_dict().items() if not k.endswith((".mask", ".coef"))}
+    expected = {
+        name: value
+        for name, value in net.state_dict().items()
+        if not name.endswith((".mask", ".coef"))
+    }
+    check_state(expected, weights, path, type(net).__name__)
+
+
+def check_state(expected: State, state: State, path: str, net: str) -> None:
+    """Refuse a state_dict whose names or shapes differ from those of the net."""
     # Batch norm's counter is in no formula here, and not in every file.
-    wanted = {k: v for k, v in wanted.items() if k in weights or not k.endswith(COUNTER)}
-    missing, extra = wanted.keys() - weights.keys(), weights.keys() - wanted.keys()
-    odd = [
-        f"{len(names)} {what}: {listed(sorted(names), 4)}"
-        for what, names in (("weights missing", missing), ("not expected", extra))
+    needed = {name for name in expected if name in state or not name.endswith(COUNTER)}
+    differences = {"missing": needed - state.keys(), "not expected": state.keys() - needed}
+    texts = [
+        f"{len(names)} {kind}: {listed(sorted(names), SHOWN)}"
+        for kind, names in differences.items()
         if names
     ]
-    require(not odd, f"{path} does not fit {type(net).__name__}: {'; '.join(odd)}")
-    for name, value in wanted.items():
-        check_shape(weights, name, value.shape, path)
+    require(not texts, f"{path} does not fit {net}: {'; '.join(texts)}")
+    for name in needed:
+        check_shape(state, name, expected[name].shape, path)
 
 
 def listed(names: Iterable[str], most: int) -> str:
@@ -157,6 +174,8 @@ def listed(names: Iterable[str], most: int) -> str:
     >>> listed(["a", "b", "c"], 2)
     'a, b and 1 more'
     """
-    names = list(names)
-    shown = ", ".join(names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+    every = list(names)
+    text = ", ".join(every[:most])
+    if len(every) > most:
+        text += f" and {len(every) - most} more"
+    return text

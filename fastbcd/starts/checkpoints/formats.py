@@ -1,116 +1,80 @@
 """load_snl, load_autorep, load_relupruner: official checkpoints as networks ready for `bcd`.
 
     net = fastbcd.load_snl("snl_best_checkpoint_resnet18_in_cifar100_30000.pth.tar")
-    print(net.import_report)          # what was found, what was ignored
+    print(net.import_report)          # what was read, what was ignored
 
-Architecture, width, number of classes and image size are read from the file; those that are
-given are compared with it. The file is loaded with weights_only=True, and every name and shape is
-checked.
+Each format is a description; `load_foreign` reads all of them. Architecture, width, number of
+classes and image size are read from the file; those that the caller states are compared with it.
+The file is loaded with weights_only=True, and every name and shape is checked.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fastbcd.starts.checkpoints import files
-from fastbcd.starts.checkpoints.architecture import import_net
+from fastbcd.starts.checkpoints.architecture import ImportReport, SiteTensors, build_net
+from fastbcd.starts.checkpoints.files import State
 
-_SHARED = re.compile(r"(?:(.*)\.)?((?:alpha_mask|alpha_aux|poly_para)_\d+_\d+|bn_\d+\..+|itr_cnt)$")
-_REFRESHED = 508  # iterations in which AutoReP refreshes coefficients; itr_cnt stops there
+REFRESHED = 508  # iterations in which AutoReP refreshes coefficients; itr_cnt stops there
+Path = str | os.PathLike[str]
 
 
 def load_snl(
-    path: str | os.PathLike[str], *, arch: str | None = None, num_classes: int | None = None,
-    image_size: int | None = None, threshold: float = 1e-2,
-) -> nn.Module:  # fmt: skip
+    path: Path,
+    *,
+    arch: str | None = None,
+    num_classes: int | None = None,
+    image_size: int | None = None,
+    threshold: float = 1e-2,
+) -> nn.Module:
     """The net of a checkpoint of SNL, or of BCD's own code: MaskedReLU sites, in eval mode.
 
     A ReLU is kept where alpha > threshold, as SNL binarises. A file from before that step has soft
     alphas: the net is the binarised one, as the report states. `net.import_report` says what was
-    found and ignored.
+    read and ignored.
 
     >>> net = load_snl("snl_best_checkpoint.pth.tar", image_size=32)  # doctest: +SKIP
     >>> fastbcd.bcd(net, data, budget=15_000)  # doctest: +SKIP
     """
-    where = str(path)
-    state, ignored = files.state_of(files.read(path), where, ("state_dict",))
-    learned = [k for k in state if re.search(r"(^|\.)alpha\d?\.(beta|gamma)s?(\.|$)", k)]
-    files.require(
-        not learned,
-        f"{where} comes from a variant of SNL that mixes ReLUs by learned beta and gamma "
-        f"({files.listed(learned, 2)}): its activation is not a masked ReLU and cannot be "
-        f"imported; give a checkpoint with alphas alone",
-    )
-    alphas = {k.removesuffix(".alphas"): v for k, v in state.items() if k.endswith(".alphas")}
-    files.require(
-        bool(alphas),
-        f"{where} is an AutoReP checkpoint: use load_autorep"
-        if any("alpha_mask_" in k for k in state)
-        else f"{where} has no alphas, so no masks of SNL; load a dense net's weights with "
-        f"load_state_dict into one of fastbcd.models",
-    )
-    for name, alpha in alphas.items():
-        files.require(
-            alpha.ndim == 4 and alpha.shape[0] == 1 and bool(alpha.isfinite().all()),
-            f"{where}: {name}.alphas has shape {tuple(alpha.shape)} or values that are not finite; "
-            f"expected (1, channels, height, width)",
-        )
-    soft = sum(int(((a != 0) & (a != 1)).sum()) for a in alphas.values())
-    note = f"{soft:,} alphas are neither 0 nor 1: the file was written before SNL binarised them, "
-    notes = [note + "so fine-tune the net"] if soft else []
-    report = files.ImportReport(where, "SNL", ignored=ignored, notes=notes)
-    weights = {k: v for k, v in state.items() if not k.endswith(".alphas")}
-    bits = {site: alpha[0] > threshold for site, alpha in alphas.items()}
     expected = {"arch": arch, "num_classes": num_classes, "image_size": image_size}
-    return import_net(report, weights, bits, expected=expected)
+    return load_foreign(path, SnlFormat(threshold), expected)
 
 
 def load_relupruner(
-    path: str | os.PathLike[str], *, arch: str | None = None, num_classes: int | None = None,
+    path: Path,
+    *,
+    arch: str | None = None,
+    num_classes: int | None = None,
     image_size: int | None = None,
-) -> nn.Module:  # fmt: skip
+) -> nn.Module:
     """The net of a checkpoint of ReLUPruner: MaskedReLU sites, in eval mode; `net.import_report`.
 
     >>> net = load_relupruner("pruned.pth", arch="resnet18")  # doctest: +SKIP
     >>> fastbcd.bcd(net, data, budget=15_000)  # doctest: +SKIP
     """
-    where, content = str(path), files.read(path)
-    state, ignored = files.state_of(content, where, ("model", "state_dict"))
-    weights = {
-        name.replace("conv_sc.", "shortcut.0.").replace("bn_sc.", "shortcut.1."): value
-        for name, value in state.items()
-    }
-    # [C,H,W] in execution order: a list, or (older files) a dictionary by number.
-    masks: Any = content.get("masks", content.get("mask_epoch"))
-    if isinstance(masks, Mapping):
-        masks = [masks[key] for key in sorted(masks, key=lambda k: (len(str(k)), str(k)))]
-    files.require(
-        isinstance(masks, list) and all(isinstance(m, Tensor) for m in masks),
-        f"{where} has no list of masks: it holds {files.listed(map(str, content), 8)}; a pruned "
-        f"net of ReLUPruner has 'masks'",
-    )
-    for i, mask in enumerate(masks):
-        files.check_tensor(mask, f"mask {i}", where)
-        binary = bool(((mask == 0) | (mask == 1)).all())
-        files.require(binary, f"{where}: mask {i} holds values other than 0 and 1")
-    bits = [(m[0] if m.ndim == 4 and m.shape[0] == 1 else m).bool() for m in masks]
-    ignored = [name for name in ignored if name not in ("masks", "mask_epoch")]
-    report = files.ImportReport(where, "ReLUPruner", ignored=ignored)
     expected = {"arch": arch, "num_classes": num_classes, "image_size": image_size}
-    return import_net(report, weights, bits, expected=expected)
+    return load_foreign(path, ReluPrunerFormat(), expected)
 
 
 def load_autorep(
-    path: str | os.PathLike[str], *, scale_x2: float | None = None, clip2: float | None = None,
-    scale_x1: float = 1.0, threshold: float = 3e-3, arch: str | None = None,
-    num_classes: int | None = None, image_size: int | None = None,
-) -> nn.Module:  # fmt: skip
+    path: Path,
+    *,
+    scale_x2: float | None = None,
+    clip2: float | None = None,
+    scale_x1: float = 1.0,
+    threshold: float = 3e-3,
+    arch: str | None = None,
+    num_classes: int | None = None,
+    image_size: int | None = None,
+) -> nn.Module:
     """The net of a checkpoint of AutoReP: MaskedPoly sites, in eval mode, ready for `bcd`.
 
     The file does not hold all of AutoReP's settings. These must be as they were in training:
@@ -122,84 +86,278 @@ def load_autorep(
 
     A ReLU is kept as AutoReP's own forward would have it, in eval mode too:
     m·[aux > -threshold] + (1-m)·[aux > threshold]. aux is dropped then, so that a ReLU that BCD
-    removes never comes back. `net.import_report` says what was found and ignored.
+    removes never comes back. `net.import_report` says what was read and ignored.
 
     >>> net = load_autorep("checkpoint.pth.tar", scale_x2=0.1)  # doctest: +SKIP
     >>> fastbcd.bcd(net, data, budget=15_000)  # doctest: +SKIP
     """
-    where = str(path)
-    state, ignored = files.state_of(files.read(path), where, ("state_dict",))
-    weights, shared = _one_copy({k.removeprefix("model."): v for k, v in state.items()}, where)
-    numbers = sorted(int(k.split("_")[2]) for k in shared if re.match(r"alpha_mask_\d{1,6}_0$", k))
-    consecutive = numbers == list(range(len(numbers)))
-    files.require(consecutive, f"{where} has masks for sites {numbers}; expected 0, 1, 2, …")
-    files.require(
-        "poly_para_0_1" in shared,
-        f"{where} has no poly_para: it was not trained with a polynomial activation "
-        f"(--act_type ReLU_masked_dapa_relay or ReLU_masked_autopoly_relay)",
-    )
-    quadratic = "poly_para_0_2" in shared
-    if quadratic and scale_x2 is None:
-        raise ValueError(
-            f"{where} has quadratic terms, and their factor is not in the file: pass scale_x2=0.1 "
-            f"(AutoReP's default), or what --scale_x2 was"
-        )
-    bits, coef = [], []
-    used: set[str] = set()
-    for f in numbers:
-        first = shared[f"alpha_mask_{f}_0"]
-        shapes = {f"alpha_{kind}_{f}_0": tuple(first.shape) for kind in ("mask", "aux")}
-        terms = range(3 if quadratic else 2)
-        shapes |= {f"poly_para_{f}_{i}": (1, *first.shape[:1], 1, 1) for i in terms}
-        for name, shape in shapes.items():
-            files.check_shape(shared, name, shape, where)
-        used |= shapes.keys()
-        mask, aux, *c = (shared[name].float() for name in shapes)
-        bits.append(torch.where(mask > 0.5, aux > -threshold, aux > threshold))
-        c0, c1, *c2 = (t.flatten() for t in c)
-        if scale_x2 is not None and c2:  # s2·c2·x² + c1·x + c0
-            last = scale_x2 * (c2[0] if clip2 is None else c2[0].clamp(-clip2, clip2))
-        else:  # s1·c1·x + c0
-            c1, last = scale_x1 * c1, torch.zeros_like(c0)
-        coef.append(torch.stack([c0, c1, last]))
-    # Left over: statistics of the initialisation, further masks and terms.
-    report = files.ImportReport(where, "AutoReP", ignored=ignored + sorted(shared.keys() - used))
-    report.notes = ["the indicators alpha_aux are dropped: a ReLU that is removed stays removed"]
-    iteration = shared.get("itr_cnt")
-    if iteration is not None and iteration.numel() == 1 and float(iteration) < _REFRESHED:
-        report.notes.append(
-            f"written at iteration {float(iteration):.0f}, while AutoReP still refreshes its "
-            f"coefficients (the first {_REFRESHED}): those of the file are used"
-        )
     expected = {"arch": arch, "num_classes": num_classes, "image_size": image_size}
-    return import_net(report, weights, bits, coef=coef, expected=expected)
+    return load_foreign(path, AutoRepFormat(scale_x2, clip2, scale_x1, threshold), expected)
 
 
-def _one_copy(state: files.State, path: str) -> tuple[files.State, files.State]:
-    """The weights, and AutoReP's one activation, which is saved under each of its names.
+class ForeignFormat:
+    """What is to be known of a kind of checkpoint; {} stands for a site's name or number.
 
-    Its tensors, for site f in the order of execution: alpha_mask_{f}_0 and alpha_aux_{f}_0
-    [C,H,W], poly_para_{f}_{0,1,2} [1,C,1,1], and bn_{f}.*, itr_cnt from the initialisation.
+    entries: under which the state_dict lies. mask_entries: under which masks lie beside it.
+    activation: a pattern of the names that belong to activations; its group is the name without
+    the prefix of a module that is saved under many. mask, maps, terms: the names of a site's mask,
+    of other tensors of its shape, and of its coefficients [1, C, 1, 1] by degree. renamed: patterns
+    of parts of the names of weights, and what replaces them. refused: a pattern of names that no
+    net here has, and why.
     """
-    weights: files.State = {}
-    copies: dict[str, files.State] = {}
-    for name, value in state.items():
-        match = _SHARED.match(name)
-        if match:
-            copies.setdefault(match[1] or "", {})[match[2]] = value
-        else:
-            weights[name] = value
-    files.require(
-        any(key.startswith("alpha_mask_") for copy in copies.values() for key in copy),
-        f"{path} is an SNL checkpoint: use load_snl"
-        if any(name.endswith(".alphas") for name in weights)
-        else f"{path} has no alpha_mask: it holds no masks of AutoReP",
+
+    name: ClassVar[str]
+    loader: ClassVar[str]
+    entries: ClassVar[tuple[str, ...]] = ("state_dict",)
+    mask_entries: ClassVar[tuple[str, ...]] = ()
+    activation: ClassVar[str]
+    mask: ClassVar[str]
+    maps: ClassVar[tuple[str, ...]] = ()
+    terms: ClassVar[tuple[str, ...]] = ()
+    renamed: ClassVar[dict[str, str]] = {}
+    refused: ClassVar[tuple[str, str] | None] = None
+
+    def bits(self, mask: Tensor, *maps: Tensor) -> Tensor:
+        """Where a ReLU is kept."""
+        raise NotImplementedError
+
+    def coefficients(self, terms: Sequence[Tensor]) -> Tensor | None:
+        """c0, c1 and c2, [3, C], from the site's own coefficients by degree."""
+        return None
+
+    def notes(self, activations: State) -> list[str]:
+        """What a user should know of the tensors of the activations."""
+        return []
+
+
+@dataclass(frozen=True)
+class SnlFormat(ForeignFormat):
+    """y = a·relu(x) + (1-a)·x with alphas [1, C, H, W]."""
+
+    threshold: float
+
+    name = "SNL"
+    loader = "load_snl"
+    activation = r"(.+\.alphas)"
+    mask = "{}.alphas"
+    refused = (
+        r"(?:.*\.)?alpha\d?\.(?:beta|gamma)s?(?:\..*)?",
+        "a variant of SNL that mixes ReLUs by learned beta and gamma: its activation is not a "
+        "masked ReLU and cannot be imported; give a checkpoint with alphas alone",
     )
-    first, shared = next(iter(copies.items()))
-    for alias, copy in copies.items():
+
+    def bits(self, mask: Tensor, *maps: Tensor) -> Tensor:
+        return mask > self.threshold
+
+    def notes(self, activations: State) -> list[str]:
+        soft = sum(int(((a != 0) & (a != 1)).sum()) for a in activations.values())
+        if not soft:
+            return []
+        return [
+            f"{soft:,} alphas are neither 0 nor 1: the file was written before SNL binarised them, "
+            f"so fine-tune the net"
+        ]
+
+
+@dataclass(frozen=True)
+class ReluPrunerFormat(ForeignFormat):
+    """Masks of 0 and 1 [C, H, W] in execution order, beside the weights."""
+
+    name = "ReLUPruner"
+    loader = "load_relupruner"
+    entries = ("model", "state_dict")
+    mask_entries = ("masks", "mask_epoch")
+    activation = r"(masks\[\d+\])"
+    mask = "masks[{}]"
+    renamed: ClassVar[dict[str, str]] = {r"\bconv_sc\.": "shortcut.0.", r"\bbn_sc\.": "shortcut.1."}
+
+    def bits(self, mask: Tensor, *maps: Tensor) -> Tensor:
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError("holds values other than 0 and 1")
+        return mask.bool()
+
+
+@dataclass(frozen=True)
+class AutoRepFormat(ForeignFormat):
+    """One activation, saved under each of its names, with tensors for every site."""
+
+    scale_x2: float | None
+    clip2: float | None
+    scale_x1: float
+    threshold: float
+
+    name = "AutoReP"
+    loader = "load_autorep"
+    activation = r"(?:.*\.)?((?:alpha_mask|alpha_aux|poly_para)_\d{1,6}_\d{1,6}|bn_\d+\..+|itr_cnt)"
+    mask = "alpha_mask_{}_0"
+    maps = ("alpha_aux_{}_0",)
+    terms = ("poly_para_{}_0", "poly_para_{}_1", "poly_para_{}_2")
+    renamed: ClassVar[dict[str, str]] = {r"^model\.": ""}
+
+    def bits(self, mask: Tensor, *maps: Tensor) -> Tensor:
+        (aux,) = maps
+        return torch.where(mask > 0.5, aux > -self.threshold, aux > self.threshold)
+
+    def coefficients(self, terms: Sequence[Tensor]) -> Tensor | None:
+        """s2·c2·x² + c1·x + c0, or s1·c1·x + c0."""
+        if len(terms) < 2:
+            raise ValueError(
+                "has no poly_para_…_1: it was not trained with a polynomial activation (--act_type "
+                "ReLU_masked_dapa_relay or ReLU_masked_autopoly_relay)"
+            )
+        c0, c1, *quadratic = (term.flatten() for term in terms)
+        if not quadratic:
+            return torch.stack([c0, self.scale_x1 * c1, torch.zeros_like(c0)])
+        if self.scale_x2 is None:
+            raise ValueError(
+                "has quadratic terms, and their factor is not in the file: pass scale_x2=0.1 "
+                "(AutoReP's default), or what --scale_x2 was"
+            )
+        c2 = quadratic[0]
+        if self.clip2 is not None:
+            c2 = c2.clamp(-self.clip2, self.clip2)
+        return torch.stack([c0, c1, self.scale_x2 * c2])
+
+    def notes(self, activations: State) -> list[str]:
+        notes = ["the indicators alpha_aux are dropped: a ReLU that is removed stays removed"]
+        iteration = activations.get("itr_cnt")
+        if iteration is not None and iteration.numel() == 1 and float(iteration) < REFRESHED:
+            notes.append(
+                f"written at iteration {float(iteration):.0f}, while AutoReP still refreshes its "
+                f"coefficients (the first {REFRESHED}): those of the file are used"
+            )
+        return notes
+
+
+FORMATS: tuple[type[ForeignFormat], ...] = (SnlFormat, AutoRepFormat, ReluPrunerFormat)
+
+
+def load_foreign(path: Path, form: ForeignFormat, expected: dict[str, Any]) -> nn.Module:
+    """The net of a checkpoint of this format; expected: what the caller knows of it, or None."""
+    where = str(path)
+    content = files.read(path)
+    state, ignored = files.state_of(content, where, form.entries)
+    for entry in form.mask_entries:
+        state |= _numbered(content.get(entry), form.mask, where)
+    weights, activations = _separated(state, form, where)
+    names = _site_names(activations, form)
+    if not names:
+        raise files.CheckpointError(f"{where} has no masks of {form.name}{_advice(state, form)}")
+    terms = _terms(activations, names, form)
+    sites = {}
+    used: set[str] = set()
+    for name in names:
+        shapes = _shapes(activations, name, terms, form, where)
+        for tensor, shape in shapes.items():
+            files.check_shape(activations, tensor, shape, where)
+        used |= shapes.keys()
+        sites[name] = _site([activations[tensor] for tensor in shapes], form, f"{where}: {name}")
+    ignored = [name for name in ignored if name not in form.mask_entries]
+    ignored += sorted(activations.keys() - used)
+    report = ImportReport(where, form.name, ignored=ignored, notes=form.notes(activations))
+    return build_net(report, weights, sites, expected)
+
+
+def _numbered(masks: Any, name: str, path: str) -> State:
+    """The tensors of a list, or of a dictionary by number, each with a name."""
+    if isinstance(masks, Mapping):
+        masks = [masks[key] for key in sorted(masks, key=lambda key: (len(str(key)), str(key)))]
+    if not isinstance(masks, list) or not all(isinstance(mask, Tensor) for mask in masks):
+        return {}
+    named = {name.format(number): mask for number, mask in enumerate(masks)}
+    for key, mask in named.items():
+        files.check_tensor(mask, key, path)
+    return named
+
+
+def _separated(state: State, form: ForeignFormat, path: str) -> tuple[State, State]:
+    """The weights, and the activations' tensors without prefixes and repetitions."""
+    weights: State = {}
+    activations: State = {}
+    first: dict[str, str] = {}
+    for name, value in state.items():
+        if form.refused and re.fullmatch(form.refused[0], name):
+            raise files.CheckpointError(f"{path} has {name}, so it comes from {form.refused[1]}")
+        match = re.fullmatch(form.activation, name)
+        if match is None:
+            weights[_renamed(name, form.renamed)] = value
+            continue
+        short = match[1]
+        same = torch.equal(activations.setdefault(short, value), value)
         files.require(
-            copy.keys() == shared.keys() and all(torch.equal(copy[k], shared[k]) for k in copy),
-            f"{path}: the activations {first!r} and {alias!r} differ, and AutoReP has a single "
-            f"one under many names; the file is damaged or was edited",
+            same or name == first.get(short, name),
+            f"{path}: {first.get(short)!r} and {name!r} differ, and {form.name} saves one tensor "
+            f"under both names; the file is damaged or was edited",
         )
-    return weights, shared
+        first.setdefault(short, name)
+    return weights, activations
+
+
+def _renamed(name: str, parts: Mapping[str, str]) -> str:
+    for pattern, replacement in parts.items():
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _site_names(activations: State, form: ForeignFormat) -> list[str]:
+    """Names of the sites that have a mask; 0, 1, 2, … if they are numbers."""
+    pattern = re.escape(form.mask).replace(r"\{\}", "(.+)")
+    matches = [re.fullmatch(pattern, name) for name in activations]
+    names = [match[1] for match in matches if match]
+    if all(name.isdecimal() for name in names):
+        return [str(number) for number in range(len(names))]
+    return names
+
+
+def _advice(state: State, form: ForeignFormat) -> str:
+    """What a file without masks of this format is instead."""
+    for other in FORMATS:
+        if other.name != form.name and any(re.fullmatch(other.activation, name) for name in state):
+            return f": it is a checkpoint of {other.name}, use {other.loader}"
+    return (
+        f": it holds {files.listed(state, files.SHOWN)}; load a dense net's weights with "
+        f"load_state_dict into one of fastbcd.models"
+    )
+
+
+def _terms(activations: State, sites: list[str], form: ForeignFormat) -> tuple[str, ...]:
+    """The names of the coefficients up to the highest degree that any site has."""
+    degrees = [
+        degree
+        for degree, name in enumerate(form.terms)
+        if any(name.format(site) in activations for site in sites)
+    ]
+    return form.terms[: max(degrees, default=-1) + 1]
+
+
+def _shapes(
+    activations: State, site: str, terms: tuple[str, ...], form: ForeignFormat, path: str
+) -> dict[str, tuple[int, ...]]:
+    """The names of the tensors of a site, and their shapes: its mask, maps and coefficients."""
+    name = form.mask.format(site)
+    files.require(name in activations, f"{path}: {name} is missing; expected one for every site")
+    shape = tuple(activations[name].shape)
+    plain = shape[-3:]
+    files.require(
+        shape in (plain, (1, *plain)) and len(plain) == 3 and 0 not in plain,
+        f"{path}: {name} has shape {shape}; expected [channels, height, width]",
+    )
+    shapes = {name: shape}
+    for map_name in form.maps:
+        shapes[map_name.format(site)] = plain
+    for term in terms:
+        shapes[term.format(site)] = (1, plain[0], 1, 1)
+    return shapes
+
+
+def _site(tensors: list[Tensor], form: ForeignFormat, where: str) -> SiteTensors:
+    """A site from its mask, its maps and its coefficients."""
+    mask = tensors[0].float()
+    maps = [tensor.float() for tensor in tensors[1 : 1 + len(form.maps)]]
+    terms = [tensor.float() for tensor in tensors[1 + len(form.maps) :]]
+    try:
+        bits = form.bits(mask, *maps)
+        coef = form.coefficients(terms)
+    except ValueError as error:
+        raise files.CheckpointError(f"{where} {error}") from error
+    return SiteTensors(bits.reshape(mask.shape[-3:]), coef)
