@@ -30,6 +30,7 @@ import fastbcd
 from arms import Problem, cifar10, fashion_mnist, reduced
 from fastbcd.cli.demo import trained_resnet
 from fastbcd.scoring.engine import Engine
+from fastbcd.scoring.metric import DEFAULT
 from fastbcd.scoring.sampled import Sampled, new_margins, visiting_order
 from fastbcd.scoring.score import answers, prepared, read
 from table import machine
@@ -41,7 +42,7 @@ def record(net: nn.Module, data: fastbcd.ImageData, removals: dict[int, Tensor])
     """Margins and losses of the base and the hypotheses, [1 + H, 2, N]."""
     images, current = read(net, data)
     with prepared(net, current, [*removals.values()], images, Engine()) as plan:
-        found = answers(plan, images, removals, base=True)
+        found = answers(plan, DEFAULT, images, removals, base=True)
     return torch.stack([found[k] for k in (-1, *removals)]).numpy()
 
 

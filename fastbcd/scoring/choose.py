@@ -114,9 +114,9 @@ def choose(
     with prepared(net, current, some, images, engine, criterion, engine.wave, needed) as plan:
         search: _Search | _SampledSearch
         if visits is None:
-            search = _Search(plan, images, adt, early)
+            search = _Search(plan, criterion, images, adt, early)
         else:
-            search = _SampledSearch(plan, images, visits)
+            search = _SampledSearch(plan, criterion, images, visits)
             # The next step needs the base's margins of all images.
             search.begin(adt=adt, confidence=confidence, whole=margins is None)
         size = 1
@@ -132,16 +132,18 @@ def choose(
 class _Search:
     """One step's search: the base's sums, and the sums of each hypothesis so far."""
 
-    def __init__(self, plan: Plan, data: ImageData, adt: float, early: bool) -> None:
-        self.plan, self.data, self.adt, self.criterion = plan, data, adt, plan.criterion
+    def __init__(
+        self, plan: Plan, criterion: Criterion, data: ImageData, adt: float, early: bool
+    ) -> None:
+        self.plan, self.data, self.adt, self.criterion = plan, data, adt, criterion
         self.removals: dict[int, Tensor] = {}
         self.tallies: dict[int, Tally] = {}
-        self.base, self.base_loss = run_pass(plan, data, {}).sums[-1]
+        self.base, self.base_loss = run_pass(plan, criterion, data, {}).sums[-1]
         bounds = self.criterion.bounds
         self.early = early and bounds is not None
         self.low, self.high = bounds or (0.0, 0.0)
         # Counts are exact; other sums are equal up to the order of their terms, and engines differ.
-        own = plan.criterion.metric is not None
+        own = criterion.metric is not None
         size = max(abs(self.low), abs(self.high), abs(self.base) / len(data)) * len(data)
         self.slack, self.tie = (SUM_ROUNDING * size, ROUNDING * size) if own else (0.0, 0.0)
 
@@ -177,7 +179,7 @@ class _Search:
             wait = min((self.wait(k, tally, least[k], most[k]) for k in open_), default=ahead)
             return alive if ahead else set(), wait
 
-        run_pass(self.plan, self.data, removals, decide, base=False)
+        run_pass(self.plan, self.criterion, self.data, removals, decide, base=False)
         return accepted
 
     def wait(self, k: int, tally: Tally, least: float, most: float) -> float:
@@ -213,7 +215,9 @@ class _Search:
             group = [k for k, t in left.items() if t.seen == begun.seen]
             begun = replace(begun, sums={k: left[k].sums[k] for k in group})
             removals = {k: self.removals[k] for k in group}
-            tally = run_pass(self.plan, self.data, removals, base=False, begun=begun)
+            tally = run_pass(
+                self.plan, self.criterion, self.data, removals, base=False, begun=begun
+            )
             tallies.update({k: tally.part([k]) for k in group})
         done = {k: t.sums[k] for k, t in sorted(tallies.items()) if t.seen == samples}
         return _best_of(done, samples, self.tie)
@@ -235,8 +239,8 @@ class _Search:
 class _SampledSearch:
     """One step's search with a confidence: runs the hypotheses for `Sampled`, which decides."""
 
-    def __init__(self, plan: Plan, data: ImageData, visits: Visits) -> None:
-        self.plan, self.data, self.visits = plan, data, visits
+    def __init__(self, plan: Plan, criterion: Criterion, data: ImageData, visits: Visits) -> None:
+        self.plan, self.criterion, self.data, self.visits = plan, criterion, data, visits
         self.removals: dict[int, Tensor] = {}
 
     def begin(self, **settings: Any) -> None:
@@ -247,8 +251,13 @@ class _SampledSearch:
         removals = {k: self.removals[k] for k in numbers if k >= 0}
         order = self.visits.order[begin:end]
         found = answers(
-            self.plan, self.data.subset(order), removals, base=-1 in numbers, images=order.cpu()
-        )
+            self.plan,
+            self.criterion,
+            self.data.subset(order),
+            removals,
+            base=-1 in numbers,
+            images=order.cpu(),
+        )  # fmt: skip
         return {k: t.numpy() for k, t in found.items()}
 
     def wave(self, removals: dict[int, Tensor]) -> int | None:
@@ -260,7 +269,7 @@ class _SampledSearch:
         return _best_of(done, len(self.data), 0.0)
 
     def choice(self, number: int, accepted: bool) -> Choice:
-        s, n, percent = self.sampled, len(self.data), self.plan.criterion.percent
+        s, n, percent = self.sampled, len(self.data), self.criterion.percent
         (value, loss), (base, base_loss) = s.estimate(number), s.estimate(-1)
         seen = {k: s.seen(k) for k in s.found}
         return Choice(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 import torch
@@ -21,8 +21,13 @@ from fastbcd.scoring.collapsed.engine import Collapsed
 from fastbcd.scoring.collapsed.form import Signature, cached_form, drop_form, keep_form
 from fastbcd.scoring.collapsed.linear_rules import NotAffine
 from fastbcd.scoring.engine import Request, ScoringEngine
-from fastbcd.scoring.metric import DEFAULT, Criterion
-from fastbcd.scoring.program import NotTraceable, Program, make_program, with_flat_output
+from fastbcd.scoring.program import (
+    NotTraceable,
+    Program,
+    in_bfloat16,
+    make_program,
+    with_flat_output,
+)
 from fastbcd.scoring.sequential import Sequential
 from fastbcd.scoring.stacked import Stacked, peak_bytes, portions, stacked_multiply_adds
 
@@ -44,7 +49,6 @@ class Plan:
     multiply_adds: int = 0  # of the whole call; 0 if unknown
     bytes: int = 0  # largest amount of memory that values take at a time
     details: str = ""
-    criterion: Criterion = DEFAULT
 
     def use_fewer_lanes(self, alive: int, error: torch.OutOfMemoryError) -> None:
         """After an out-of-memory error: half as many hypotheses at a time."""
@@ -99,6 +103,8 @@ def make_plan(request: Request, engine: str) -> Plan:
             plan = stacked_plan(request, program, plan)
             if engine == "auto" and stacked_is_slower(plan, program):
                 return sequential_plan(request, "stacked is slower, as timed on this machine")
+            if request.precision == "bf16":
+                return replace(plan, engine=Stacked(in_bfloat16(program), request.masks))
         return plan
     except (NotTraceable, NotAffine) as reason:
         other = "stacked" if isinstance(reason, NotAffine) else "sequential"

@@ -31,7 +31,6 @@ from fastbcd.scoring.accuracy import check_metric
 from fastbcd.scoring.engine import Engine, Request, as_engine
 from fastbcd.scoring.metric import DEFAULT, WIDTH, Criterion, Loss, Metric, at_least_float32
 from fastbcd.scoring.plan import Plan, make_plan
-from fastbcd.scoring.program import in_bfloat16
 from fastbcd.scoring.stacked import Stacked
 
 LOOK_EVERY = 64  # batches between two reads of the sums, at most: invalid values are found there
@@ -105,7 +104,7 @@ def score(
     with prepared(net, current, hypotheses, images, as_engine(engine), criterion) as plan:
         if explain:
             print(f"data: {images}, {images.where}", plan, sep="\n")
-        tally, samples = run_pass(plan, images, dict(enumerate(hypotheses))), len(images)
+        tally, samples = run_pass(plan, criterion, images, dict(enumerate(hypotheses))), len(images)
     numbers = [*range(len(hypotheses)), -1]
     sums = torch.tensor([tally.sums[k] for k in numbers], dtype=torch.float64)
     means, own = sums / samples, metric is not None
@@ -142,8 +141,8 @@ Decide = Callable[[Tally], tuple[set[int], float]]
 
 
 def run_pass(
-    plan: Plan, data: ImageData, removals: dict[int, Tensor], decide: Decide | None = None,
-    base: bool = True, begun: Tally | None = None,
+    plan: Plan, criterion: Criterion, data: ImageData, removals: dict[int, Tensor],
+    decide: Decide | None = None, base: bool = True, begun: Tally | None = None,
 ) -> Tally:  # fmt: skip
     """Score the hypotheses batch by batch, and the base too unless its sums are known.
 
@@ -170,14 +169,14 @@ def run_pass(
             found: dict[int, Tensor] = {}
             if x is not None and targets is not None:
                 places = torch.arange(len(x)) + (first + i * plan.batch)
-                found = lanes.run(x, base, places, partial(plan.criterion.rows, targets=targets))
+                found = lanes.run(x, base, places, partial(criterion.rows, targets=targets))
             pending.append(torch.stack([found.get(k, found.get(-1, nothing)) for k in numbers]))
             seen = tally.seen + sum(sizes[tally.rounds : i + 1])
             if seen < look and len(pending) < LOOK_EVERY and i + 1 < len(sizes):
                 continue
             for rows in all_sum(torch.stack(pending)).tolist():
                 by_number = dict(zip(numbers, rows, strict=True))
-                tally.add(by_number, sizes[tally.rounds], plan.criterion)
+                tally.add(by_number, sizes[tally.rounds], criterion)
             pending = []
             if decide is None:
                 continue
@@ -215,7 +214,7 @@ class _Lanes:
 
 
 def answers(
-    plan: Plan, data: ImageData, removals: dict[int, Tensor], base: bool,
+    plan: Plan, criterion: Criterion, data: ImageData, removals: dict[int, Tensor], base: bool,
     images: Tensor | None = None,
 ) -> dict[int, Tensor]:  # fmt: skip
     """By number, the margin and the loss of each image, DoubleTensor[2, N] on the CPU.
@@ -232,7 +231,7 @@ def answers(
         for x, targets in mine.batches(
             plan.batch, dtype=plan.request.example.dtype, memory_format=plan.engine.memory_format
         ):
-            judge = partial(plan.criterion.margins_and_losses, targets=targets)
+            judge = partial(criterion.margins_and_losses, targets=targets)
             places = None if images is None else images[at : at + len(x)]
             some = lanes.run(x, asked, places, judge)
             both = [some[k if k in some else -1] for k in numbers]
@@ -241,7 +240,7 @@ def answers(
     everyone = dict(zip(numbers, all_sum(found).cpu(), strict=True))
     for k, (_, losses) in everyone.items():
         row, who = [0.0, float(losses.sum()), 0.0, 0.0], f"hypothesis {k}"
-        plan.criterion.check_row(row, "the base net" if k < 0 else who, f"on {len(data)} images")
+        criterion.check_row(row, "the base net" if k < 0 else who, f"on {len(data)} images")
     return {k: t for k, t in everyone.items() if base or k >= 0}
 
 
@@ -283,11 +282,8 @@ def prepared(
                 example,
                 engine.batch_size, limit, engine.precision,
             ), engine.name)  # fmt: skip
-            plan.criterion = criterion
         if isinstance(plan.engine, Stacked):
             stack.enter_context(kept_memory())
-            if engine.precision == "bf16":
-                plan.engine.program = in_bfloat16(plan.engine.program)
         stack.enter_context(own_precision(images.device, engine.precision))
         yield plan
 
