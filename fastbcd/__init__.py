@@ -1,6 +1,6 @@
 """fastbcd: remove ReLUs from trained networks by Block Coordinate Descent, fast."""
 
-from fastbcd import models, ops, private, recipes, report
+from fastbcd import models, ops, private, report
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import load
 from fastbcd.data.stream import StreamData
@@ -38,7 +38,7 @@ __all__ = [
     "Run", "Saliency", "Schedule", "Scores", "Site", "StartingPoint", "Step", "StreamData",
     "Trained", "accuracy", "autorep", "backends", "bcd", "choose", "convert", "deepreduce",
     "linearize", "load", "load_autorep", "load_relupruner", "load_run", "load_snl", "masks",
-    "models", "ops", "private", "recipes", "relupruner", "report", "saliency", "score", "senet",
+    "models", "ops", "private", "relupruner", "report", "saliency", "score", "senet",
     "set_masks", "snl", "steps", "to_line", "to_poly", "train",
 ]  # fmt: skip
 

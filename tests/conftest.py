@@ -36,7 +36,6 @@ LONGEST = (
     "scoring/test_choose.py",
     "scoring/test_surroundings.py",
     "descent/test_bcd.py",
-    "recipes/test_run.py",
     "test_quality.py",
 )
 

@@ -16,14 +16,14 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("fastbcd.__main__", "fastbcd.cli", "fastbcd.info"),  # these use the public names
     ("fastbcd",),  # fastbcd/__init__.py, which lists the public names
-    ("fastbcd.report", "fastbcd.recipes"),
+    ("fastbcd.report",),
     ("fastbcd.starts", "fastbcd.descent", "fastbcd.private"),
     ("fastbcd.training", "fastbcd.scoring"),
     ("fastbcd.graph", "fastbcd.masking", "fastbcd.models", "fastbcd.data", "fastbcd.runs"),
     ("fastbcd.ops",),
     ("fastbcd.kernels", "fastbcd.runtime"),
 )
-NAMESPACES = ("ops", "models", "private", "recipes", "report")  # these list public names
+NAMESPACES = ("ops", "models", "private", "report")  # these list public names
 
 FILES = {**modules(ROOT / "fastbcd", "fastbcd"), **modules(ROOT / "kernels", "fastbcd.kernels")}
 GRAPH = import_graph(FILES)

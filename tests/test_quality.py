@@ -92,7 +92,7 @@ MANNERED = {
 TEXTS = [
     path
     for pattern in ("*.md", "Makefile", "*.toml", "setup.py", "fastbcd/**/*.py", "kernels/**/*.py",
-                    "kernels/**/*.cpp", "kernels/**/*.h", "tests/**/*.py", "benchmarks/*.py",
+                    "kernels/**/*.cpp", "kernels/**/*.h", "tests/**/*.py", "benchmarks/**/*.py",
                     "benchmarks/*.md", "docs/*.md", "docs/*.py")
     for path in ROOT.glob(pattern)
     if path != Path(__file__)

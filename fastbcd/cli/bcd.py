@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from torch import nn
 
 import fastbcd
-from fastbcd import recipes
 from fastbcd.cli import budgets, inputs
 from fastbcd.cli.options import call
 from fastbcd.data.images import ImageData
-from fastbcd.recipes import run as recipe_run
-
-# The options that can be given with --recipe; the recipe fixes the others.
-WITH_RECIPE = ("recipe", "dry_run", "weights", "root", "download", "run_dir", "seed", "device",
-               "progress", "samples", "engine")  # fmt: skip
-
 
 # Options that need another one: what they need, and whether it is there.
 NEEDS = {
@@ -28,34 +20,19 @@ NEEDS = {
 
 
 def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse options that do not go together; a recipe gives its data and run directory."""
-    if budgets.given(options) == (options.recipe is not None):
-        parser.error(f"give either --budget, {budgets.COSTS}, or --recipe")
-    budgets.check_connection(options, parser)
+    """Refuse options that do not go together."""
     for name, value in vars(options).items():
         flag = f"--{name.replace('_', '-')}"
         if value == parser.get_default(name):
             continue
         if name in NEEDS and not NEEDS[name][1](options):
             parser.error(f"{flag} goes with {NEEDS[name][0]} only; leave it out")
-        if options.recipe is not None and name not in WITH_RECIPE:
-            parser.error(
-                f"{flag} {value} does not go with --recipe, which fixes it; leave one of them out"
-            )
-    if options.recipe is not None:
-        try:
-            recipe = recipes.get(options.recipe)
-        except ValueError as error:
-            parser.error(str(error))
-        options.data, options.run_dir = recipe.data, options.run_dir or Path("runs") / recipe.name
 
 
 def work(options: argparse.Namespace) -> None:
-    """Remove ReLUs until the budget or the target is met, or run a --recipe."""
-    if options.dry_run and options.recipe:
-        return print(recipes.plan(recipes.get(options.recipe)))
+    """Remove ReLUs until the budget or the target is met."""
     data, test = inputs.load_data(options)
-    run = (_run_recipe if options.recipe else _run)(options, data, test)
+    run = _run(options, data, test)
     if options.dry_run:
         return
     last = run.history[-1].test_accuracy if run.history else None
@@ -79,14 +56,6 @@ def _run(options: argparse.Namespace, data: ImageData, test: ImageData) -> fastb
         finetune=call(fastbcd.Finetune, options) if options.epochs else None,
         engine=fastbcd.Engine(options.engine, wave=options.wave, precision=options.precision),
     )  # fmt: skip
-
-
-def _run_recipe(options: argparse.Namespace, data: ImageData, test: ImageData) -> fastbcd.Run:
-    recipe, dense = recipes.get(options.recipe), None
-    if options.weights is not None:
-        net = recipe_run.build(recipe, options.seed).to(options.device)
-        dense = inputs.load_weights(net, options.weights).eval()
-    return call(recipe_run.run_recipe, options, recipe=recipe, data=data, test=test, dense=dense)
 
 
 def _net(options: argparse.Namespace, data: ImageData) -> nn.Module:

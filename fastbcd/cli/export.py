@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fastbcd
-from fastbcd import MaskSet, private, recipes
+from fastbcd import MaskSet, private
 from fastbcd.cli import inputs
 from fastbcd.cli.cost import read_masks
 from fastbcd.runs.read import replacement
@@ -66,9 +66,6 @@ def _from_masks(options: argparse.Namespace) -> tuple[nn.Module, Size]:
 
 
 def _size(name: str) -> tuple[Size, int]:
-    """The shape of an image, and the number of classes; a file is read."""
-    if name in recipes.DATA:
-        shape = recipes.DATA[name]
-        return (shape.channels, shape.image_size, shape.image_size), shape.classes
+    """The shape of an image, and the number of classes, of data that is read."""
     data = fastbcd.load(name)
     return tuple(data.images.shape[1:]), data.need_classes("the net")

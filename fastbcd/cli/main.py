@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fastbcd import info
-from fastbcd.cli import bcd, budgets, cost, demo, export, linearize, recipes, report, starts, train
+from fastbcd.cli import bcd, budgets, cost, demo, export, linearize, report, starts, train
 from fastbcd.cli.inputs import say
 from fastbcd.cli.options import TABLE, parser_of
 from fastbcd.runtime import ranks
@@ -18,7 +18,7 @@ from fastbcd.runtime import ranks
 COMMANDS = TABLE["commands"]  # their help and options
 WORK: dict[str, Callable[[argparse.Namespace], None]] = {
     "demo": lambda options: demo.show(options.run_dir), "linearize": linearize.work,
-    "train": train.work, **starts.METHODS, "bcd": bcd.work, "recipes": recipes.work,
+    "train": train.work, **starts.METHODS, "bcd": bcd.work,
     "report": report.work, "cost": cost.work, "export": export.work,
 }  # fmt: skip
 
@@ -26,10 +26,8 @@ WORK: dict[str, Callable[[argparse.Namespace], None]] = {
 def main(arguments: list[str] | None = None) -> int:
     """Run a command with the rest of the arguments; returns the exit status.
 
-    >>> main(["recipes", "ablation-base"])  # doctest: +ELLIPSIS
-    ablation-base (Figure 5): resnet18 on cifar100, 50,000 images, 0.555 G multiply-adds each
-    ...
-    0
+    >>> main(["cost", "nothing"])
+    2
     """
     first, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     parser = argparse.ArgumentParser(
@@ -47,10 +45,10 @@ def run(command: str, arguments: list[str]) -> int:
     """Run a command on every rank; errors of the user are one line."""
     parser = parser_of(command)
     options = parser.parse_args(arguments)
+    if "budget" in options:
+        budgets.check(options, parser)
     if command == "bcd":
         bcd.check(options, parser)
-    elif "budget" in options:
-        budgets.check(options, parser)
     run_dir = getattr(options, "run_dir", None)
     if "run_dir" in options and run_dir is None:
         run_dir = options.run_dir = _default_run_dir(command, options)

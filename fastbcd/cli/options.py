@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 import fastbcd
-from fastbcd import models, private, recipes
+from fastbcd import models, private
+from fastbcd.data.sources import KNOWN
 from fastbcd.descent.bcd import WHEN
 from fastbcd.descent.proposals import PROPOSALS
 from fastbcd.descent.schedules import Schedule
@@ -26,7 +27,7 @@ from fastbcd.training.settings import OPTIMIZERS
 
 TABLE = json.loads((resources.files("fastbcd.cli") / "commands.json").read_text("utf-8"))
 CHOICES: dict[str, tuple[str, ...]] = {
-    "architectures": tuple(models.NAMES), "data": tuple(recipes.DATA),
+    "architectures": tuple(models.NAMES), "data": tuple(KNOWN),
     "downloadable": ("cifar10", "cifar100"),  # through torchvision
     "formats": ("plain", "snl", "autorep", "relupruner"), "engines": ENGINES,
     "optimizers": OPTIMIZERS, "proposals": tuple(PROPOSALS), "protocols": tuple(private.PROTOCOLS),

@@ -6,7 +6,8 @@ import inspect
 import re
 from typing import Any, NamedTuple
 
-from fastbcd import models, recipes
+from fastbcd import models
+from fastbcd.data.sources import KNOWN
 from fastbcd.report import published
 from fastbcd.runs.read import Stages
 
@@ -34,7 +35,7 @@ class Subject(NamedTuple):
 
 def subject(run: Stages, arch: str | None = None, data: str | None = None) -> Subject:
     """The names given, or those that the run recorded."""
-    for name, value, known in (("arch", arch, models.NAMES), ("data", data, recipes.DATA)):
+    for name, value, known in (("arch", arch, models.NAMES), ("data", data, KNOWN)):
         if value is not None and value not in known:
             raise ValueError(f"{name}={value!r}; choose from {', '.join(known)}")
     config, metric = run.last.config, run.bcd.settings.get("metric") if run.bcd else None

@@ -326,16 +326,13 @@ def test_ctrl_c_before_anything_is_saved(monkeypatch, capsys) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("bcd --arch resnet20", "give either --budget, --seconds, --bytes or --rounds, or --rec"),
-        ("bcd --recipe resnet18-cifar100-15k --budget 3", "give either --budget, --seconds"),
-        ("bcd --recipe resnet18-cifar100-15k --seconds 3", "give either --budget, --seconds"),
+        ("bcd --arch resnet20", "give --budget, --seconds, --bytes or --rounds"),
         ("bcd --budget 3 --rtt 40ms", "--rtt goes with --seconds, --bytes or --rounds only"),
         ("snl --arch resnet20", "give --budget, --seconds, --bytes or --rounds"),
         ("linearize --budget 3 --bandwidth 1Mbit", "--bandwidth goes with --seconds, --bytes or"),
         ("autorep --budget 3 --protocol delphi-gc", "--protocol goes with --seconds, --bytes or"),
         ("bcd --seconds 1 --rounds 9", "not allowed with argument"),
         ("bcd --seconds fast", "'fast'; give seconds, 0 or more"),
-        ("bcd --recipe resnet18-cifar100-16k", "resnet18-cifar100-15k"),
         (f"{BCD} --drc 0%", "--drc: 0% is neither a number of ReLUs, 1 or more, nor a share"),
         (f"{BCD} --drc 101%", "--drc: 101% is neither"),
         (f"{BCD} --drc nan%", "--drc: nan% is neither"),
@@ -360,12 +357,6 @@ def test_errors_of_the_line_itself(line, message, capsys) -> None:
         fastbcd_(line)
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_recipe_can_be_looked_at_first(capsys) -> None:
-    assert fastbcd_("bcd --recipe resnet18-cifar100-15k --dry-run") == 0
-    assert "resnet18-cifar100-15k" in capsys.readouterr().out
-    assert not Path("runs").exists()
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(capsys) -> None:

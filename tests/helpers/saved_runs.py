@@ -35,7 +35,7 @@ def cut_short(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def stages(tmp_path_factory) -> Path:
-    """Dense training, SNL and BCD in one folder, as a recipe leaves them."""
+    """Dense training, SNL and BCD in one folder, as benchmarks/paper leaves them."""
     place = tmp_path_factory.mktemp("runs") / "stages"
     data, net = fastbcd.load("fashion-mnist-mini").first(48), small_net()
     test = data.first(20)

@@ -50,7 +50,7 @@ def test_damaged_states_are_refused(finished, tmp_path) -> None:
         ({"baseline": 0.0}, "baseline=0.0"),
         ({"baseline": float("nan")}, "baseline=nan"),
         ({"arch": "resnet81"}, "arch='resnet81'; choose from resnet18"),
-        ({"data": "mnist"}, "data='mnist'; choose from cifar10"),
+        ({"data": "mnist"}, "data='mnist'; choose from fashion"),
         ({"network": report.Network(bandwidth=0)}, "bandwidth=0"),
         ({"network": report.Network(protocol="cripten")}, "there is no protocol 'cripten'"),
     ],
