@@ -17,7 +17,7 @@ from torch import nn
 
 import fastbcd
 from fastbcd.cli.inputs import say
-from fastbcd.private.costs import si
+from fastbcd.private.units import si
 from fastbcd.runs.read import SavedRun, read
 
 BUDGET, EPOCHS, TEST_EVERY = 1_000, 16, 4

@@ -8,12 +8,24 @@ fastbcd.bcd(net, data, target)                          # a budget as a cost
 fastbcd.private.activation_ranges(net, data)            # values that a fixed-point format must hold
 """
 
-from fastbcd.private.costs import PROTOCOLS, Constant, Cost, Protocol, SiteCost, cost
-from fastbcd.private.gathering import export, gather_form
+from fastbcd.private.costs import Cost, SiteCost, cost
+from fastbcd.private.exporting import export
+from fastbcd.private.gathering import gather_form
+from fastbcd.private.protocols import PROTOCOLS, Constant, Protocol
 from fastbcd.private.ranges import Ranges, SiteRange, activation_ranges
 from fastbcd.private.target import Target
 
 __all__ = [
-    "PROTOCOLS", "Constant", "Cost", "Protocol", "Ranges", "SiteCost", "SiteRange", "Target",
-    "activation_ranges", "cost", "export", "gather_form",
-]  # fmt: skip
+    "PROTOCOLS",
+    "Constant",
+    "Cost",
+    "Protocol",
+    "Ranges",
+    "SiteCost",
+    "SiteRange",
+    "Target",
+    "activation_ranges",
+    "cost",
+    "export",
+    "gather_form",
+]

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from fastbcd.data.for_net import data_for
 from fastbcd.masking.activations import MaskedPoly
 from fastbcd.masking.masks import mask_modules
+from fastbcd.private.units import columns
 from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.runtime.module_mode import eval_mode
 
 QUANTILES = (0.5, 0.99, 0.999)
 # |z| is binned by the upper 16 bits of its float32: bins of 1/128 of a value or less.
-_SHIFT, _BINS = 16, 1 << 15
+_SHIFT = 16
+_BINS = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,23 @@ class SiteRange:
     @property
     def largest(self) -> float:
         """The largest |z|; NaN if there was one."""
-        return math.nan if math.isnan(self.low) else max(abs(self.low), abs(self.high))
+        if math.isnan(self.low):
+            return math.nan
+        return max(abs(self.low), abs(self.high))
 
     @property
     def fits(self) -> bool:
         """Whether all values are finite and, if a format was given, inside its range."""
-        limit = math.inf if self.limit is None else self.limit
-        return math.isfinite(self.largest) and self.largest < limit
+        return self.largest < (self.limit or math.inf)
+
+    @property
+    def mark(self) -> str:
+        """What is wrong, in a few words."""
+        if self.fits:
+            return ""
+        if not math.isfinite(self.largest):
+            return "not finite"
+        return f"outside ±{self.limit:.4g}"
 
 
 @dataclass(frozen=True)
@@ -65,14 +77,11 @@ class Ranges:
     sites: tuple[SiteRange, ...]
 
     def __str__(self) -> str:
-        width = max([len(s.name) for s in self.sites] + [4])
-        names = ("min", "max", *(f"|z| {q:.1%}" for q in QUANTILES))
-        lines = [f"{'site':<{width}}" + "".join(f"{name:>12}" for name in names)]
-        for s in self.sites:
-            cells = (s.low, s.high, *s.quantiles)
-            mark = "" if s.fits else f"  outside ±{s.limit:.4g}" if s.limit else "  not finite"
-            lines.append(f"{s.name:<{width}}" + "".join(f"{c:>12.4g}" for c in cells) + mark)
-        return "\n".join(lines)
+        rows = [["site", "min", "max", *(f"|z| {share:.1%}" for share in QUANTILES)]]
+        for site in self.sites:
+            values = (site.low, site.high, *site.quantiles)
+            rows.append([site.name, *(f"{value:.4g}" for value in values), f"  {site.mark}"])
+        return "\n".join(columns(rows, width=12))
 
 
 def activation_ranges(
@@ -89,45 +98,48 @@ def activation_ranges(
     >>> activation_ranges(net, (x, torch.tensor([0]))).sites[0].low
     -2.0
     """
+    modules = mask_modules(net)
+    limits = {name: _limit(module, fixed_point) for name, module in modules.items()}
+    images = data_for(net, data)
+    if not len(images):
+        raise ValueError("there are no images to measure the ranges on")
+    values = {name: _Values(images.device) for name in modules}
+    with ExitStack() as stack, eval_mode(net), torch.inference_mode():
+        for name, module in modules.items():
+            stack.callback(module.register_forward_pre_hook(values[name].add).remove)
+        for x, _ in images.batches(batch_size, dtype=dtype_of(net)):
+            net(x)
+    sites = tuple(values[name].summary(name, limit) for name, limit in limits.items())
+    outside = [site for site in sites if not site.fits]
+    if outside:
+        worst = max(outside, key=lambda site: (not math.isfinite(site.largest), site.largest))
+        way = "use fewer fraction bits or more bits, or fine-tune with more weight decay"
+        if not math.isfinite(worst.largest):
+            way = "the net itself overflows; look at its weights and batch norms"
+        seen = f"site {worst.name!r} sees values from {worst.low:.4g} to {worst.high:.4g}"
+        text = f"{len(outside)} sites leave the range; {seen}, {worst.mark}: {way}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return Ranges(sites)
+
+
+def _limit(module: nn.Module, fixed_point: tuple[int, int] | None) -> float | None:
+    """The bound of |z| at a site: |z| 2^f < 2^(b-1), and with squares z² 2^(2f) < 2^(b-1)."""
+    if fixed_point is None:
+        return None
     try:
-        bits, fraction = (math.inf, 1) if fixed_point is None else fixed_point
+        bits, fraction = fixed_point
         valid = 0 < fraction < bits - 1
     except (TypeError, ValueError):
         valid = False
     if not valid:
         form = "(bits, fraction bits), such as (64, 16), with 0 < fraction < bits - 1"
         raise ValueError(f"fixed_point={fixed_point!r}; give {form}")
-    images = data_for(net, data)
-    if not len(images):
-        raise ValueError("there are no images to measure the ranges on")
-    modules = mask_modules(net)
-    seen = {name: _Seen(images.device) for name in modules}
-    with ExitStack() as stack, eval_mode(net), torch.inference_mode():
-        for name, module in modules.items():
-            stack.callback(module.register_forward_pre_hook(seen[name].add).remove)
-        for x, _ in images.batches(batch_size, dtype=dtype_of(net)):
-            net(x)
-    sites = []
-    for name, module in modules.items():
-        squared = isinstance(module, MaskedPoly) and not bool(module.mask.all())
-        # |z| 2^f < 2^(b-1), and z² 2^(2f) < 2^(b-1)
-        limit = 2.0 ** ((bits - 1) / 2 - fraction if squared else bits - 1 - fraction)
-        sites.append(seen[name].summary(name, None if fixed_point is None else limit))
-    outside = [s for s in sites if not s.fits]
-    if outside:
-        worst = max(outside, key=lambda s: math.inf if math.isnan(s.largest) else s.largest)
-        text = f"site {worst.name!r} sees values from {worst.low:.4g} to {worst.high:.4g}"
-        if worst.limit is None or not math.isfinite(worst.largest):
-            text += ": the net itself overflows; look at its weights and batch norms"
-        else:
-            what = f"{len(outside)} sites leave the range of {bits} bits with {fraction} after"
-            way = "use fewer fraction bits or more bits, or fine-tune with more weight decay"
-            text = f"{what} the point; {text}, beyond ±{worst.limit:.4g}: {way}"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
-    return Ranges(tuple(sites))
+    if isinstance(module, MaskedPoly) and not bool(module.mask.all()):
+        return 2.0 ** ((bits - 1) / 2 - fraction)
+    return 2.0 ** (bits - 1 - fraction)
 
 
-class _Seen:
+class _Values:
     """Extremes and a histogram of |z|; the order of the batches does not matter."""
 
     def __init__(self, device: torch.device) -> None:
@@ -136,18 +148,22 @@ class _Seen:
         self.counts = torch.zeros(_BINS, dtype=torch.int64, device=device)
 
     def add(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Count the values that reach the activation: a forward pre-hook."""
         z = inputs[0].detach().float().flatten()
-        self.low, self.high = torch.minimum(self.low, z.min()), torch.maximum(self.high, z.max())
+        self.low = torch.minimum(self.low, z.min())
+        self.high = torch.maximum(self.high, z.max())
         self.counts += torch.bincount(z.abs().view(torch.int32) >> _SHIFT, minlength=_BINS)
 
     def summary(self, name: str, limit: float | None) -> SiteRange:
-        low, high = float(self.low), float(self.high)
+        """All that was counted."""
+        low = float(self.low)
+        high = float(self.high)
         if low > high:
             raise ValueError(f"site {name!r} was not reached by any image; is it used in forward?")
         below = self.counts.cumsum(0).cpu()
-        wanted = torch.tensor([math.ceil(q * int(below[-1])) for q in QUANTILES])
-        bins = torch.searchsorted(below, wanted).to(torch.int32)
-        # The largest value of a bin, but at most the largest value seen.
-        edges = ((bins << _SHIFT) | ((1 << _SHIFT) - 1)).view(torch.float32).double()
-        largest = max(abs(low), abs(high))
-        return SiteRange(name, low, high, tuple(min(v, largest) for v in edges.tolist()), limit)
+        ranks = torch.tensor([math.ceil(share * int(below[-1])) for share in QUANTILES])
+        bins = torch.searchsorted(below, ranks).to(torch.int32)
+        # The largest value of a bin, but at most the largest value counted.
+        edges = ((bins + 1 << _SHIFT) - 1).view(torch.float32).double()
+        quantiles = tuple(min(edge, max(abs(low), abs(high))) for edge in edges.tolist())
+        return SiteRange(name, low, high, quantiles, limit)

@@ -11,21 +11,13 @@ from torch import nn
 from fastbcd.descent.budget import Budget, limits_of
 from fastbcd.descent.limits import Bound, Limits, Totals, counts_of, relus
 from fastbcd.masking.masks import MaskSet, masks
-from fastbcd.private.costs import (
-    LAN_BANDWIDTH,
-    LAN_RTT,
-    Protocol,
-    amounts,
-    cost,
-    find_protocol,
-    si,
-)  # fmt: skip
-from fastbcd.private.units import bits_per_second, in_bytes, in_seconds
+from fastbcd.private.costs import cost
+from fastbcd.private.protocols import LAN_BANDWIDTH, LAN_RTT, Channel, Protocol
+from fastbcd.private.units import in_bytes, in_seconds, si
 from fastbcd.runtime.validate import check_number, check_whole
 
 # The values of a protocol that a quantity depends on, for ReLUs and for squares.
 NEEDS = {"seconds": ("bytes", "seconds", "rounds"), "bytes": ("bytes",), "rounds": ("rounds",)}
-UNITS = {"seconds": "s", "bytes": "B", "rounds": "rounds"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -61,29 +53,26 @@ class Target(Budget):
     relus: int | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in NEEDS if getattr(self, name) is not None]
-        if len(given) != 1:
-            wrong = f"{' and '.join(given) or 'nothing'} was given"
+        named = [name for name in NEEDS if getattr(self, name) is not None]
+        if len(named) != 1:
+            wrong = f"{' and '.join(named) or 'nothing'} was given"
             raise ValueError(f"a Target is one of {', '.join(NEEDS)}; {wrong}")
+        read = self.channel._asdict()
         if self.seconds is not None:
-            self._set("seconds", in_seconds(self.seconds, "seconds"))
+            read["seconds"] = in_seconds(self.seconds, "seconds")
         if self.bytes is not None:
-            self._set("bytes", in_bytes(self.bytes))
+            read["bytes"] = in_bytes(self.bytes)
         if self.rounds is not None:
             check_number("rounds", self.rounds, 0)
-        for name, value in zip(("protocol", "bandwidth", "rtt"), self.network, strict=True):
-            self._set(name, value)
         check_whole("relus", self.relus, 0, optional=True)
+        for name, value in read.items():
+            object.__setattr__(self, name, value)
         self._check_known("relu")
 
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
     @property
-    def network(self) -> tuple[Protocol, float, float]:
+    def channel(self) -> Channel:
         """Protocol, bits per second, round trip in seconds."""
-        speed, rtt = bits_per_second(self.bandwidth), in_seconds(self.rtt)
-        return find_protocol(self.protocol), speed, rtt
+        return Channel.of(self.protocol, self.bandwidth, self.rtt)
 
     @property
     def quantity(self) -> str:
@@ -97,67 +86,72 @@ class Target(Budget):
 
     def cost(self, masks: MaskSet | nn.Module, poly: Any = ()) -> float:
         """What masks or a net cost now, as `private.cost` computes it."""
-        found = cost(masks, self.protocol, bandwidth=self.bandwidth, rtt=self.rtt, poly=poly)
-        return getattr(found, self.quantity)
+        spent = cost(masks, self.protocol, bandwidth=self.bandwidth, rtt=self.rtt, poly=poly)
+        return getattr(spent, self.quantity)
 
     def met(self, net: nn.Module) -> bool:
         """Whether the net's cost, and its number of ReLUs, are within the target."""
         return bool(limits_of(self, net).met(counts_of(masks(net))))
 
     def measure(self, totals: Totals) -> Any:
-        """The cost of a mask's totals, or of arrays of them; None if it is unknown."""
-        protocol, bandwidth, rtt = self.network
-        found = amounts(protocol, *totals, bandwidth=bandwidth, rtt=rtt)
-        # What is unknown is of squares that the net does not have: `limits` refuses others.
-        found = {name: 0.0 if value is None else value for name, value in found.items()}
-        if self.quantity != "seconds":
-            return found[self.quantity]
-        if any(value is None for value in found.values()):
-            return None
-        spent = found["compute"] + found["transfer"] + found["latency"]
-        return (protocol.setup_seconds.value or 0) + spent
+        """The cost of a mask's totals, or of arrays of them."""
+        spent = getattr(self.channel.amounts(totals), self.quantity)
+        # What is unknown is of squares that the net does not have: `bounds` refuses others.
+        spent = np.nan_to_num(spent, nan=0.0)
+        if self.quantity == "seconds":
+            return (self.channel.protocol.setup_seconds.value or 0.0) + spent
+        return spent
 
     def bounds(self, units: np.ndarray, poly: np.ndarray) -> tuple[Bound, ...]:
         """The bounds for a net whose sites have so many neurons, and quadratics where `poly`."""
         if poly.any():
             self._check_known("square")
         bound = Bound(self.quantity, self.measure, self.most)
-        price, least = bound.prices(), Limits(units, poly, (bound,)).least()
+        price = bound.prices()
+        least = Limits(units, poly, (bound,)).least()
         if least > self.most:
+            unit = {"seconds": "s", "bytes": "B"}.get(self.quantity, "")
+            text = f"{si(least, unit)}{' rounds' * (not unit)}"
             raise ValueError(
-                f"{self}: a net that keeps no ReLU costs {self._text(least)}, which is the least; "
-                f"give at least that"
+                f"{self}: a net that keeps no ReLU costs {text}, which is the least; give at least "
+                f"that"
             )
         if poly.any() and price.squares > price.relus:
             raise ValueError(
-                f"{self}: under {self.network[0].name!r} a square costs more than a ReLU, so that "
-                f"removing ReLUs saves nothing at the polynomial sites"
+                f"{self}: under {self.channel.protocol.name!r} a square costs more than a ReLU, so "
+                f"that removing ReLUs saves nothing at the polynomial sites"
             )
-        return (bound,) if self.relus is None else (bound, relus(self.relus))
+        if self.relus is None:
+            return (bound,)
+        return bound, relus(self.relus)
 
     def describe(self) -> dict[str, Any]:
         """What config.json records: all that the costs depend on."""
-        figures = {name: c.value for name, c in self.network[0].constants().items()}
-        return {**self._shown(), "figures": figures}
+        constants = self.channel.protocol.constants()
+        figures = {name: constant.value for name, constant in constants.items()}
+        return {**self._settings(), "figures": figures}
 
-    def _check_known(self, what: str) -> None:
-        setup = ["setup_seconds"] if self.quantity == "seconds" else []
-        for name in [*(f"{what}_{kind}" for kind in NEEDS[self.quantity]), *setup]:
-            constant = getattr(protocol := self.network[0], name)
-            if constant.value is None:
+    def _check_known(self, unit: str) -> None:
+        """Refuse a protocol that does not state what ReLUs, or squares, cost."""
+        constants = self.channel.protocol.constants()
+        names = [f"{unit}_{kind}" for kind in NEEDS[self.quantity]]
+        if self.quantity == "seconds":
+            names.append("setup_seconds")
+        for name in names:
+            if constants[name].value is None:
                 raise ValueError(
-                    f"{self.quantity} cannot be a target under {protocol.name!r}: its {name} is "
-                    f"{constant}; give another quantity, or a Protocol that states it"
+                    f"{self.quantity} cannot be a target under {self.channel.protocol.name!r}: its "
+                    f"{name} is {constants[name]}; give another quantity, or a Protocol that "
+                    f"states it"
                 )
 
-    def _text(self, value: float) -> str:
-        return f"{value:g} rounds" if self.quantity == "rounds" else si(value, UNITS[self.quantity])
-
-    def _shown(self) -> dict[str, Any]:
-        protocol, bandwidth, rtt = self.network
-        bound = {} if self.relus is None else {"relus": self.relus}
-        connection = {"protocol": protocol.name, "bandwidth": bandwidth, "rtt": rtt}
-        return {self.quantity: self.most, **connection, **bound}
+    def _settings(self) -> dict[str, Any]:
+        settings = {self.quantity: self.most, **self.channel._asdict()}
+        settings["protocol"] = self.channel.protocol.name
+        if self.relus is not None:
+            settings["relus"] = self.relus
+        return settings
 
     def __repr__(self) -> str:
-        return f"Target({', '.join(f'{k}={value!r}' for k, value in self._shown().items())})"
+        settings = (f"{name}={value!r}" for name, value in self._settings().items())
+        return f"Target({', '.join(settings)})"

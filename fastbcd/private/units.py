@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 _FACTORS = {"n": 1e-9, "u": 1e-6, "µ": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_PREFIXES = {-3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T"}  # of 1000 ** power
 
 
 def bits_per_second(value: float | str, name: str = "bandwidth") -> float:
@@ -18,7 +20,9 @@ def bits_per_second(value: float | str, name: str = "bandwidth") -> float:
     if not number > 0:
         wanted = "give bits per second, above 0, or a text such as 100Mbit or 40MB/s"
         raise ValueError(f"{name}={value!r}; {wanted}")
-    return number * (8 if unit == "B" else 1)
+    if unit == "B":
+        return 8 * number
+    return number
 
 
 def in_seconds(value: float | str, name: str = "rtt") -> float:
@@ -43,6 +47,39 @@ def in_bytes(value: float | str, name: str = "bytes") -> float:
     if not 0 <= number < math.inf:
         raise ValueError(f"{name}={value!r}; give bytes, 0 or more, or a text such as 20MB")
     return number
+
+
+def si(value: float | None, unit: str = "") -> str:
+    """A value with three digits and a unit prefix, or as it is without a unit.
+
+    >>> si(87_425_024, "B"), si(2.2e-6, "s"), si(0, "s"), si(None, "s")
+    ('87.4 MB', '2.20 µs', '0 s', 'unknown')
+    """
+    if value is None:
+        return "unknown"
+    if not value or not unit:
+        return f"{value:,g} {unit}".rstrip()
+    highest = 4
+    if unit == "s":
+        highest = 0
+    power = math.floor(math.log10(value) / 3 + 1e-12)
+    power = max(-3, min(highest, power))
+    scaled = value / 1000.0**power
+    digits = min(2, max(0, 2 - int(math.log10(scaled))))
+    return f"{scaled:,.{digits}f} {_PREFIXES[power]}{unit}"
+
+
+def columns(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Rows as text: the first cell to the left, the others to the right in so many characters.
+
+    >>> columns([["site", "ReLUs"], ["layer1", "64"]], width=8)
+    ['site     ReLUs', 'layer1      64']
+    """
+    longest = max(len(name) for name, *_ in rows)
+    return [
+        (name.ljust(longest) + "".join(cell.rjust(width) for cell in cells)).rstrip()
+        for name, *cells in rows
+    ]
 
 
 def _read(value: float | str, units: str) -> tuple[float, str | None]:

@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastbcd.masking.masks import MaskSet
-from fastbcd.private.costs import TERMS, Cost, si
+from fastbcd.private.costs import Cost
+from fastbcd.private.units import si
 from fastbcd.report.published import Curve
 from fastbcd.runs.read import SavedRun
 
 HERE = resources.files("fastbcd.report")
 LOOKS = json.loads((HERE / "figures.json").read_text("utf-8"))
 RELUS = "ReLUs kept"
+TERMS = {"rounds": "latency", "bytes": "transfer", "computation": "compute"}  # of a site's seconds
 
 
 class Line(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 
 from fastbcd import private
 from fastbcd.masking.masks import MaskSet
-from fastbcd.private.costs import si
+from fastbcd.private.units import si
 from fastbcd.report import figures, published
 from fastbcd.report.figures import Line
 from fastbcd.report.subject import Subject, setting_text, title_of

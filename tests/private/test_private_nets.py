@@ -314,10 +314,10 @@ def test_ranges_outside_the_fixed_point() -> None:
         warnings.simplefilter("error")
         # All kept: 100 < 2^(16 - 1 - 8). A square of it, twice the fraction, is too large.
         assert private.activation_ranges(net, (x, labels), fixed_point=(16, 8)).sites[0].fits
-    with pytest.warns(RuntimeWarning, match=r"site '1' sees values from .* to 100, beyond ±64"):
+    with pytest.warns(RuntimeWarning, match=r"site '1' sees values from .* to 100, outside ±64"):
         private.activation_ranges(net, (x, labels), fixed_point=(16, 9))
     net[1].mask[0] = False
-    with pytest.warns(RuntimeWarning, match="range of 16 bits with 6 after the point"):
+    with pytest.warns(RuntimeWarning, match="1 sites leave the range; .*: use fewer fraction bits"):
         ranges = private.activation_ranges(net, (x, labels), fixed_point=(16, 6))
     assert ranges.sites[0].limit == 2.0**1.5
     assert "outside ±2.828" in str(ranges)
