@@ -24,8 +24,8 @@ from torch import nn
 import fastbcd
 from fastbcd.scoring.accuracy import accuracy
 from fastbcd.scoring.score import prepared, read
+from fastbcd.training.finetuner import Finetuner
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Finetuner
 from table import machine
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

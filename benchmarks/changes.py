@@ -21,7 +21,8 @@ from fastbcd.descent.proposals import Saliency, ranking
 from fastbcd.descent.step import Step
 from fastbcd.runs.fingerprint import restore, take
 from fastbcd.scoring.choose import Choice, choose
-from fastbcd.training.trainer import Trainer, cosine
+from fastbcd.training import optimizers
+from fastbcd.training.rates import cosine
 
 Change = AbstractContextManager[Any]
 Rule = Callable[[Descent, Step, float], float]  # the step's learning rate instead of the given one
@@ -31,14 +32,15 @@ SWAPPED = 0.3  # ReLUs that a step exchanges, as a share of those it removes
 
 def one_optimizer() -> Change:
     """The optimizer keeps its momentum from step to step."""
-    make, made = Trainer._make_optimizer, {}
+    make = optimizers.make_optimizer
+    made: dict[nn.Module, torch.optim.Optimizer] = {}
 
-    def kept(self: Trainer) -> torch.optim.Optimizer:
-        if self not in made:
-            made[self] = make(self)
-        return made[self]
+    def kept(net: nn.Module, *how: Any) -> torch.optim.Optimizer:
+        if net not in made:
+            made[net] = make(net, *how)
+        return made[net]
 
-    return patch.object(Trainer, "_make_optimizer", kept)
+    return patch.object(optimizers, "make_optimizer", kept)
 
 
 def rates(rule: Rule) -> Change:

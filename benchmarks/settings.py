@@ -39,7 +39,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "lr 0.001": {"lr": 0.001},
     "lr 0.01": {"lr": 0.01},
     "Adam, lr 0.001": {"optimizer": "adam", "lr": 0.001, "weight_decay": 0.0},
-    "Muon, lr 0.01": {"optimizer": "muon", "lr": 0.01},
     "gradients of norm 5 at most": {"clip": 5.0},
     "one hypothesis": {"rt": 1},
     "activations matched": {"mismatch": 1.0},

@@ -29,8 +29,8 @@ from fastbcd.starts.relupruner import relupruner
 from fastbcd.starts.senet import senet
 from fastbcd.starts.snl import snl
 from fastbcd.training.dense import Trained, train
+from fastbcd.training.finetuner import Finetuner
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Finetuner
 
 __all__ = [
     "Adaptive", "Blocks", "Choice", "ConversionError", "Engine", "Finetune", "Finetuner",

@@ -52,7 +52,7 @@ def show(run_dir: Path, images: int = 8_000, tests: int = 2_000, epochs: int = E
     say(f"a trained ResNet: {fastbcd.masks(dense).count():,} ReLUs, test {accuracy:.2f} %")
     fastbcd.linearize(
         dense, train, BUDGET, epochs=epochs, test=test, samples=min(500, images), padding=2,
-        batch_size=64, optimizer="muon", lr=0.01, test_every=TEST_EVERY, run_dir=run_dir,
+        batch_size=64, lr=0.03, test_every=TEST_EVERY, run_dir=run_dir,
     )  # fmt: skip
     run = read(run_dir).last
     say(f"\n{table(run)}\n\n{gain(run)}")

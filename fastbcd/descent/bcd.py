@@ -43,9 +43,11 @@ from fastbcd.scoring.confidence import check_confidence
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.metric import Criterion, Loss, Metric
 from fastbcd.scoring.score import check_scorable, score
+from fastbcd.training.checks import check_same_classes
+from fastbcd.training.finetuner import Finetuner
+from fastbcd.training.repeat import seeded
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import Distillation
-from fastbcd.training.trainer import Finetuner, check_same_classes, seeded, training_record
 
 PAPER = Finetune()
 WHEN = ("every_step", "on_reject")
@@ -462,7 +464,7 @@ class Descent:
         tuned: dict[str, Any] = {"finetune_when": self.finetune_when}
         if isinstance(self.finetune, Finetune):
             tuned |= {"teacher": snapshots.weights_mark(self.teacher)}
-            return {**tuned, "finetune": training_record(self.finetune, self.net)}
+            return {**tuned, "finetune": self.finetune.describe()}
         return {**tuned, "finetune": self.finetune and _name_of(self.finetune)}
 
     def _fix_memory(self, recorded: dict[str, int]) -> None:

@@ -34,8 +34,8 @@ from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.runtime.validate import check_choice, check_number, check_whole
 from fastbcd.scoring.engine import Engine
 from fastbcd.scoring.metric import Loss, Metric
+from fastbcd.training.rates import cosine
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import cosine
 
 # What it chooses, and the measurement behind it. By benchmarks/settings.py: ResNet-20 on CIFAR-10,
 # 8,000 ReLUs, 12 epochs of 5,000 images, accuracy on 5,000 train images that no arm trains on, two

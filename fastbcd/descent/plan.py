@@ -16,7 +16,7 @@ from fastbcd.runtime.malloc import kept_memory
 from fastbcd.scoring.engine import Engine
 from fastbcd.scoring.metric import Loss, Metric
 from fastbcd.scoring.score import score
-from fastbcd.training.trainer import Finetuner
+from fastbcd.training.finetuner import Finetuner
 
 SOME = 128  # images that scoring is timed on
 

@@ -27,8 +27,9 @@ from fastbcd.runtime.ranks import all_sum, rank, world
 from fastbcd.runtime.tf32 import products, repeatable_convolutions
 from fastbcd.runtime.validate import check_choice, check_whole
 from fastbcd.scoring.metric import Criterion, Loss
-from fastbcd.training.teacher import Distillation, distillation
-from fastbcd.training.trainer import check_loss
+from fastbcd.training.checks import check_loss
+from fastbcd.training.teacher import Distillation
+from fastbcd.training.terms import distillation
 
 KINDS = ("mean_abs", "abs_mean")
 # Activations of a batch, about: near the cache on a CPU, enough work for a GPU.

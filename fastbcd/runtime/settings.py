@@ -15,6 +15,7 @@ import difflib
 import functools
 import inspect
 import math
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -72,6 +73,11 @@ class Settings:
     Traceback (most recent call last):
     TypeError: bcd has no argument 'tr'; did you mean 'rt'?
     """
+
+    def __init_subclass__(cls) -> None:
+        """The docstring of a subclass ends with its settings."""
+        fields = [(n, f) for n, f in vars(cls).items() if isinstance(f, dataclasses.Field)]
+        cls.__doc__ = inspect.cleandoc(cls.__doc__ or "") + _help(fields)
 
     def __post_init__(self) -> None:
         kinds = kinds_of(type(self))
@@ -138,18 +144,18 @@ def with_settings(*classes: type[Settings]) -> Callable[[Function], Function]:
             for name, parameter in signature.parameters.items()
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD
         }
-        lines = ["", "", "Settings:"]
+        added = []
         for cls in classes:
             for field in dataclasses.fields(cls):
                 if field.name in parameters:
                     continue
+                added.append((field.name, field))
                 parameters[field.name] = inspect.Parameter(
                     field.name,
                     inspect.Parameter.KEYWORD_ONLY,
                     default=field.default,
                     annotation=field.type,
                 )
-                lines.append(f"    {field.name}: {field.metadata['help']} ({field.default})")
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -157,7 +163,7 @@ def with_settings(*classes: type[Settings]) -> Callable[[Function], Function]:
 
         changed: Any = call
         changed.__signature__ = signature.replace(parameters=list(parameters.values()))
-        changed.__doc__ = inspect.cleandoc(function.__doc__ or "") + "\n".join(lines)
+        changed.__doc__ = inspect.cleandoc(function.__doc__ or "") + _help(added)
         return changed
 
     return decorate
@@ -180,6 +186,15 @@ def described(value: Any) -> Any:
     return value
 
 
+def _help(fields: Iterable[tuple[str, dataclasses.Field[Any]]]) -> str:
+    """A section of a docstring with the settings, their meaning and their defaults."""
+    lines = ["", "", "Settings:"]
+    for name, field in fields:
+        text = f"{name}: {field.metadata['help']} ({described(field.default)})"
+        lines += textwrap.wrap(text, 96, initial_indent=" " * 4, subsequent_indent=" " * 8)
+    return "\n".join(lines)
+
+
 def _members(hint: Any) -> Iterator[Any]:
     """The types of a union, or the type itself, without type parameters."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
@@ -194,7 +209,7 @@ def _check(name: str, value: Any, kinds: frozenset[Any], limits: Mapping[str, An
     if value is None and type(None) in kinds:
         return
     if limits["choices"]:
-        if isinstance(value, str) or kinds <= {str, type(None)}:
+        if isinstance(value, str) or not isinstance(value, tuple(kinds)):
             check_choice(name, value, limits["choices"])
     elif isinstance(value, bool) and bool in kinds:
         return
@@ -204,6 +219,8 @@ def _check(name: str, value: Any, kinds: frozenset[Any], limits: Mapping[str, An
         check_whole(name, value, limits["least"], most=limits["most"])
     elif kinds <= {bool, type(None)}:
         raise TypeError(f"{name}={value!r}; it must be True or False")
+    elif kinds <= {Callable, type(None)} and not callable(value):
+        raise TypeError(f"{name}={value!r}; it must be a function")
 
 
 def _check_float(name: str, value: Any, limits: Mapping[str, Any]) -> None:

@@ -54,5 +54,8 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     Traceback (most recent call last):
     ValueError: optimizer='lion'; choose from sgd, adam
     """
-    if value not in (allowed := list(choices)):
+    allowed = list(choices)
+    if not any(
+        isinstance(value, type(choice)) and value == choice for choice in allowed
+    ):  # 0 == False
         raise ValueError(f"{name}={value!r}; choose from {', '.join(map(str, allowed))}")

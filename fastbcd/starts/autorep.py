@@ -35,8 +35,10 @@ from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.starts.mask_training import Method, StartingPoint, channels_last, train_masks
+from fastbcd.training.loop import Session, Trainer
+from fastbcd.training.precision import training_dtype
+from fastbcd.training.rates import cosine
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Trainer, cosine, training_dtype
 
 REFRESH, EVERY = 500, 10  # quadratics are refitted every 10th of the first 500 iterations
 CALIBRATION = 8  # batches for their first statistics
@@ -199,11 +201,11 @@ class Replacement(Method):
         super().__init__(net, s, indicator)
         self.polys: list[Any] = list(mask_modules(net).values())
 
-    def epoch(self, trainer: Trainer, epoch: int, bar: Any) -> dict[str, Any]:
+    def epoch(self, session: Session, epoch: int, bar: Any) -> dict[str, Any]:
         if epoch == 0:
-            self._calibrate(trainer)
+            self._calibrate(session.trainer)
         lr = cosine(self.s.lr, epoch, self.s.epochs, self.s.lr_end)
-        loss = trainer.epoch(
+        loss = session.epoch(
             epoch, lr, penalty=self._penalty, before_batch=self._before_batch, bar=bar
         )
         for act in self.acts:

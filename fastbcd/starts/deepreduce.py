@@ -48,8 +48,9 @@ from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.scoring.accuracy import accuracy
 from fastbcd.starts.mask_training import Method, StartingPoint, only_identity, train_masks
+from fastbcd.training.loop import Session
+from fastbcd.training.rates import cosine
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Trainer, cosine
 
 
 def deepreduce(
@@ -228,7 +229,7 @@ class Reduction(Method):
         spent = (len(trials) + len(alone) * many) * s.trial_epochs
         yield Training(f"{best}: the result", found[best], s.epochs - spent)
 
-    def epoch(self, trainer: Trainer, epoch: int, bar: Any) -> dict[str, Any]:
+    def epoch(self, session: Session, epoch: int, bar: Any) -> dict[str, Any]:
         number = epoch
         for training in self.trainings():
             if number < training.epochs:
@@ -237,14 +238,14 @@ class Reduction(Method):
         if number == 0:
             snapshots.restore(self.model, self.given)
             set_masks(self.model, training.masks)
-            trainer.optimizer.state.clear()
+            session.optimizer.state.clear()
         lr = cosine(self.s.lr, number, training.epochs)
         record: dict[str, Any] = {
             "training": training.name, "count": training.masks.count(), "lr": lr,
-            "loss": trainer.epoch(epoch, lr, bar=bar),
+            "loss": session.epoch(epoch, lr, bar=bar),
         }  # fmt: skip
         if number == training.epochs - 1 and epoch < self.s.epochs - 1:  # the end of a trial
-            found = self.measured[training.name] = accuracy(trainer.model, self.s.data)
+            found = self.measured[training.name] = accuracy(session.trainer.model, self.s.data)
             record["train_accuracy"] = found
             if training.name.endswith(" alone"):
                 record["criticality"] = criticality(found, record["count"], self.s.discount)

@@ -39,7 +39,11 @@ from fastbcd.runs.files import read_state
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import accuracy, check_classes
-from fastbcd.training import trainer as training
+from fastbcd.training.checks import check_same_sites, check_trainable
+from fastbcd.training.dense import epoch_line
+from fastbcd.training.loop import NET, Session, Trainer, with_prefix
+from fastbcd.training.rates import cosine
+from fastbcd.training.repeat import repeatable
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
 
@@ -83,9 +87,9 @@ class Method:
 
     s: the settings, seed and data. start: the masks at the start. model: the net's own weights with
     trainable activations `acts`, which `activation` makes of the net's; without it, the net itself.
-    A subclass has epoch(trainer, epoch, bar), which returns the epoch's record with "count" and
+    A subclass has epoch(session, epoch, bar), which returns the epoch's record with "count" and
     "loss". optimizer: changes to the fine-tune's settings for these epochs. matched: it needs
-    trainer.teacher, with the net's sites.
+    session.trainer.teacher, with the net's sites.
     """
 
     name: ClassVar[str]  # of its function
@@ -182,17 +186,17 @@ class MaskTraining:
         self.data = data_for(self.net, self.data)
         self.tuning = Finetune(epochs=0) if self.finetune is None else self.finetune
         check_whole("finetune.epochs", self.tuning.epochs, 0)
-        training.check_trainable(self.net, self.data, self.tuning, self.teacher)
+        check_trainable(self.net, self.data, self.tuning, self.teacher)
         self.matched = self.method.matched or self.tuning.mismatch > 0
         if self.teacher is not None and self.matched:
-            training.check_same_sites(self.net, self.data, self.teacher)
+            check_same_sites(self.net, self.data, self.teacher)
         self.measured = self.data  # what accuracies are measured on
         if self.test is not None:
             self.measured = self.test = data_for(self.net, self.test)
             check_classes(self.net, self.test, "the net, asked about the test set,")
         self.progress = self.progress and ranks.rank() == 0
         given = snapshots.take(self.net)
-        tuning = training.training_record(self.tuning, self.net)
+        tuning = self.tuning.describe()
         common = {"batch_size": self.batch_size, "seed": self.seed, "finetune": tuning}
         recorded = budget.describe() if isinstance(budget, Target) else budget
         opened = open_run(
@@ -225,9 +229,7 @@ class MaskTraining:
             logits = None
             if self.tuning.distill or self.matched:
                 logits = TeacherLogits(teacher, self.data, self.tuning, matched=self.matched)
-            self.trainer = partial(
-                training.Trainer, teacher=logits, seed=self.seed, fused_optimizer=False
-            )
+            self.trainer = partial(Trainer, teacher=logits, seed=self.seed, fused_optimizer=False)
             if not self._phase(DECIDED):
                 self._train_masks()
             self._fine_tune()
@@ -250,17 +252,17 @@ class MaskTraining:
 
         def train(epoch: int, bar: Any) -> dict[str, Any]:
             before = history[-1]["count"] if history else method.start.count()
-            record = method.epoch(trainer, epoch, bar)
+            record = method.epoch(session, epoch, bar)
             record["decrease"] = before - record["count"]
             return {**record, "iou": seen.add(epoch, method.bits())}
 
-        with trainer.session():
+        with trainer.session() as session:
             if state is not None and state.step:
-                trainer.load(state.tensors)
+                session.load(state.tensors)
                 seen.load(state.tensors, state.step)
             method.begin(history)
             while not method.done(history):
-                self._epoch(trainer, {"epoch": len(history)}, train, seen.state)
+                self._epoch(session, {"epoch": len(history)}, train, seen.state)
             found = {"trained": accuracy(trainer.model, self.measured)}
         chosen = method.decide(history)
         targeted = isinstance(self.settings["budget"], Target)
@@ -276,7 +278,7 @@ class MaskTraining:
         found["thresholded"] = accuracy(self.net, self.measured)
         decided = {"phase": DECIDED, "count": chosen.count(), "accuracy": found}
         decided["overlaps"] = seen.pairs(self.seed)
-        self._save(decided, lambda: training.with_prefix(snapshots.take(self.net), training.NET))
+        self._save(decided, lambda: with_prefix(snapshots.take(self.net), NET))
 
     def _fine_tune(self) -> None:
         """What `Finetuner.run` does, with a record and a saved state per epoch."""
@@ -284,32 +286,28 @@ class MaskTraining:
         trainer = self.trainer(self.net, self.data, s)
 
         def train(epoch: int, bar: Any) -> dict[str, Any]:
-            lr = training.cosine(s.lr, epoch, s.epochs)
-            return {"lr": lr, "loss": trainer.epoch(epoch, lr, step=1, bar=bar)}
+            lr = cosine(s.lr, epoch, s.epochs)
+            return {"lr": lr, "loss": session.epoch(epoch, lr, step=1, bar=bar)}
 
-        with trainer.session():
+        with trainer.session() as session:
             if state is not None and state.record.get("phase") in (DECIDED, TUNED):
-                trainer.load(state.tensors)
+                session.load(state.tensors)
             for epoch in range(len(self._phase(TUNED)), int(s.epochs)):
-                self._epoch(trainer, {"phase": TUNED, "epoch": epoch}, train, dict)
+                self._epoch(session, {"phase": TUNED, "epoch": epoch}, train, dict)
         (decided,) = self._phase(DECIDED)
         found = {**decided["accuracy"], "final": accuracy(self.net, self.measured)}
         final = {**decided, "phase": FINAL, "accuracy": found}
         self._save(final, lambda: snapshots.take(self.net))
 
     def _epoch(
-        self, trainer: training.Trainer, record: dict[str, Any],
+        self, session: Session, record: dict[str, Any],
         train: Callable[[int, Any], dict[str, Any]], more: Callable[[], Tensors],
     ) -> None:  # fmt: skip
         """Train for an epoch, seeded by its number; complete its record, print it, save it."""
+        trainer = session.trainer
         begin, what = time.perf_counter(), record.get("phase", self.method.name)
         bar = tqdm(total=len(trainer.sizes), disable=not self.progress, desc=what)
-        with (
-            bar,
-            training.repeatable(
-                self.data.device, self.seed, record["epoch"], trainer.settings.fast
-            ),
-        ):
+        with bar, repeatable(self.data.device, self.seed, record["epoch"], trainer.settings.fast):
             record |= train(record["epoch"], bar)
         if self.test is not None:
             record["test_accuracy"] = accuracy(trainer.model, self.test)
@@ -320,8 +318,8 @@ class MaskTraining:
                 what = f"λ {record['lambda']:.4g}" if "lambda" in record else what
                 what = f"{record['count']:,} ReLUs ({-record['decrease']:+,}), {what}"
                 what = f"{record['training']}, {what}" if "training" in record else what
-            tqdm.write(training.epoch_line(f"epoch {record['epoch']}: {what}", record))
-        self._save(record, lambda: {**trainer.state(), **more()})
+            tqdm.write(epoch_line(f"epoch {record['epoch']}: {what}", record))
+        self._save(record, lambda: {**session.state(), **more()})
 
     def _save(self, record: dict[str, Any], tensors: Callable[[], Tensors]) -> None:
         """Add a record to the history; tensors are only copied if they are written or compared."""

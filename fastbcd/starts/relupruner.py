@@ -65,8 +65,8 @@ from fastbcd.starts.mask_training import (
     only_identity,
     train_masks,
 )
+from fastbcd.training.loop import Session
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Trainer
 
 PUBLISHED = Finetune(epochs=240, lr=0.01)
 BATCHES = 10  # over which P(z < 0) is averaged
@@ -192,14 +192,14 @@ class Pruner(Method):
     def __init__(self, net: nn.Module, s: SimpleNamespace) -> None:
         super().__init__(net, s, lambda act: WatchedReLU(act.mask))
 
-    def epoch(self, trainer: Trainer, epoch: int, bar: Any) -> dict[str, Any]:
+    def epoch(self, session: Session, epoch: int, bar: Any) -> dict[str, Any]:
         def after_batch(batches: int) -> None:
             if any(act.seen is not None for act in self.acts):
                 self._learn(batches - 1)
                 self._choose(epoch, batches)
 
-        loss = trainer.epoch(epoch, self.s.lr, before_batch=after_batch, bar=bar)
-        after_batch((epoch + 1) * len(trainer.sizes))
+        loss = session.epoch(epoch, self.s.lr, before_batch=after_batch, bar=bar)
+        after_batch((epoch + 1) * len(session.trainer.sizes))
         return {"count": int(self.bits().sum()), "lr": self.s.lr, "loss": loss}
 
     def decide(self, history: list[dict[str, Any]]) -> MaskSet:

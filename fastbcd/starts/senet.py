@@ -67,9 +67,10 @@ from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.scoring.accuracy import first_outputs
 from fastbcd.scoring.metric import at_least_float32
 from fastbcd.starts.mask_training import History, Method, StartingPoint, train_masks
+from fastbcd.training.loop import Session
+from fastbcd.training.precision import training_dtype
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
-from fastbcd.training.trainer import Trainer, training_dtype
 
 CHOSEN = Finetune(epochs=100, lr=1e-2, mismatch=0.1)
 IMAGES, BATCH = 5_000, 32  # that masks are relearned on; how many at a time
@@ -254,11 +255,11 @@ class Sensitive(Method):
         settled = bool(history) and history[-1].get("changed", math.inf) <= self.s.tolerance
         return settled or len(history) >= self.s.epochs or self.s.budget == self.start.count()
 
-    def epoch(self, trainer: Trainer, epoch: int, bar: Any) -> dict[str, Any]:
-        loss = trainer.epoch(epoch, self.s.lr, bar=bar)
+    def epoch(self, session: Session, epoch: int, bar: Any) -> dict[str, Any]:
+        loss = session.epoch(epoch, self.s.lr, bar=bar)
         record = {"count": self.s.budget, "lr": self.s.lr, "loss": loss}
         if (epoch + 1) % self.s.every == 0 or epoch + 1 == self.s.epochs:
-            before, teacher = self.bits(), trainer.teacher
+            before, teacher = self.bits(), session.trainer.teacher
             assert teacher is not None  # as `matched` says
             set_masks(self.model, self.largest_by_site(differences(self.model, teacher, self.data)))
             record["changed"] = int((self.bits() & ~before).sum()) / max(1, self.s.budget)

@@ -31,8 +31,9 @@ from fastbcd.starts.mask_training import (
     only_identity,
     train_masks,
 )
+from fastbcd.training.loop import Session
+from fastbcd.training.precision import training_dtype
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Trainer, training_dtype
 
 PUBLISHED = Finetune(epochs=100, lr=1e-3)
 PATIENCE = 5  # epochs at the start in which λ never grows
@@ -128,7 +129,7 @@ class Selective(Method):
         count = history[-1]["count"] if history else self.start.count()
         return count <= self.s.budget or len(history) >= self.s.max_epochs
 
-    def epoch(self, trainer: Trainer, epoch: int, bar: Any) -> dict[str, Any]:
+    def epoch(self, session: Session, epoch: int, bar: Any) -> dict[str, Any]:
         weight = self.s.lambda0
         for grew in growth(self.counts, self.start.count()):
             weight *= self.s.kappa if grew else 1
@@ -136,7 +137,7 @@ class Selective(Method):
         def penalty() -> Tensor:  # λ·Σ|a| over all units
             return weight * torch.stack([act.alpha.abs().sum() for act in self.acts]).sum()
 
-        loss = trainer.epoch(epoch, self.s.lr, penalty=penalty, bar=bar)
+        loss = session.epoch(epoch, self.s.lr, penalty=penalty, bar=bar)
         self.counts.append(int(self.bits().sum()))
         grown = growth(self.counts, self.start.count())
         return {

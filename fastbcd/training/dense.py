@@ -21,8 +21,9 @@ from fastbcd.runs.directory import check_resume, open_run
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import accuracy, check_classes
+from fastbcd.training.loop import Session, Trainer, with_prefix, without_prefix
+from fastbcd.training.repeat import repeatable
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Trainer, epoch_line, repeatable, with_prefix, without_prefix
 
 MILESTONES = (0.5, 0.75)
 DECAY = 10
@@ -88,13 +89,13 @@ def train(
             return tensors
 
         try:
-            with trainer.session():
+            with trainer.session() as session:
                 snapshots.restore(net, good)
-                trainer.load_optimizer(with_prefix(without_prefix(state, MOMENTUM), BUFFER))
+                session.load_optimizer(with_prefix(without_prefix(state, MOMENTUM), BUFFER))
                 for epoch in range(len(run.history), epochs):
-                    record = _epoch(trainer, epoch, test, quiet=not progress or ranks.rank() > 0)
+                    record = _epoch(session, epoch, test, quiet=not progress or ranks.rank() > 0)
                     if epoch + 1 < epochs:
-                        good = save(without_prefix(trainer.optimizer_state(), BUFFER))
+                        good = save(without_prefix(session.optimizer_state(), BUFFER))
             if record:  # of the last epoch, after which the optimizer's state is of no use
                 good = save({})
         except BaseException:
@@ -103,16 +104,28 @@ def train(
     return Trained(net, run.history)
 
 
-def _epoch(trainer: Trainer, epoch: int, test: ImageData | None, quiet: bool) -> dict[str, Any]:
+def _epoch(session: Session, epoch: int, test: ImageData | None, quiet: bool) -> dict[str, Any]:
     """Train for one epoch and return its record."""
+    trainer = session.trainer
     begin, s = time.perf_counter(), trainer.settings
     lr = s.lr / DECAY ** sum(epoch >= m * s.epochs for m in MILESTONES)
     bar = tqdm(total=len(trainer.sizes), desc=f"epoch {epoch}", leave=False, disable=quiet)
     with bar, repeatable(trainer.data.device, trainer.seed, epoch):
-        loss = trainer.epoch(epoch, lr, bar=bar)
+        loss = session.epoch(epoch, lr, bar=bar)
     record: dict[str, Any] = {"number": epoch + 1, "lr": lr, "loss": loss}
     record["test_accuracy"] = None if test is None else accuracy(trainer.model, test)
     record["seconds"] = {"epoch": time.perf_counter() - begin}
     if not quiet:
         tqdm.write(epoch_line(f"epoch {epoch + 1} of {s.epochs}: lr {lr:.3g}", record))
     return record
+
+
+def epoch_line(title: str, record: dict[str, Any]) -> str:
+    """An epoch's record in one line: title, loss 1.5000, test 40.00 %, 3.2 s."""
+    parts = [title, f"loss {record['loss']:.4f}"]
+    if record.get("iou") is not None:
+        parts.append(f"IoU {record['iou']:.3f}")
+    if record.get("test_accuracy") is not None:
+        parts.append(f"test {record['test_accuracy']:.2f} %")
+    parts.append(f"{record['seconds']['epoch']:.1f} s")
+    return ", ".join(parts)

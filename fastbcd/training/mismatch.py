@@ -22,7 +22,7 @@ from fastbcd.scoring.metric import at_least_float32
 
 @contextmanager
 def site_outputs(
-    model: nn.Module, use: Callable[[Tensor], Tensor] = lambda a: a
+    model: nn.Module, use: Callable[[Tensor], Tensor] = lambda output: output
 ) -> Iterator[list[Tensor]]:
     """A list to which each masked activation of a net adds use(its output), as it is called.
 
@@ -34,7 +34,7 @@ def site_outputs(
     """
     seen: list[Tensor] = []
 
-    def add(module: nn.Module, given: Any, output: Tensor) -> None:
+    def add(module: nn.Module, inputs: Any, output: Tensor) -> None:
         seen.append(use(output))
 
     sites = [m for m in model.modules() if isinstance(m, MaskedActivation | NormActivation)]
@@ -46,29 +46,30 @@ def site_outputs(
             handle.remove()
 
 
-def direction(a: Tensor) -> Tensor:
+def direction(activation: Tensor) -> Tensor:
     """Each sample of [B, ...] divided by its norm, in float32 or wider; zeros stay zeros."""
-    norm = _norm(a := at_least_float32(a))
-    return a / norm.masked_fill(norm == 0, math.inf)
+    activation = at_least_float32(activation)
+    norm = _norm(activation)
+    return activation / norm.masked_fill(norm == 0, math.inf)
 
 
-def _norm(a: Tensor) -> Tensor:
-    """Of each sample, [B, ...] -> [B, 1, ...]; unlike flatten, it copies nothing."""
-    return torch.linalg.vector_norm(a, dim=tuple(range(1, a.ndim)), keepdim=True)
-
-
-def mismatch(seen: list[Tensor], directions: list[Tensor]) -> Tensor:
-    """The sum over sites; seen: the net's outputs, directions: of the teacher's. Empties both.
+def mismatch(activations: list[Tensor], directions: list[Tensor]) -> Tensor:
+    """The sum over sites of the net's activations and the teacher's directions. Empties both.
 
     >>> mismatch([torch.tensor([[3.0, 0.0]])], [torch.tensor([[0.0, 1.0]])])
     tensor(1.4142)
     """
-    if len(seen) != len(directions):
+    if len(activations) != len(directions):
         raise ValueError(
-            f"the net called {len(seen)} masked activations and the teacher {len(directions)} for "
-            f"one batch, so they cannot be compared; use mismatch=0"
+            f"the net called {len(activations)} masked activations and the teacher "
+            f"{len(directions)} for one batch, so they cannot be compared; use mismatch=0"
         )
-    total = torch.zeros((), device=seen[0].device)
-    while seen:
-        total = total + _norm(direction(seen.pop()) - directions.pop()).mean()
+    total = torch.zeros((), device=activations[0].device)
+    while activations:
+        total = total + _norm(direction(activations.pop()) - directions.pop()).mean()
     return total
+
+
+def _norm(activation: Tensor) -> Tensor:
+    """Of each sample, [B, ...] -> [B, 1, ...]; unlike flatten, it copies nothing."""
+    return torch.linalg.vector_norm(activation, dim=tuple(range(1, activation.ndim)), keepdim=True)

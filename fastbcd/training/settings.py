@@ -2,89 +2,94 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fastbcd.runtime.validate import check_choice, check_number, check_whole
+from torch.optim import Optimizer
 
-OPTIMIZERS = ("sgd", "adam", "muon")
+from fastbcd.runtime.settings import Settings, setting
+
+OPTIMIZERS = ("sgd", "adam")
+PRECISIONS = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
-class Finetune:
+class Finetune(Settings):
     """Settings of the fine-tuning; the defaults are the paper's for ResNet18.
 
-    Args:
-        epochs, lr: the learning rate falls from lr to 0 on a cosine over the epochs of each step.
-            epochs may be a fraction: 0.25 is a quarter of the train set, another one in each step.
-        optimizer: "sgd"; "adam", which ignores `momentum`; or "muon", orthogonal steps relative to
-            each weight's norm, whose lr (about 0.02) does not depend on the scale of the loss. It
-            ignores `weight_decay`.
-        momentum, weight_decay: of the optimizer.
-        clip: the largest norm of the gradient of all weights; a longer gradient is scaled down to
-            it. 0: no limit.
-        batch_size: images of a batch, over all ranks.
-        temperature, distill: T and the weight of the distillation, if there is a teacher.
-        mismatch: β, adds β/2 · Σ over sites of the mean over the batch of ‖a/‖a‖ - t/‖t‖‖ to the
-            loss, a the net's activations and t the teacher's. The teacher then runs in every batch.
-        padding, flip: of random crops, and whether images are flipped at random.
-        compile: torch.compile the forward and backward pass.
-        amp: None: bfloat16 autocast on CUDA, none on a CPU. True or "bf16": bfloat16. "fp16":
-            float16, with the loss scaled so that gradients do not vanish; batches whose gradients
-            overflow are left out. False: none.
-        fast: let cuDNN choose its fastest algorithms, also ones that give other bits every time.
-            By default two runs on one GPU are the same where torch has deterministic algorithms.
-        sync_batch_norm: normalise over the batches of all ranks, on GPUs. By default each rank
-            normalises over its own part; running statistics are the mean over ranks either way.
-        teacher_cache: bytes of host memory for the teacher's logits; None: half of what is free.
+    The learning rate falls from lr to 0 on a cosine over the epochs of each step. By default two
+    runs on one GPU are the same where torch has deterministic algorithms.
 
     >>> Finetune(epochs=5, optimizer="adam", lr=3.5e-5).momentum
     0.9
+
+    Any other optimizer comes from a function of the trained parameters and lr. What it sets as
+    learning rate of a group then falls on the same cosine.
+
+    >>> nesterov = lambda parameters, lr: torch.optim.SGD(parameters, lr, 0.9, nesterov=True)
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
+    >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
+    >>> settings = Finetune(epochs=1, optimizer=nesterov, padding=0)
+    >>> fastbcd.Finetuner(net, data, settings).run(step=0)["epochs"]
+    1.0
     """
 
-    epochs: float = 20
-    lr: float = 1e-3
-    optimizer: str = "sgd"
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    clip: float = 0.0
-    batch_size: int = 128
-    temperature: float = 4.0
-    distill: float = 1.0
-    mismatch: float = 0.0
-    padding: int = 4
-    flip: bool = True
-    compile: bool = False
-    amp: bool | str | None = None
-    fast: bool = False
-    sync_batch_norm: bool = False
-    teacher_cache: int | None = None
-
-    def describe(self) -> dict[str, Any]:
-        """What config.json records: the settings that can change the outcome."""
-        # Runs begun before these existed lack them.
-        later = {"fast": False, "sync_batch_norm": False, "mismatch": 0.0, "clip": 0.0}
-        return {
-            name: value for name, value in dataclasses.asdict(self).items()
-            if name != "teacher_cache" and (name not in later or value != later[name])
-        }  # fmt: skip
+    epochs: float = setting(
+        20,
+        "epochs of a step; 0.25 is a quarter of the train set, another one in each step",
+        least=0,
+    )
+    lr: float = setting(1e-3, "learning rate at the start of a step", least=0)
+    optimizer: str | Callable[[Any, float], Optimizer] = setting(
+        "sgd",
+        '"sgd"; "adam", which ignores the momentum; or a function (parameters, lr) -> Optimizer',
+        choices=OPTIMIZERS,
+    )
+    momentum: float = setting(0.9, "momentum of SGD", least=0)
+    weight_decay: float = setting(5e-4, "weight decay", least=0)
+    clip: float = setting(
+        0.0, "largest norm of the gradient, to which a longer one is scaled; 0: no limit", least=0
+    )
+    batch_size: int = setting(128, "images of a batch, over all ranks", least=1)
+    temperature: float = setting(4.0, "T of the distillation", above=0)
+    distill: float = setting(1.0, "weight of the distillation, if there is a teacher", least=0)
+    mismatch: float = setting(
+        0.0,
+        "β: adds β/2 · Σ over sites of the mean over the batch of ‖a/‖a‖ - t/‖t‖‖ to the loss, "
+        "a the net's activations and t the teacher's, which then runs in every batch",
+        least=0,
+    )
+    padding: int = setting(4, "padding of the random crops", least=0)
+    flip: bool = setting(True, "flip images at random")
+    augment: Callable[..., Any] | None = setting(
+        None, "your own augmentation, see `ImageData.train_batches`"
+    )
+    compile: bool = setting(False, "torch.compile the forward and backward pass")
+    amp: bool | str | None = setting(
+        None,
+        'True or "bf16": bfloat16 autocast; "fp16": float16, with the loss scaled so that '
+        "gradients do not vanish, and without the batches whose gradients overflow; False: none; "
+        "None: bfloat16 on CUDA, none on a CPU",
+        choices=(None, True, False, *PRECISIONS),
+    )
+    fast: bool = setting(
+        False, "let cuDNN choose its fastest algorithms, also ones that give other bits every time"
+    )
+    sync_batch_norm: bool = setting(
+        False,
+        "normalise over the batches of all ranks, on GPUs; otherwise over each rank's own part",
+    )
+    teacher_cache: int | None = setting(
+        None,
+        "bytes of host memory for the teacher's logits; None: half of what is free",
+        least=0,
+        recorded=False,
+    )
 
     def __post_init__(self) -> None:
-        check_choice("optimizer", self.optimizer, OPTIMIZERS)
-        for name, least in (("batch_size", 1), ("padding", 0), ("teacher_cache", 0)):
-            check_whole(name, getattr(self, name), least, optional=name == "teacher_cache")
-        numbers = ("epochs", "lr", "momentum", "weight_decay", "clip", "temperature", "distill")
-        for name in (*numbers, "mismatch"):
-            check_number(name, getattr(self, name), 0)
+        super().__post_init__()
         if self.momentum >= 1:
             raise ValueError(f"momentum={self.momentum}; it must be below 1")
-        if self.temperature == 0:
-            raise ValueError("temperature=0; it must be positive, the paper's is 4")
         if self.mismatch and self.compile:
             raise ValueError(f"mismatch={self.mismatch} needs compile=False: it reads activations")
-        if self.amp not in ("bf16", "fp16") and not isinstance(self.amp, bool | None):  # 0 == False
-            raise ValueError(f"amp={self.amp!r}; choose from None, True, False, bf16, fp16")
-        for name in ("flip", "compile", "fast", "sync_batch_norm"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"{name}={value!r}; it must be True or False")

@@ -20,7 +20,7 @@ from fastbcd.cli import inputs
 from fastbcd.cli import main as cli
 from fastbcd.runs import fingerprint
 from fastbcd.runs.files import State, config_digest, state_bytes
-from fastbcd.training.trainer import Trainer
+from fastbcd.training.loop import Session
 from helpers import start_cases
 
 NET = """
@@ -84,7 +84,7 @@ def test_cost_lists_accuracy_against_relus_and_seconds(stages, capsys) -> None:
 def test_cost_of_an_unfinished_start(tmp_path, monkeypatch, capsys) -> None:
     """Between epochs the state of SNL holds real-valued masks."""
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "epoch", start_cases.stopped_at(1))
+        patch.setattr(Session, "epoch", start_cases.stopped_at(1))
         with pytest.raises(KeyboardInterrupt):
             fastbcd.snl(
                 start_cases.small_net(), start_cases.data(), 9, run_dir=tmp_path / "snl",

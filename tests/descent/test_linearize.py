@@ -14,7 +14,8 @@ import fastbcd
 from fastbcd.cli.demo import trained_resnet
 from fastbcd.descent.plan import Plan
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.training.trainer import Finetuner, Trainer
+from fastbcd.training.finetuner import Finetuner
+from fastbcd.training.loop import Session
 from helpers.run_cases import contents
 
 BUDGET, EPOCHS = 8, 5  # of `short`: nine steps down from 98 ReLUs, two epochs after them
@@ -50,12 +51,12 @@ def short(model: nn.Module | None = None, budget: int = BUDGET, epochs: int = EP
 def rates(monkeypatch) -> list[float]:
     """The learning rate of every batch that is trained on; `short` has three per epoch."""
     seen: list[float] = []
-    epoch = Trainer.epoch
+    epoch = Session.epoch
 
     def counted(self, number, lr, **options):
         return epoch(self, number, lr, before_batch=lambda batch: seen.append(lr), **options)
 
-    monkeypatch.setattr(Trainer, "epoch", counted)
+    monkeypatch.setattr(Session, "epoch", counted)
     return seen
 
 
@@ -371,6 +372,6 @@ def test_gradients_of_quadratics_have_a_limit(tmp_path) -> None:
 def test_the_learning_rate_of_quadratics_is_recorded(tmp_path, monkeypatch) -> None:
     """A run with another rate would end elsewhere: it does not resume."""
     short(replacement="poly", run_dir=tmp_path)
-    monkeypatch.setattr("fastbcd.training.trainer.SQUARES", 1e-3)
+    monkeypatch.setattr("fastbcd.training.optimizers.SQUARES", 1e-3)
     with pytest.raises(ValueError, match="coefficients_lr"):
         short(replacement="poly", run_dir=tmp_path)

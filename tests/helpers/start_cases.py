@@ -12,8 +12,8 @@ from torch import nn
 from fastbcd.data.sources import as_data
 from fastbcd.masking.fitted import to_poly
 from fastbcd.runs import fingerprint as snapshots
+from fastbcd.training.loop import Session
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Trainer
 from helpers.nets import images, make
 
 SHORT = Finetune(epochs=1, padding=1, teacher_cache=10**7)
@@ -41,8 +41,8 @@ class Other(nn.Module):
 
 
 def stopped_at(epoch: int, step: int | None = None) -> Callable:
-    """`Trainer.epoch` that raises KeyboardInterrupt at this epoch, of this step or of any."""
-    whole = Trainer.epoch
+    """`Session.epoch` that raises KeyboardInterrupt at this epoch, of this step or of any."""
+    whole = Session.epoch
 
     def interrupted(self, number, *rest, **more):
         if number == epoch and step in (None, more.get("step", 0)):

@@ -48,7 +48,7 @@ def finetuned(folder: Path, name: str = "mlp", synced: bool = False, **changes: 
     if synced and ranks.world() > 1:  # a Finetuner on a CPU refuses it
         sync_norm.on_cpus()
         tuner = Finetuner(net, pair(41), settings, teacher, seed=1)
-        tuner.settings = dataclasses.replace(settings, sync_batch_norm=True)
+        tuner.model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(tuner.model)
     losses = [tuner.run(step=s)["loss"] for s in range(2)]
     computed = int(ranks.all_sum(torch.tensor(tuner.teacher.computed)))
     return result(net, loss=losses, computed=computed, accuracy=accuracy(net, pair(41)))

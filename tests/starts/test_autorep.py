@@ -19,8 +19,8 @@ from fastbcd.masking.fitted import to_poly
 from fastbcd.masking.twin import twin
 from fastbcd.starts import autorep as module
 from fastbcd.starts.autorep import IndicatorPoly, autorep, count_on, dapa
+from fastbcd.training.loop import Session
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Trainer
 from helpers.nets import images, make, thinned
 from helpers.start_cases import Other, data, same, state, stopped_at, write_images
 
@@ -295,7 +295,7 @@ def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, monkeypatch) ->
     settings = {**QUICK, "epochs": 4, "finetune": tune}
     straight = autorep(make("resnet"), data(), 200, **settings)
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "epoch", stopped_at(2))
+        patch.setattr(Session, "epoch", stopped_at(2))
         with pytest.raises(KeyboardInterrupt):
             autorep(make("resnet"), data(), 200, run_dir=tmp_path, **settings)
     resumed = autorep(make("resnet"), data(), 200, run_dir=tmp_path, **settings)

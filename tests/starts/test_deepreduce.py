@@ -15,8 +15,8 @@ from fastbcd import MaskSet
 from fastbcd.cli import main as cli
 from fastbcd.report import published
 from fastbcd.starts.deepreduce import candidates, criticality, deepreduce, only, reshaped, stages
+from fastbcd.training.loop import Session
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Trainer
 from helpers.nets import make, thinned
 from helpers.start_cases import SHORT, Other, data, same, state, stopped_at, write_images
 
@@ -229,7 +229,7 @@ def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, monkeypatch, ep
     settings = {**QUICK, "epochs": 13, "trial_epochs": 2, "test": data(20), "finetune": SHORT}
     straight = deepreduce(make("resnet"), data(), 100, **settings)
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "epoch", stopped_at(epoch, step=0))
+        patch.setattr(Session, "epoch", stopped_at(epoch, step=0))
         with pytest.raises(KeyboardInterrupt):
             deepreduce(make("resnet"), data(), 100, run_dir=tmp_path, **settings)
     resumed = deepreduce(make("resnet"), data(), 100, run_dir=tmp_path, **settings)

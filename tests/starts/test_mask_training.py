@@ -10,8 +10,9 @@ import torch
 import fastbcd
 from fastbcd.starts.mask_training import MOST, Overlaps
 from fastbcd.starts.snl import snl
+from fastbcd.training.finetuner import Finetuner
+from fastbcd.training.loop import Session
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Finetuner, Trainer
 from helpers.nets import make, thinned
 from helpers.start_cases import QUICK, SHORT, data, same, state, stopped_at
 
@@ -26,7 +27,7 @@ def test_the_default_teacher_is_the_net_at_the_start_of_the_run(tmp_path, monkey
     net = make("resnet")
     given = state(net)
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "epoch", stopped_at(2))
+        patch.setattr(Session, "epoch", stopped_at(2))
         with pytest.raises(KeyboardInterrupt):
             snl(net, data(), 250, run_dir=tmp_path, **short)
     assert same(state(net), given)
@@ -108,7 +109,7 @@ def test_an_interrupted_fine_tune_resumes(tmp_path, monkeypatch, optimizer) -> N
     straight = snl(make("resnet"), data(), 700, **settings)
     for epoch in (0, 2):
         with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "epoch", stopped_at(epoch, step=1))
+            patch.setattr(Session, "epoch", stopped_at(epoch, step=1))
             with pytest.raises(KeyboardInterrupt):
                 snl(make("resnet"), data(), 700, run_dir=tmp_path, **settings)
     resumed = snl(make("resnet"), data(), 700, run_dir=tmp_path, **settings)

@@ -16,8 +16,8 @@ from fastbcd.cli import main as cli
 from fastbcd.descent.proposals import ranking
 from fastbcd.masking.masks import mask_modules
 from fastbcd.starts.relupruner import Pruner, relupruner, scheduled
+from fastbcd.training.loop import Session
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Trainer
 from helpers.nets import make, thinned
 from helpers.start_cases import SHORT, data, same, state, stopped_at, write_images
 
@@ -188,7 +188,7 @@ def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, monkeypatch, ep
     settings = {**QUICK, "test": data(20), "finetune": SHORT}
     straight = relupruner(make("resnet"), data(), 100, **settings)
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "epoch", stopped_at(epoch, step=0))
+        patch.setattr(Session, "epoch", stopped_at(epoch, step=0))
         with pytest.raises(KeyboardInterrupt):
             relupruner(make("resnet"), data(), 100, run_dir=tmp_path, **settings)
     resumed = relupruner(make("resnet"), data(), 100, run_dir=tmp_path, **settings)

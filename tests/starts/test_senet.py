@@ -18,8 +18,8 @@ from fastbcd import Finetune, MaskedReLU, senet
 from fastbcd.cli import main as cli
 from fastbcd.masking.masks import mask_modules
 from fastbcd.starts.senet import Sensitive, allocate, differences, relu_sensitivity
+from fastbcd.training.loop import Session
 from fastbcd.training.teacher import TeacherLogits
-from fastbcd.training.trainer import Trainer
 from helpers.nets import make, thinned
 from helpers.start_cases import SHORT, Other, data, same, state, stopped_at, write_images
 
@@ -228,7 +228,7 @@ def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, monkeypatch) ->
         net = make("resnet")
         before = state(net)
         with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "epoch", stopped_at(epoch, step=step))
+            patch.setattr(Session, "epoch", stopped_at(epoch, step=step))
             with pytest.raises(KeyboardInterrupt):
                 senet(net, data(), 101, run_dir=tmp_path, **QUICK)
         assert same(state(net), before)

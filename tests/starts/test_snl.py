@@ -16,8 +16,8 @@ from fastbcd.cli import main as cli
 from fastbcd.descent.budget import limits_of
 from fastbcd.masking.twin import twin
 from fastbcd.starts.snl import Selective, SoftReLU, growth, snl
+from fastbcd.training.loop import Trainer
 from fastbcd.training.settings import Finetune
-from fastbcd.training.trainer import Trainer
 from helpers.nets import images, make, thinned
 from helpers.start_cases import QUICK, SHORT, Other, data, same, state, write_images
 

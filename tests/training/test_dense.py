@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import fastbcd
-from fastbcd.training.trainer import Trainer
+from fastbcd.training.loop import Session
 from helpers.nets import make, thinned
 from helpers.start_cases import Other, stopped_at
 from helpers.train_cases import assert_same, pair, weights
@@ -47,7 +47,7 @@ def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, monkeypatch, ep
     straight = fastbcd.train(make("resnet"), pair(), **QUICK)
     net = make("resnet")
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "epoch", stopped_at(epoch))
+        patch.setattr(Session, "epoch", stopped_at(epoch))
         with pytest.raises(KeyboardInterrupt):
             fastbcd.train(net, pair(), run_dir=tmp_path, **QUICK)
     resumed = fastbcd.train(make("resnet"), pair(), run_dir=tmp_path, **QUICK)
@@ -62,7 +62,7 @@ def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, monkeypatch, ep
 def test_after_an_error_the_net_has_the_weights_of_the_last_finished_epoch(monkeypatch) -> None:
     net, two = make("mlp"), make("mlp")
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "epoch", stopped_at(2))
+        patch.setattr(Session, "epoch", stopped_at(2))
         with pytest.raises(KeyboardInterrupt):
             fastbcd.train(net, pair(), **QUICK)
         patch.setattr("fastbcd.training.dense.MILESTONES", (1.0, 1.0))

@@ -160,9 +160,9 @@ def test_a_part_of_an_epoch_needs_the_teacher_for_that_part_alone() -> None:
     assert tuner.teacher.computed <= len(data) + s.batch_size, "the first batch is cached"
     seen = []
     for step in (1, 2):
-        before = tuner.teacher.used
+        before = tuner.teacher.cache.used
         tuner.run(step=step)
-        slots = tuner.teacher.slots.max(1).values >= before
+        slots = tuner.teacher.cache.slots.max(1).values >= before
         seen.append(slots.nonzero().flatten().tolist())
     assert seen[0] != seen[1], "each step has another part"
 
@@ -266,7 +266,7 @@ def test_a_gradient_that_is_not_finite_is_named(monkeypatch) -> None:
         return grad * math.inf if len(calls) == 5 else grad
 
     net.get_parameter("1.weight").register_hook(spoil)
-    monkeypatch.setattr("fastbcd.training.trainer.CHECK_EVERY", 2)
+    monkeypatch.setattr("fastbcd.training.finite.CHECK_EVERY", 2)
     with pytest.raises(FloatingPointError, match=r"gradient of 1.weight .*epoch 1, batch 1"):
         Finetuner(net, pair(), SMALL).run(step=0)
 
@@ -284,7 +284,7 @@ def test_a_teacher_that_is_not_finite_is_named() -> None:
     [
         ({"epochs": -1}, "epochs=-1"), ({"epochs": "2"}, "epochs='2'"), ({"lr": -1.0}, "lr=-1.0"),
         ({"lr": math.nan}, "lr=nan"), ({"lr": "1"}, "lr='1'"),
-        ({"optimizer": "sgdm"}, "optimizer='sgdm'; choose from sgd, adam, muon"),
+        ({"optimizer": "sgdm"}, "optimizer='sgdm'; choose from sgd, adam"),
         ({"momentum": 1.0}, "momentum=1.0"), ({"weight_decay": -1e-4}, "weight_decay"),
         ({"batch_size": 0}, "batch_size=0"), ({"temperature": 0}, "temperature=0"),
         ({"distill": -1}, "distill=-1"), ({"padding": -1}, "padding=-1"), ({"flip": 1}, "flip=1"),
@@ -336,7 +336,7 @@ def test_quadratics_do_not_grow_beyond_their_bound(monkeypatch) -> None:
     start = torch.tensor([-0.04, -0.01, 0.01, 0.04])
     largest = []
     for bound in (0.01, math.inf):
-        monkeypatch.setattr("fastbcd.training.trainer.SQUARES_MOST", bound)
+        monkeypatch.setattr("fastbcd.training.optimizers.SQUARES_MOST", bound)
         net, data = thinned(make("poly")), pair(60)
         coefs = [m.coef for m in net.modules() if isinstance(m, MaskedPoly)]
         before = [start.repeat(coef.shape[1] // 4) for coef in coefs]

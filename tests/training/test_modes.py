@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 import fastbcd
 from fastbcd import Finetune, Finetuner
 from fastbcd.runtime import ranks
-from fastbcd.training import trainer
+from fastbcd.training.loop import Session
+from fastbcd.training.repeat import repeatable
 from helpers.nets import images, make
 from helpers.train_cases import SMALL, assert_same, pair, weights
 
@@ -106,9 +108,9 @@ def test_algorithms_on_a_gpu(gpu, fast, expected, monkeypatch) -> None:
 @pytest.mark.filterwarnings("ignore:after 1 epochs:RuntimeWarning")
 @pytest.mark.parametrize("fast", [False, True])
 def test_snl_trains_with_these_algorithms(gpu, fast, monkeypatch) -> None:
-    seen, plain = set(), trainer.Trainer.epoch
+    seen, plain = set(), Session.epoch
     noted = lambda *a, **k: seen.add(flags()[-1]) or plain(*a, **k)  # noqa: E731
-    monkeypatch.setattr(trainer.Trainer, "epoch", noted)
+    monkeypatch.setattr(Session, "epoch", noted)
     tune = dataclasses.replace(SMALL, fast=fast, epochs=1, amp=False)
     fastbcd.snl(make("mlp").to("cuda"), images(16), 45, max_epochs=1, finetune=tune, batch_size=8)
     assert seen == {fast}  # of cuDNN's benchmark, for masks and for the fine-tuning
@@ -123,29 +125,26 @@ def test_amp_is_none_of_these(amp) -> None:
 def test_strict_algorithms_of_the_user_stay(gpu) -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        with trainer.repeatable(torch.device("cuda"), 0, 0):
+        with repeatable(torch.device("cuda"), 0, 0):
             assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def test_fast_is_recorded_and_older_runs_resume_without_it() -> None:
-    assert Finetune(fast=True).describe()["fast"] is True
-    assert (
-        not {"clip", "fast", "mismatch", "sync_batch_norm", "teacher_cache"}
-        & Finetune().describe().keys()
-    )
+def test_what_changes_the_outcome_is_recorded() -> None:
+    fields = {field.name for field in dataclasses.fields(Finetune)}
+    assert Finetune().describe().keys() == fields - {"teacher_cache"}
+    json.dumps(Finetune(optimizer=torch.optim.NAdam, augment=torch.flip).describe())
 
 
 def test_synchronised_batch_norm(gpu, monkeypatch) -> None:
     """Each rank's model gets SyncBatchNorm with the net's own parameters; the net keeps its own."""
     net = make("resnet").to("cuda")
     settings = dataclasses.replace(SMALL, sync_batch_norm=True)
-    tuner = Finetuner(net, images(16), settings)
     monkeypatch.setattr(ranks, "world", lambda: 2)
-    monkeypatch.setattr(trainer, "DistributedDataParallel", lambda model, **_: model)
-    found = [m for m in tuner._averaging().modules() if isinstance(m, nn.SyncBatchNorm)]
+    tuner = Finetuner(net, images(16), settings)
+    found = [m for m in tuner.model.modules() if isinstance(m, nn.SyncBatchNorm)]
     own = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
     assert len(found) == len(own) > 0
     assert {id(m.weight) for m in found} == {id(m.weight) for m in own}
@@ -157,4 +156,4 @@ def test_synchronised_batch_norm(gpu, monkeypatch) -> None:
 def test_every_field_of_finetune_is_documented() -> None:
     text = Finetune.__doc__ or ""
     names = [field.name for field in dataclasses.fields(fastbcd.Finetune)]
-    assert [name for name in names if f"{name}" not in text.split(">>>")[0]] == []
+    assert [name for name in names if f"\n    {name}: " not in text] == []

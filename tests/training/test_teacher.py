@@ -26,7 +26,7 @@ def test_teacher_logits_are_those_of_its_forward() -> None:
         assert torch.equal(cache.epoch(views), cache.epoch(views))
     epochs = [data.view_ids(seed=0, step=0, epoch=e, padding=1).tolist() for e in range(6)]
     different = {(sample, view) for views in epochs for sample, view in enumerate(views)}
-    assert cache.computed == cache.used == len(different), "each view once"
+    assert cache.computed == cache.cache.used == len(different), "each view once"
 
 
 @pytest.mark.parametrize("name", ["resnet", "mlp", "dense"])
@@ -53,7 +53,7 @@ def test_a_teacher_with_dependent_rows_sees_images_one_at_a_time(monkeypatch) ->
     data = pair(20)
     cache = TeacherLogits(Neighbours(), data, Finetune(padding=1))
     views = data.view_ids(seed=0, step=0, epoch=0, padding=1)
-    with pytest.warns(RuntimeWarning, match="one at a time"):
+    with pytest.warns(RuntimeWarning, match="1 at a time"):
         logits = cache.epoch(views)
     truth = data.views(torch.arange(20), views, padding=1).flatten(1)[:, :5]
     assert torch.equal(logits, truth)
@@ -67,11 +67,11 @@ def test_a_limited_cache_is_exact_and_warns_once(limit, recwarn) -> None:
     for epoch in range(4):
         views = data.view_ids(seed=0, step=0, epoch=epoch, padding=1)
         assert torch.equal(cache.epoch(views), full.epoch(views))
-    assert cache.rows.shape[0] == cache.used == (77 if limit else 0)
+    assert cache.cache.used == (77 if limit else 0)
     assert cache.computed > full.computed
     said = [str(w.message) for w in recwarn if "teacher_cache" in str(w.message)]
     assert len(said) == 1
-    assert f"{cache.used}" in said[0]
+    assert f"{cache.cache.used}" in said[0]
 
 
 def test_the_teacher_is_not_changed() -> None:

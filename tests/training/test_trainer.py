@@ -12,7 +12,7 @@ from torch import nn
 import fastbcd
 from fastbcd import Finetune, Finetuner, MaskedReLU
 from fastbcd.scoring.accuracy import accuracy
-from fastbcd.training.trainer import Trainer
+from fastbcd.training.loop import Session
 from helpers.nets import make
 from helpers.start_cases import stopped_at
 from helpers.train_cases import SMALL, assert_same, pair, weights
@@ -130,7 +130,7 @@ def test_a_run_in_half_precision_resumes_to_the_same_result(tmp_path, monkeypatc
     nets = [make("resnet").bfloat16() for _ in range(3)]
     fastbcd.train(nets[0], pair(), **settings)
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "epoch", stopped_at(2))
+        patch.setattr(Session, "epoch", stopped_at(2))
         with pytest.raises(KeyboardInterrupt):
             fastbcd.train(nets[1], pair(), run_dir=tmp_path, **settings)
     assert nets[1].get_parameter("0.weight").dtype == torch.bfloat16

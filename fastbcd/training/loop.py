@@ -1,0 +1,281 @@
+"""The training loop of `Finetuner`, `train` and the starting points.
+
+    trainer = Trainer(net, data, Finetune(batch_size=64), teacher)
+    with trainer.session() as session:
+        for epoch in range(3):
+            loss = session.epoch(epoch, lr=0.01)
+
+A `Trainer` is what is trained and how: net, data, settings, teacher. A `Session` is a training that
+is under way: the optimizer, and the net in train mode. `Session.epoch` is the loop; what it calls
+is in files of their own:
+
+    terms.py        the terms of a batch's loss: criterion, distillation, mismatch of activations
+    teacher.py      the teacher's logits, each computed once
+    optimizers.py   the optimizer, and the bounds that keep learned quadratics small
+    finite.py       whether losses, gradients and weights are finite
+    precision.py    dtypes, memory layout and mixed precision
+    parallel.py     several ranks: averaged gradients and statistics
+    checks.py       what is refused before anything is trained
+
+Callers add to the loss by `penalty`, change the net between batches by `before_batch`, choose the
+learning rate of each epoch, and save by `Session.state` after any epoch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from fastbcd.data.for_net import data_for
+from fastbcd.data.images import TrainBatches
+from fastbcd.graph.fuse import fused
+from fastbcd.masking.activations import MaskedPoly
+from fastbcd.runs import fingerprint as snapshots
+from fastbcd.runtime import ranks
+from fastbcd.runtime.malloc import kept_memory
+from fastbcd.runtime.module_mode import train_mode
+from fastbcd.scoring.metric import Loss, at_least_float32
+from fastbcd.training import optimizers, parallel, precision
+from fastbcd.training.checks import check_settings, check_trainable
+from fastbcd.training.finite import FiniteCheck, check_scale
+from fastbcd.training.mismatch import site_outputs
+from fastbcd.training.rates import batches_of
+from fastbcd.training.settings import Finetune
+from fastbcd.training.teacher import Answer, TeacherLogits
+from fastbcd.training.terms import batch_loss
+
+NET = "net."  # prefixes of tensor names in `Session.state`
+OPTIMIZER = "optimizer."
+
+
+class Trainer:
+    """Trains a network in place; what `Finetuner` promises holds here.
+
+    With several ranks each batch is split among them. A net in float16 or bfloat16 is trained in
+    float32 and rounded at the end of the session; one in float64 is trained in float64. With a
+    batch norm in train mode a last batch of a single sample per rank joins the batch before it.
+
+    Args:
+        net: trained in place.
+        data: as in `bcd`.
+        settings: all but epochs and lr, which the caller of `Session.epoch` chooses.
+        teacher: a net to distil from, or its `TeacherLogits`, which trainers can share.
+        seed: of shuffles, crops and flips.
+        loss: a callable (outputs, targets); None: cross-entropy.
+        fused_optimizer: take the optimizer's fused kernels.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        data: Any,
+        settings: Finetune,
+        teacher: nn.Module | TeacherLogits | None = None,
+        *,
+        seed: int = 0,
+        loss: Loss | None = None,
+        fused_optimizer: bool = True,
+    ) -> None:
+        self.net = net
+        self.data = data_for(net, data)
+        self.settings = settings
+        self.seed = seed
+        self.criterion = loss
+        self.fused_optimizer = fused_optimizer
+        self.teacher: TeacherLogits | None = None
+        if isinstance(teacher, TeacherLogits):
+            check_settings(settings, self.data)
+            self.teacher = teacher
+        else:
+            check_trainable(net, self.data, settings, teacher, loss)
+            if teacher is None and settings.mismatch:
+                raise ValueError(f"mismatch={settings.mismatch} needs a teacher: give one")
+            if teacher is not None and (settings.distill or settings.mismatch):
+                self.teacher = TeacherLogits(teacher, self.data, settings)
+        self.dtype = precision.training_dtype(net)
+        self.trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
+        self.model, self.memory_format = fused(net)  # on the net's own tensors
+        if settings.sync_batch_norm:
+            self.model = parallel.synchronised(self.model, net, self.data.device)
+        if settings.compile:
+            self.model.compile()
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes of an epoch's batches, over all ranks."""
+        smallest = parallel.smallest_batch(self.net)
+        return self.data.sizes(self.settings.batch_size, smallest)
+
+    @property
+    def teacher_seconds(self) -> float:
+        """What was spent on the teacher's logits until now."""
+        return 0.0 if self.teacher is None else self.teacher.seconds
+
+    @contextmanager
+    def session(self) -> Iterator[Session]:
+        """A new optimizer; on exit modes, dtypes and memory formats are as they were."""
+        with (
+            kept_memory(),
+            torch.autocast(self.data.device.type, enabled=False),  # of the caller
+            train_mode(self.net, self.model),
+            precision.wide(self.net),
+            precision.laid_out(self.net, self.memory_format),
+        ):
+            try:
+                yield Session(self)
+            finally:
+                self.net.zero_grad(set_to_none=True)
+
+    def batches(self, epoch: int, step: int) -> TrainBatches:
+        """This rank's part of an epoch's batches: images, labels, samples, views."""
+        return self.data.train_batches(
+            self.settings.batch_size,
+            seed=self.seed,
+            step=step,
+            epoch=epoch,
+            padding=self.settings.padding,
+            flip=self.settings.flip,
+            rank=ranks.rank(),
+            world=ranks.world(),
+            smallest=parallel.smallest_batch(self.net),
+            memory_format=self.memory_format,
+            dtype=self.dtype,
+        )
+
+    def answers(
+        self, epoch: int, step: int, images: int
+    ) -> Callable[[Tensor, Tensor], Answer | None]:
+        """A function (batch, its samples) -> the teacher's answer, None without a teacher."""
+        if self.teacher is None or not (self.settings.distill or self.settings.mismatch):
+            return lambda batch, samples: None
+        return self.teacher.answers(seed=self.seed, step=step, epoch=epoch, images=images)
+
+
+class Session:
+    """A training under way; made by `Trainer.session`."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.optimizer = optimizers.make_optimizer(
+            trainer.net, trainer.trained, trainer.settings, trainer.fused_optimizer
+        )
+        self.quadratics: list[nn.Parameter] = []  # of which SGD takes smaller steps
+        if trainer.settings.optimizer == "sgd":
+            self.quadratics = optimizers.coefficients(trainer.net, MaskedPoly)
+        self.model = parallel.averaged(trainer.model, unused=trainer.model is trainer.net)
+        self.half = precision.autocast_dtype(trainer.settings, trainer.data.device)
+
+    def epoch(
+        self,
+        epoch: int,
+        lr: float,
+        *,
+        step: int = 0,
+        share: float = 1.0,
+        penalty: Callable[[], Tensor] | None = None,
+        before_batch: Callable[[int], None] | None = None,
+        bar: Any = None,
+    ) -> float:
+        """Train on every sample once; returns the mean loss of the batches.
+
+        Args:
+            epoch, step: their numbers, which select the shuffle, the crops and the flips.
+            lr: the learning rate.
+            share: of the epoch's batches, the first ones; at least one batch.
+            penalty: a term that is added to the loss of every batch.
+            before_batch: called with the number of the batch, counted from the first epoch.
+            bar: a tqdm to update after each batch.
+        """
+        trainer = self.trainer
+        sizes = trainer.sizes
+        count = batches_of(share, len(sizes))
+        answer_of = trainer.answers(epoch, step, images=sum(sizes[:count]))
+        # A new one in each epoch, so that a resumed training scales the loss in the same way.
+        scaler = torch.amp.GradScaler(trainer.data.device.type, enabled=self.half == torch.float16)
+        check = FiniteCheck(trainer.trained, epoch=epoch, step=step, overflow=scaler.is_enabled())
+        optimizers.set_rate(self.optimizer, lr)
+        batches = islice(trainer.batches(epoch, step), count)
+        for number, (images, labels, samples, _) in enumerate(batches):
+            if before_batch is not None:
+                before_batch(epoch * len(sizes) + number)
+            loss = self.batch_loss(images, labels, answer_of(images, samples))
+            if ranks.world() > 1:  # gradients are averaged over parts that differ in size
+                loss = loss * (ranks.world() * len(images) / sizes[number])
+            if penalty is not None:
+                loss = loss + penalty()
+            self.optimizer.zero_grad(set_to_none=True)
+            scaler.scale(loss).backward()
+            scaler.unscale_(self.optimizer)
+            with optimizers.bounded(self.quadratics):
+                check.add(loss)
+                if trainer.settings.clip:
+                    nn.utils.clip_grad_norm_(trainer.trained.values(), trainer.settings.clip)
+                scaler.step(self.optimizer)
+                scaler.update()
+            if bar is not None:
+                bar.update()
+        check.check_batches()
+        parallel.agree_on_statistics(trainer.net)
+        check_scale(scaler, epoch=epoch, step=step)
+        check.check_weights()
+        sizes = sizes[: len(check.losses)]
+        return sum(map(operator.mul, check.losses, sizes)) / sum(sizes)
+
+    def batch_loss(self, images: Tensor, labels: Tensor, answer: Answer | None) -> Tensor:
+        """The loss of a batch; answer: the teacher's."""
+        trainer = self.trainer
+        activations: list[Tensor] = []
+        with ExitStack() as stack:
+            device = images.device.type
+            stack.enter_context(torch.autocast(device, self.half, enabled=self.half is not None))
+            if trainer.settings.mismatch:
+                activations = stack.enter_context(site_outputs(trainer.model))
+            outputs = self.model(images)
+        torch.clear_autocast_cache()  # of weights, which only the outermost autocast clears
+        return batch_loss(
+            tree_map_only(Tensor, at_least_float32, outputs),
+            labels,
+            answer=answer,
+            activations=activations,
+            settings=trainer.settings,
+            criterion=trainer.criterion,
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of the net's and the optimizer's tensors, on the CPU."""
+        net = snapshots.take(self.trainer.net)
+        return with_prefix(net, NET) | with_prefix(self.optimizer_state(), OPTIMIZER)
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Restore what `state` returned; tensors with another prefix are ignored."""
+        snapshots.restore(self.trainer.net, without_prefix(state, NET))
+        self.load_optimizer(without_prefix(state, OPTIMIZER))
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Copies of the optimizer's tensors, named kind.parameter, such as exp_avg.conv.weight."""
+        return optimizers.state_of(self.optimizer, self.trainer.trained)
+
+    def load_optimizer(self, tensors: dict[str, Tensor]) -> None:
+        """Restore what `optimizer_state` returned."""
+        optimizers.load_state(self.optimizer, self.trainer.trained, tensors)
+
+
+def with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors with `prefix` before their names."""
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose name starts with `prefix`, under the rest of the name."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
