@@ -32,7 +32,7 @@ from typing import Any
 
 import fastbcd
 from arms import Arm, Problem, add_options, cifar10, fashion_mnist
-from fastbcd.runs.files import read_state
+from fastbcd.runs.directory import read_state
 from table import machine
 
 SHARES = (20_000 / 188_416, 8_000 / 188_416)
@@ -71,7 +71,7 @@ def curve(o: argparse.Namespace, name: str, budget: int, seed: int) -> list[tupl
     if not (folder / "history.jsonl").exists():
         return []
     records = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
-    assert read_state(folder / "state.safetensors").step == len(records)
+    assert len(read_state(folder).history) == len(records)
     return [(r["after"], r["chosen_accuracy"]) for r in records]
 
 

@@ -20,13 +20,11 @@ from statistics import mean
 from typing import Any
 from unittest.mock import patch
 
-import changes
 import fastbcd
 from arms import NETS, Arm, Problem, add_options, problem_of
 from table import machine
 
-# Constants of fastbcd/descent/linearize.py in capitals, arguments of `linearize` in small letters,
-# or "change": a patch.
+# Constants of fastbcd/descent/linearize.py in capitals, arguments of `linearize` in small letters.
 ROWS: dict[str, dict[str, Any]] = {
     "linearize": {},
     "identity": {"replacement": "identity"},
@@ -43,13 +41,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "one hypothesis": {"rt": 1},
     "activations matched": {"mismatch": 1.0},
     "half of the sites": {"max_sites": 0.5},
-    "one optimizer": {"change": changes.one_optimizer},
-    "one cosine": {"change": changes.one_cosine},
-    "lr by damage, to 0.01": {"lr": 0.01, "change": changes.by_damage},
-    "saliency of the labels": {"change": changes.cross_entropy},
-    "saliency per site": {"change": changes.per_site},
-    "swaps": {"change": changes.swaps},
-    "new statistics": {"change": changes.new_statistics},
 }
 Result = dict[str, Any]
 
@@ -58,7 +49,6 @@ def result(problem: Problem, o: argparse.Namespace, row: str, seed: int) -> Resu
     """Run one arm, or read its result."""
     constants = {name: value for name, value in ROWS[row].items() if name.isupper()}
     given = {name: value for name, value in ROWS[row].items() if name not in constants}
-    change = given.pop("change", ExitStack)
     if "max_sites" in given:
         given["max_sites"] = int(given["max_sites"] * len(fastbcd.masks(problem.dense).sites))
     own = argparse.Namespace(**{**vars(o), "rt": given.pop("rt", o.rt)})
@@ -66,7 +56,6 @@ def result(problem: Problem, o: argparse.Namespace, row: str, seed: int) -> Resu
 
     def work(arm: Arm) -> Result:
         with ExitStack() as stack:
-            stack.enter_context(change())
             for name, value in constants.items():
                 stack.enter_context(patch(f"fastbcd.descent.linearize.{name}", value))
             history = arm.linearize(o.budget, **given)

@@ -9,13 +9,13 @@ from fastbcd.descent.linearize import linearize
 from fastbcd.descent.proposals import Blocks, Proposal, Saliency
 from fastbcd.descent.saliency import saliency
 from fastbcd.descent.schedules import Adaptive, Fraction, Schedule
-from fastbcd.descent.step import Step
 from fastbcd.kernels import backends
 from fastbcd.masking.activations import MaskedLine, MaskedPoly, MaskedReLU
 from fastbcd.masking.convert import ConversionError, convert
 from fastbcd.masking.fitted import to_line, to_poly
 from fastbcd.masking.masks import MaskSet, Site, masks, set_masks
 from fastbcd.runs.read import load_run
+from fastbcd.runs.step import Epoch, Step
 from fastbcd.runtime.version import __version__ as __version__
 from fastbcd.scoring.accuracy import accuracy
 from fastbcd.scoring.choose import Choice, choose
@@ -33,7 +33,7 @@ from fastbcd.training.finetuner import Finetuner
 from fastbcd.training.settings import Finetune
 
 __all__ = [
-    "Adaptive", "Blocks", "Choice", "ConversionError", "Engine", "Finetune", "Finetuner",
+    "Adaptive", "Blocks", "Choice", "ConversionError", "Engine", "Epoch", "Finetune", "Finetuner",
     "Fraction", "ImageData", "MaskSet", "MaskedLine", "MaskedPoly", "MaskedReLU", "Proposal",
     "Run", "Saliency", "Schedule", "Scores", "Site", "StartingPoint", "Step", "StreamData",
     "Trained", "accuracy", "autorep", "backends", "bcd", "choose", "convert", "deepreduce",

@@ -13,7 +13,7 @@ import numpy as np
 from fastbcd import MaskSet, private
 from fastbcd.cli.options import call
 from fastbcd.report.figures import seconds_text
-from fastbcd.runs.read import Stages, read
+from fastbcd.runs.stages import Stages, read
 
 
 def work(options: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 import fastbcd
 from fastbcd.cli.inputs import say
 from fastbcd.private.units import si
-from fastbcd.runs.read import SavedRun, read
+from fastbcd.runs.stages import SavedRun, read
 
 BUDGET, EPOCHS, TEST_EVERY = 1_000, 16, 4
 NETWORK = fastbcd.report.Network(protocol="crypten", bandwidth=100e6, rtt=0.04)

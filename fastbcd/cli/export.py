@@ -33,9 +33,9 @@ def _from_run(options: argparse.Namespace) -> tuple[nn.Module, Size]:
         raise ValueError(f"--weights {options.weights}: a run directory has its own; drop it")
     run = fastbcd.load_run(options.source)
     read_masks(options.source)  # refuses a run that has no final masks
-    data, arch = run.config["data"], run.config["net"]["arch"] or {}
-    size: Size = tuple(data.get("shape") or (data["channels"], data["height"], data["width"]))
-    classes = data["classes"]
+    arch = run.config.net.arch or {}
+    size: Size = tuple(run.config.data.shape)
+    classes = run.config.data.classes
     if options.data is not None:
         size, classes = _size(options.data)
     if options.arch is None and options.model is None:
@@ -43,12 +43,12 @@ def _from_run(options: argparse.Namespace) -> tuple[nn.Module, Size]:
             raise ValueError(f"{run.path} did not record its net: give --arch or --model")
         if "name" in arch:
             made = {"num_classes": classes, "image_size": size[-1], "in_channels": size[0]}
-            run.config["net"]["arch"] = {**arch, **made}
+            arch.update(made)
             return run.model, size
         options.model = str(arch.get("model"))
         print(f"calling {options.model}, which {run.path} recorded as its --model")
-    options.replacement = replacement(dict(run.weights or {}), run.config["net"]["sites"])
-    return run.fill(inputs.make_net(options, torch.zeros(2, *size), classes)), size
+    options.replacement = replacement(dict(run.weights or {}), run.config.net.sites)
+    return run.fill(inputs.make_net(options, torch.zeros(2, *size), int(classes or 0))), size
 
 
 def _from_masks(options: argparse.Namespace) -> tuple[nn.Module, Size]:
@@ -59,7 +59,7 @@ def _from_masks(options: argparse.Namespace) -> tuple[nn.Module, Size]:
     options.replacement = replacement(weights, [site.name for site in masks.sites])
     options.arch = options.arch or "resnet18"
     size, classes = _size(options.data or "cifar100")
-    net = inputs.make_net(options, torch.zeros(2, *size), classes)
+    net = inputs.make_net(options, torch.zeros(2, *size), int(classes or 0))
     inputs.load_weights(net, options.weights)
     fastbcd.set_masks(net, masks)
     return net, size

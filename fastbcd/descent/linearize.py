@@ -13,27 +13,34 @@ from __future__ import annotations
 import copy
 import math
 import os
-from contextlib import closing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
+import numpy as np
 from torch import nn
-from tqdm import tqdm
 
 from fastbcd.data.for_net import data_for
-from fastbcd.descent.bcd import Descent, Run
-from fastbcd.descent.budget import Budget, limits_of
-from fastbcd.descent.limits import counts_of
+from fastbcd.data.images import ImageData
+from fastbcd.descent.bcd import Run
+from fastbcd.descent.budget import Budget, check_reducible, limits_of
+from fastbcd.descent.job import Job, Search
+from fastbcd.descent.limits import Limits, counts_of
+from fastbcd.descent.plan import announce, show_plan
+from fastbcd.descent.problem import Problem
 from fastbcd.descent.proposals import Blocks, Saliency
 from fastbcd.descent.schedules import Shares
-from fastbcd.masking.activations import REPLACEMENTS
+from fastbcd.descent.search import descend, rests
+from fastbcd.descent.tuning import Tuned
+from fastbcd.masking.activations import REPLACEMENTS, MaskedActivation
 from fastbcd.masking.convert import convert
 from fastbcd.masking.fitted import to_line, to_poly
 from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
-from fastbcd.runtime import ranks
+from fastbcd.runs.step import Step
 from fastbcd.runtime.dtypes import dtype_of
-from fastbcd.runtime.validate import check_choice, check_number, check_whole
-from fastbcd.scoring.engine import Engine
-from fastbcd.scoring.metric import Loss, Metric
+from fastbcd.runtime.settings import Settings, fields_in, setting, with_settings
+from fastbcd.runtime.show import bar
 from fastbcd.training.rates import cosine
 from fastbcd.training.settings import Finetune
 
@@ -68,41 +75,71 @@ BATCHES, SMALLEST, LARGEST = 200, 25, 128  # of an epoch at least, and the sizes
 BAR = "linearize {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Linearization(Settings):
+    """What `linearize` decides by itself, beside the settings of `Search` and `Finetune`."""
+
+    epochs: int = setting(
+        60, "of training in all: 60 % of them on the way down, a quarter of one per step", least=1
+    )
+    max_sites: int | None = setting(None, "sites that keep any ReLU, at most", least=0)
+    replacement: str = setting(
+        LINE,
+        'what a removed ReLU becomes: "line", c1*x + c0 for each channel, fitted to ReLU and then '
+        'learned; "identity", as in the paper; "poly", a quadratic, fitted and then learned',
+        choices=REPLACEMENTS,
+    )
+    lr: float | None = setting(
+        None,
+        "the learning rate on the way down; it then falls to 0 on a cosine. None: 0.003 for lines, "
+        "0.01 for others",
+        above=0,
+    )
+    clip: float | None = setting(
+        None,
+        "the largest norm of the gradient, 0: no limit. None: 5 for quadratics, 0 for others",
+        least=0,
+    )
+    batch_size: int | None = setting(
+        None, "None: 25 for up to 5,000 images, up to 128 for more", least=1
+    )
+    rt: int = setting(RT, "hypotheses that a step tries at most", least=1)
+    adt: float = setting(
+        ADT, "drop of accuracy that a step accepts, in percentage points", finite=False
+    )
+    samples: int | None = setting(
+        None, "propose and score on the first n train images; None: on 500 at most", least=1
+    )
+
+
+@with_settings(Linearization, Search, Finetune, without=("drc", "proposal"))
 def linearize(
-    model: nn.Module, train: Any, budget: int | Budget, *, epochs: int = 60, test: Any = None,
-    run_dir: str | os.PathLike[str] | None = None, start: Any = None,
-    max_sites: int | None = None, replacement: str = LINE,
-    teacher: nn.Module | None = None, lr: float | None = None, clip: float | None = None,
-    batch_size: int | None = None,
-    rt: int = RT, adt: float = ADT, samples: int | None = None, seed: int = 0,
-    engine: str | Engine = "auto", metric: Metric | None = None, loss: Loss | None = None,
-    confidence: float | None = None, test_every: int = 1, resume: str | bool = "auto",
-    progress: bool = True, dry_run: bool = False, **finetune: Any,
-) -> Run:  # fmt: skip
+    model: nn.Module,
+    train: Any,
+    budget: int | Budget,
+    *,
+    test: Any = None,
+    start: Any = None,
+    teacher: nn.Module | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: str | bool = "auto",
+    progress: bool = True,
+    dry_run: bool = False,
+    **settings: Any,
+) -> Run:
     """A copy of the model that keeps exactly `budget` ReLUs, fine-tuned, after `epochs` epochs.
 
     Args:
         model: a trained network that `convert` takes, or one that has masks. It is not changed.
+        train, test: the train set, and the test set if accuracy is to be measured, as in `bcd`.
         budget: ReLUs to keep, or a `fastbcd.private.Target`.
-        train, test: as data and test of `bcd`.
-        epochs: of training in all: 60 % of them on the way down, a quarter of one per step.
         start: where to start from, if not at the model: a MaskSet, or a net with masks and its
             own weights, as such or as the result of a starting point (`snl`, `autorep`, …), of
             `bcd` or of `load_run`. One that is at the budget is only trained.
-        replacement: what a removed ReLU becomes: "line", c1*x + c0 for each channel, fitted to ReLU
-            (`to_line`) and then learned; "identity", as in the paper; "poly", a quadratic, fitted
-            (`to_poly`) and then learned.
         teacher: to distil from; None: the model. distill=0 switches the distillation off.
-        lr: the learning rate on the way down; None: 0.003 for lines, 0.01 for others. It then
-            falls to 0 on a cosine.
-        clip: the largest norm of the gradient, 0: no limit; None: 5 for quadratics, 0 for others.
-        batch_size: None: 25 for up to 5,000 images, up to 128 for more.
-        samples: propose and score on the first n train images; None: on 500 at most.
-        max_sites, rt, adt, seed, engine, metric, loss, confidence, test_every, run_dir, resume: as
-            in `bcd`.
+        run_dir, resume: as in `bcd`.
         progress: print the plan, one line per step, and a bar with the time that is left.
         dry_run: print the plan with the expected minutes, and return; nothing is removed.
-        finetune: further fields of `Finetune`, such as padding=0, flip=False or amp.
 
     >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
@@ -110,87 +147,147 @@ def linearize(
     >>> run.masks.count(), [step.after for step in run.history]
     (2, [6, 5, 4, 3, 2, 2, 2, 2])
     """
-    check_whole("epochs", epochs, 1)
-    check_choice("replacement", replacement, tuple(REPLACEMENTS))
-    lr = LR[replacement] if lr is None else lr
-    check_number("lr", lr, 0, strictly=True)
-    data, net = data_for(model, train), _net(model, train, start, replacement)
-    limits, counts = limits_of(budget, net, max_sites), counts_of(masks(net))
-    if not isinstance(budget, Budget) and budget > (count := int(counts.sum())):
-        raise ValueError(f"budget={budget:,}; the net keeps {count:,} ReLUs: at most that many")
-    check_whole("batch_size", batch_size, 1, optional=True)
-    if batch_size is None:
-        batch_size = min(LARGEST, max(SMALLEST, len(data) // BATCHES))
-    # Every step leaves the same share of what is above the least that a net can cost.
-    least, value, most = limits.least(), limits.value(counts), limits.bounds[0].most
-    ratio = min(1.0, max((most - least) / max(value - least, 1e-9), LAST))
-    parts = max(1, min(PARTS, len(data) // batch_size))
-    steps = max(1, round(DOWN * epochs * parts))
-    clip = CLIP[replacement] if clip is None else clip
-    settings = Finetune(epochs=1 / parts, lr=lr, clip=clip, batch_size=batch_size, **finetune)
-    proposal = Blocks if max_sites is not None or isinstance(budget, Budget) else Saliency
-    descent = Descent(
-        net=net, data=data, budget=budget, max_sites=max_sites,
-        drc=Shares(1 - ratio ** (1 / steps), steps), rt=rt, adt=adt, finetune=settings,
-        proposal=proposal(distilled=settings.distill > 0),
-        test=test, samples=min(SAMPLES, len(data)) if samples is None else samples,
-        teacher=(model if teacher is None else teacher) if settings.distill else None, seed=seed,
-        run_dir=run_dir, resume=resume, engine=engine, metric=metric, loss=loss,
-        confidence=confidence, test_every=test_every, progress=progress, bar=False, epochs=epochs,
-        recorded={"linearize": {"epochs": epochs}},
-    )  # fmt: skip
-    show = progress and ranks.rank() == 0
-    if progress or dry_run:
-        plan = descent.expected()  # on every rank
-        if ranks.rank() == 0:
-            to = budget if isinstance(budget, Budget) else f"{budget:,}"
-            print(f"{counts.sum():,} ReLUs, budget {to}\n{plan}", flush=True)
+    chosen = Linearization(**fields_in(Linearization, settings))
+    data = data_for(model, train)
+    net = _net(model, data, start, chosen.replacement)
+    check_reducible(budget, net)
+    way = Way.of(chosen, len(data))
+    finetune = _finetune(chosen, way, settings)
+    search = _search(
+        chosen,
+        way.schedule(limits_of(budget, net, chosen.max_sites), counts_of(masks(net))),
+        len(data),
+        settings,
+        by_site=chosen.max_sites is not None or isinstance(budget, Budget),
+        distilled=finetune.distill > 0,
+    )
+    problem = Problem(net, data, test, search.criterion, search.samples)
+    if finetune.distill == 0:
+        teacher = None
+    elif teacher is None:
+        teacher = model
+    training = Tuned(problem, finetune, teacher, seed=search.seed, progress=progress)
+    job = Job.of(problem, budget, search, training, epochs=chosen.epochs)
     if dry_run:
+        show_plan(job, run_dir)
         return Run(net, masks(net), [])
-    batches = len(descent.tuner.sizes) if descent.tuner else 1
-    bar = tqdm(total=epochs * batches, smoothing=0, disable=not show, bar_format=BAR)
-    with bar, closing(descent.steps()) as steps_:
-        for step in steps_:
-            left = descent.left()
-            if not bar.n:
-                bar.initial = bar.n = round((epochs - left) * batches)
-            spent = f"epoch {epochs - left:.3g} of {epochs}"
-            bar.set_postfix_str(f"{spent}, {step.after:,} ReLUs")
-            # At the budget the rest of an epoch first, then whole ones. Whole batches everywhere.
-            place = round((epochs - left) * batches)
-            end = place // batches * batches + batches
-            if step.drc:
-                end = math.ceil((place + 1) * parts / batches) * batches // parts
-            part = min(left, (end - place) / batches)
-            if part:
-                down = sum(taken.epochs or 0.0 for taken in descent.history if taken.drc)
-                rate = lr if step.drc else cosine(lr, epochs - left - down, epochs - down)
-                found = descent.train(step, epochs=part, rates=[rate], bar=bar)
-                step.train_loss = found["loss"]
-    return Run(net, masks(net), descent.history)
+    batches = len(training.tuner.sizes)
+    with job.journal(run_dir, resume) as run:
+        left = job.epochs_left(run.history)
+        if progress and left:
+            announce(job, run.history)
+        options: Any = {
+            "smoothing": 0,
+            "bar_format": BAR,
+            "initial": round((way.epochs - left) * batches),
+        }
+        with bar(progress, total=way.epochs * batches, **options) as shown:
+            for step in chain(
+                descend(job, run, progress=progress), rests(job, run, progress=progress)
+            ):
+                left = job.epochs_left(run.history)
+                spent = f"epoch {way.epochs - left:.3g} of {way.epochs}"
+                shown.set_postfix_str(f"{spent}, {step.after:,} ReLUs")
+                epochs, lr = way.portion(step, run.history, left, batches)
+                if epochs:
+                    training(step, epochs=epochs, rates=[lr], bar=shown)
+    return Run(net, masks(net), run.history)
 
 
-def _net(model: nn.Module, data: Any, start: Any, replacement: str) -> nn.Module:
-    """A copy of the model, or of the start's, with masks and the replacement."""
-    given = model if start is None or isinstance(start, MaskSet) else getattr(start, "model", start)
-    if not isinstance(given, nn.Module):
+@dataclass(frozen=True)
+class Way:
+    """How the epochs are divided: a part of one per step on the way down, then whole ones."""
+
+    epochs: int  # in all
+    lr: float  # on the way down
+    parts: int  # steps per epoch on the way down
+    batch_size: int
+
+    @classmethod
+    def of(cls, chosen: Linearization, images: int) -> Way:
+        """The way that the settings ask for, and defaults that depend on the number of images."""
+        batch_size = chosen.batch_size
+        if batch_size is None:
+            batch_size = min(LARGEST, max(SMALLEST, images // BATCHES))
+        lr = LR[chosen.replacement] if chosen.lr is None else chosen.lr
+        parts = max(1, min(PARTS, images // batch_size))
+        return cls(chosen.epochs, lr, parts, batch_size)
+
+    @property
+    def steps(self) -> int:
+        """Steps on the way down."""
+        return max(1, round(DOWN * self.epochs * self.parts))
+
+    def schedule(self, limits: Limits, counts: np.ndarray) -> Shares:
+        """Every step leaves the same share of what is above the least that a net can cost."""
+        least = limits.least()
+        value = limits.value(counts)
+        ratio = max((limits.bounds[0].most - least) / max(value - least, 1e-9), LAST)
+        return Shares(1 - min(1.0, ratio) ** (1 / self.steps), self.steps)
+
+    def portion(
+        self, step: Step, history: Sequence[Step], left: float, batches: int
+    ) -> tuple[float, float]:
+        """The epochs that a step trains, and its learning rate. All are whole batches.
+
+        left: the epochs that are left before it. batches: of an epoch.
+        """
+        place = round((self.epochs - left) * batches)
+        if step.drc:
+            end = math.ceil((place + 1) * self.parts / batches) * batches // self.parts
+            return min(left, (end - place) / batches), self.lr
+        # At the budget the rest of an epoch first, then whole ones.
+        end = place // batches * batches + batches
+        down = sum(earlier.epochs or 0.0 for earlier in history if earlier.drc)
+        rate = cosine(self.lr, self.epochs - left - down, self.epochs - down)
+        return min(left, (end - place) / batches), rate
+
+
+def _finetune(chosen: Linearization, way: Way, settings: dict[str, Any]) -> Finetune:
+    """The settings of the training of one step."""
+    clip = CLIP[chosen.replacement] if chosen.clip is None else chosen.clip
+    fixed = {"epochs": 1 / way.parts, "lr": way.lr, "clip": clip, "batch_size": way.batch_size}
+    return Finetune(**fields_in(Finetune, settings) | fixed)
+
+
+def _search(
+    chosen: Linearization,
+    drc: Shares,
+    images: int,
+    settings: dict[str, Any],
+    *,
+    by_site: bool,
+    distilled: bool,
+) -> Search:
+    """The settings of the search."""
+    samples = min(SAMPLES, images) if chosen.samples is None else chosen.samples
+    kind = Blocks if by_site else Saliency
+    fixed = {
+        "drc": drc,
+        "rt": chosen.rt,
+        "adt": chosen.adt,
+        "samples": samples,
+        "proposal": kind(distilled=distilled),
+    }
+    return Search(**fields_in(Search, settings) | fixed)
+
+
+def _net(model: nn.Module, data: ImageData, start: Any, replacement: str) -> nn.Module:
+    """A copy of the model, or of the start's net, with masks and the replacement."""
+    source = model
+    if start is not None and not isinstance(start, MaskSet):
+        source = getattr(start, "model", start)
+    if not isinstance(source, nn.Module):
         raise TypeError(
-            f"start is a {type(start).__name__}; give a MaskSet, a net with masks, or the result "
+            f"start is a {type(source).__name__}; give a MaskSet, a net with masks, or the result "
             f"of a starting point such as snl, of bcd or of load_run"
         )
-    try:
-        sites = mask_modules(given)
-    except ValueError:
-        example = next(data_for(given, data).batches(2, dtype=dtype_of(given)))[0]
-        net: nn.Module = convert(given, example)
+    if any(isinstance(module, MaskedActivation) for module in source.modules()):
+        _check_replaceable(source, replacement)
+        net = copy.deepcopy(source)
     else:
-        order = list(REPLACEMENTS)  # each can become a later one
-        found = {name for name, kind in REPLACEMENTS.items()
-                 if any(isinstance(act, kind) for act in sites.values())}  # fmt: skip
-        if least := [name for name in found if order.index(name) > order.index(replacement)]:
-            what = "quadratics" if "poly" in least else "lines"
-            raise ValueError(f"the net's removed ReLUs are {what}; pass replacement={max(least)!r}")
-        net = copy.deepcopy(given)
+        example = next(data.batches(2, dtype=dtype_of(source)))[0]
+        net = convert(source, example)
     if replacement == "line":
         net = to_line(net, data)
     if replacement == "poly":
@@ -198,3 +295,13 @@ def _net(model: nn.Module, data: Any, start: Any, replacement: str) -> nn.Module
     if isinstance(start, MaskSet):
         set_masks(net, start)
     return net
+
+
+def _check_replaceable(net: nn.Module, replacement: str) -> None:
+    """Refuse a net whose removed ReLUs are more than the replacement."""
+    order = list(REPLACEMENTS)  # each can become a later one
+    for act in mask_modules(net).values():
+        name = next(name for name, kind in REPLACEMENTS.items() if type(act) is kind)
+        if order.index(name) > order.index(replacement):
+            what = {"line": "lines", "poly": "quadratics"}[name]
+            raise ValueError(f"the net's removed ReLUs are {what}; pass replacement={name!r}")

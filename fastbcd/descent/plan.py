@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+import os
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
+import numpy as np
 
 from fastbcd.data.images import ImageData
+from fastbcd.descent.budget import shown
+from fastbcd.descent.job import Job
+from fastbcd.descent.limits import counts_of
+from fastbcd.descent.schedules import size_of
+from fastbcd.descent.tuning import Tuned
+from fastbcd.masking.masks import masks
+from fastbcd.runs.journal import peek
+from fastbcd.runs.step import Step
 from fastbcd.runtime.malloc import kept_memory
-from fastbcd.scoring.engine import Engine
-from fastbcd.scoring.metric import Loss, Metric
+from fastbcd.runtime.show import say
 from fastbcd.scoring.score import score
 from fastbcd.training.finetuner import Finetuner
 
-SOME = 128  # images that scoring is timed on
+TIMED = 128  # images that scoring is timed on
+MANY_EPOCHS = 1_000  # a run that means more of them warns
+ACCEPTED: Any = SimpleNamespace(accepted=True, chosen=1)  # a step that a schedule may see
 
 
 @dataclass(frozen=True)
@@ -35,61 +49,148 @@ class Plan:
     rt: int
     seconds: dict[str, float] = field(default_factory=dict)  # expected, by phase
 
-    def measured(
-        self, net: nn.Module, scored: ImageData, *, proposal: Any, engine: Engine,
-        tuner: Finetuner | None, teacher: nn.Module | None, test: ImageData | None,
-        metric: Metric | None, loss: Loss | None, seed: int,
-    ) -> Plan:  # fmt: skip
-        """The same plan with seconds, from a part of a step on a few images.
-
-        Every step is taken to score all `rt` hypotheses; the net is not changed.
-        """
-        if not self.sizes:
-            return self
-        some, size = scored.first(min(SOME, len(scored))), max(self.sizes[0], 1)
-        steps, per_image = sum(map(bool, self.sizes)), 1 / len(some)
-        draw = proposal(net, some, size, seed=seed, step=1)  # once more below, when it is warm
-        propose = _time(lambda: proposal(net, some, size, seed=seed, step=1))
-        one = [draw(0)]
-        two = _time(lambda: score(net, one, some, engine, metric=metric, loss=loss), warm=True)
-        forward = two * per_image / 2  # the base and one hypothesis
-        rt = 1 if getattr(proposal, "greedy", False) else self.rt
-        search = propose * per_image + (rt + 1) * forward
-        rest = (len(self.sizes) - steps) * forward
-        seconds = {"scoring": (steps * search + rest) * len(scored)}
-        if test is not None:
-            seconds["testing"] = len(self.sizes) * forward * len(test)
-        if tuner is not None and self.epochs:
-            s = tuner.settings
-            batch = tuner.data.first(min(len(tuner.data), s.batch_size))
-            copied = Finetuner(
-                copy.deepcopy(net), batch, dataclasses.replace(s, epochs=1), teacher,
-                seed=seed, loss=loss,
-            )  # fmt: skip
-            epoch = _time(lambda: copied.run(0), warm=True) * len(tuner.data) / len(batch)
-            seconds["training"] = epoch * self.epochs
-        return dataclasses.replace(self, seconds=seconds)
+    @property
+    def removals(self) -> int:
+        """Steps that remove ReLUs."""
+        return sum(size > 0 for size in self.sizes)
 
     def __str__(self) -> str:
-        sizes = [f"{size:,}" for size in self.sizes if size]
-        some = sizes if len(sizes) <= 5 else [*sizes[:3], "…", sizes[-1]]
-        removing = f"remove {', '.join(some)} ReLUs, at most {self.rt:,} hypotheses each"
-        lines = [f"{len(sizes):,} steps" + f" that {removing}" * bool(sizes)]
+        lines = [f"{self.removals:,} steps"]
+        if self.removals:
+            lines[0] += f" that remove {self._sizes()} ReLUs, at most {self.rt:,} hypotheses each"
         if self.epochs is not None:
-            after = len(self.sizes) - len(sizes)
-            end = f", {after:,} of them after the last removal" * bool(after)
-            lines.append(f"{self.epochs:,.6g} epochs of training{end}")
+            lines.append(f"{self.epochs:,.6g} epochs of training")
+            after = len(self.sizes) - self.removals
+            if after:
+                lines[-1] += f", {after:,} of them after the last removal"
         if self.seconds:
-            parts = ", ".join(f"{name} {t / 60:,.1f}" for name, t in self.seconds.items())
-            lines.append(f"about {sum(self.seconds.values()) / 60:,.1f} minutes: {parts}")
+            parts = [f"{name} {seconds / 60:,.1f}" for name, seconds in self.seconds.items()]
+            total = sum(self.seconds.values()) / 60
+            lines.append(f"about {total:,.1f} minutes: {', '.join(parts)}")
         return "plan: " + "\n      ".join(lines)
 
+    def _sizes(self) -> str:
+        texts = [f"{size:,}" for size in self.sizes if size]
+        if len(texts) > 5:
+            texts = [*texts[:3], "…", texts[-1]]
+        return ", ".join(texts)
 
-def _time(work: Callable[[], object], warm: bool = False) -> float:
-    """The seconds that a call takes; warm: of the second call."""
+
+def planned(job: Job, counts: np.ndarray, history: Sequence[Step]) -> Plan:
+    """What a run does from here on; with a schedule that adapts, an estimate.
+
+    counts: the ReLUs that each site keeps now.
+    """
+    limits = job.limits
+    goal = limits.bounds[0].most
+    least = limits.least()
+    value = limits.value(counts)
+    count = int(counts.sum())
+    rounding = 1e-9 * abs(value)
+    sizes: list[int] = []
+    while value - goal > rounding and count:
+        most = max(1, math.ceil((value - goal) / (value - least) * count - 1e-9))
+        size = size_of(job.search.drc, count, [*history, *[ACCEPTED] * len(sizes)])
+        sizes.append(min(size, most))
+        value -= sizes[-1] / count * (value - least)
+        count -= sizes[-1]
+    left = job.epochs_left(history)
+    if job.training.epochs is None:
+        return Plan(sizes, None, job.search.rt)
+    on_the_way = job.training.epochs * len(sizes)
+    after = math.ceil(max(0.0, left - on_the_way) - 1e-6)
+    return Plan([*sizes, *[0] * after], max(left, on_the_way), job.search.rt)
+
+
+def measured(plan: Plan, job: Job) -> Plan:
+    """The plan with seconds, from a part of a step on a few images.
+
+    Every step is taken to score all `rt` hypotheses; the net is not changed.
+    """
+    if not plan.sizes:
+        return plan
+    problem = job.problem
+    images = problem.scored.first(min(TIMED, len(problem.scored)))
+    size = max(plan.sizes[0], 1)
+    propose, forward = _times(job, images, size)
+    search = propose + (job.trials + 1) * forward
+    rests = len(plan.sizes) - plan.removals
+    seconds = {"scoring": (plan.removals * search + rests * forward) * len(problem.scored)}
+    if problem.test is not None:
+        tests = len(plan.sizes) / job.search.test_every
+        seconds["testing"] = tests * forward * len(problem.test)
+    if isinstance(job.training, Tuned) and plan.epochs:
+        seconds["training"] = _epoch_seconds(job, job.training) * plan.epochs
+    return dataclasses.replace(plan, seconds=seconds)
+
+
+def announce(job: Job, history: Sequence[Step]) -> None:
+    """Print what a run does from here on, with the time it takes."""
+    counts = counts_of(masks(job.problem.net))
+    plan = measured(planned(job, counts, history), job)
+    say(f"{counts.sum():,} ReLUs, budget {shown(job.budget)}\n{plan}")
+
+
+def show_plan(job: Job, run_dir: str | os.PathLike[str] | None) -> None:
+    """Print what a run does from here on; one in `run_dir` continues after its last step."""
+    counts = counts_of(masks(job.problem.net))
+    history: list[Step] = []
+    saved = None if run_dir is None else peek(job.config(), Path(run_dir), Step)
+    if saved is not None:
+        history, kept = saved
+        counts = counts_of(kept)
+    plan = measured(planned(job, counts, history), job)
+    say(f"{counts.sum():,} ReLUs, budget {shown(job.budget)}\n{plan}")
+
+
+def check_epochs(job: Job) -> None:
+    """Warn of a run that means very many epochs."""
+    plan = planned(job, counts_of(masks(job.problem.net)), [])
+    if (plan.epochs or 0) > MANY_EPOCHS:
+        warnings.warn(
+            f"{len(plan.sizes):,} steps mean {plan.epochs:,.6g} epochs of fine-tuning: give a "
+            f"larger drc or fewer epochs, or use fastbcd.linearize, which spends a given number",
+            stacklevel=4,
+        )
+
+
+def _times(job: Job, images: ImageData, size: int) -> tuple[float, float]:
+    """Seconds per image that a proposal takes, and one hypothesis."""
+    net = job.problem.net
+    search = job.search
+
+    def propose() -> Any:
+        return job.proposal(net, images, size, seed=search.seed, step=1)
+
+    hypothesis = [propose()(0)]
+
+    def score_one() -> Any:
+        return score(net, hypothesis, images, job.engine, metric=search.metric, loss=search.loss)
+
+    score_one()  # warm
+    both = _seconds(score_one)  # the base and one hypothesis
+    return _seconds(propose) / len(images), both / 2 / len(images)
+
+
+def _epoch_seconds(job: Job, training: Tuned) -> float:
+    """The seconds that an epoch of training takes."""
+    tuner = training.tuner
+    batch = tuner.data.first(min(len(tuner.data), training.settings.batch_size))
+    copied = Finetuner(
+        copy.deepcopy(job.problem.net),
+        batch,
+        dataclasses.replace(training.settings, epochs=1),
+        training.teacher,
+        seed=job.search.seed,
+        loss=job.search.loss,
+    )
+    copied.run(0)  # warm
+    return _seconds(lambda: copied.run(0)) * len(tuner.data) / len(batch)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The seconds that a call takes."""
     with kept_memory():
-        if warm:
-            work()
         begin = time.perf_counter()
         work()
         return time.perf_counter() - begin

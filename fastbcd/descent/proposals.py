@@ -64,13 +64,11 @@ class Proposal(ABC):
     def __call__(self, net: nn.Module, data: ImageData, size: int, *, seed: int, step: int) -> Draw:
         """The draws of one step."""
 
-    def toward(self, net: nn.Module, data: ImageData, goal: Goal, *, seed: int, step: int) -> Draw:
-        """The draws of one step, each of which reaches the step's goal."""
-        return fitted(self, net, data, goal, seed=seed, step=step)
-
     def describe(self) -> Any:
         """What config.json records: JSON-able, and different if the draws are different."""
-        fields: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
+        fields: dict[str, Any] = {}
+        if dataclasses.is_dataclass(self):
+            fields = dataclasses.asdict(self)
         return {"name": type(self).__qualname__, **fields}
 
 
@@ -165,6 +163,7 @@ class Blocks(Saliency):
     """
 
     def toward(self, net: nn.Module, data: ImageData, goal: Goal, *, seed: int, step: int) -> Draw:
+        """The draws of one step, each of which reaches the step's goal."""
         kept, counts = goal.masks.bits.nonzero().flatten(), goal.counts
         loss = rounded(self.saliency(net, data)[kept])
         where, (price, bonus) = goal.sites(kept), goal.limits.savings(counts)
@@ -203,6 +202,15 @@ class Blocks(Saliency):
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "name": "blocks"}
+
+
+def draws(
+    proposal: Any, net: nn.Module, data: ImageData, goal: Goal, *, seed: int, step: int
+) -> Draw:
+    """The draws of one step, each of which reaches the step's goal."""
+    if isinstance(proposal, Blocks):
+        return proposal.toward(net, data, goal, seed=seed, step=step)
+    return fitted(proposal, net, data, goal, seed=seed, step=step)
 
 
 def fitted(

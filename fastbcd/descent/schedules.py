@@ -9,11 +9,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastbcd.descent.step import Step
+from fastbcd.runs.step import Step
 from fastbcd.runtime.validate import check_number, check_whole
 
 
@@ -33,10 +33,27 @@ class Schedule(ABC):
 
     def describe(self) -> Any:
         """What config.json records: JSON-able, and different if the sizes are different."""
-        if hasattr(self, "description"):  # the name of this method up to version 0.1
-            return self.description()
-        fields: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
+        fields: dict[str, Any] = {}
+        if dataclasses.is_dataclass(self):
+            fields = dataclasses.asdict(self)
         return {"schedule": type(self).__qualname__, **fields}
+
+
+def size_of(drc: int | Schedule | Callable[[int], int], count: int, history: Sequence[Step]) -> int:
+    """DRC: how many of `count` ReLUs a step removes, at most all.
+
+    >>> size_of(100, 70, []), size_of(lambda count: count // 2, 70, [])
+    (70, 35)
+    """
+    if isinstance(drc, Schedule):
+        size = drc.size(count, history)
+        check_whole(f"drc.size({count}, …)", size, 1)
+    elif callable(drc):
+        size = drc(count)
+        check_whole(f"drc({count})", size, 1)
+    else:
+        size = drc
+    return min(int(size), count)
 
 
 @dataclass(frozen=True)
@@ -90,7 +107,9 @@ class Adaptive(Schedule):
                 size = max(self.least, math.floor(size * self.shrink))
             elif step.chosen == 0:
                 grown = math.ceil(size * self.grow)
-                size = grown if self.most is None else min(grown, self.most)
+                size = grown
+                if self.most is not None:
+                    size = min(grown, self.most)
         return size
 
 
@@ -110,4 +129,6 @@ class Shares(Schedule):
         check_whole("steps", self.steps, 1)
 
     def size(self, count: int, history: Sequence[Step]) -> int:
-        return count if len(history) + 1 >= self.steps else max(1, round(self.share * count))
+        if len(history) + 1 >= self.steps:
+            return count
+        return max(1, round(self.share * count))

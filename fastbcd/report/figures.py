@@ -15,7 +15,7 @@ from fastbcd.masking.masks import MaskSet
 from fastbcd.private.costs import Cost
 from fastbcd.private.units import si
 from fastbcd.report.published import Curve
-from fastbcd.runs.read import SavedRun
+from fastbcd.runs.stages import SavedRun
 
 HERE = resources.files("fastbcd.report")
 LOOKS = json.loads((HERE / "figures.json").read_text("utf-8"))

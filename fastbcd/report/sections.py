@@ -17,7 +17,7 @@ from fastbcd.private.units import si
 from fastbcd.report import figures, published
 from fastbcd.report.figures import Line
 from fastbcd.report.subject import Subject, setting_text, title_of
-from fastbcd.runs.read import Point, SavedRun, Stages
+from fastbcd.runs.stages import Point, SavedRun, Stages
 
 WORDS = json.loads((resources.files("fastbcd.report") / "sections.json").read_text("utf-8"))
 

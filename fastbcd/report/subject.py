@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fastbcd import models
 from fastbcd.data.sources import KNOWN
 from fastbcd.report import published
-from fastbcd.runs.read import Stages
+from fastbcd.runs.stages import Stages
 
 TITLES = {"resnet18": "ResNet18", "resnet20": "ResNet-20", "wide_resnet22_8": "Wide-ResNet-22-8",
           "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tiny-imagenet": "Tiny ImageNet",

@@ -17,7 +17,7 @@ from typing import Any
 from fastbcd.report import figures, page, sections
 from fastbcd.report.sections import Network, Section
 from fastbcd.report.subject import subject
-from fastbcd.runs.read import Stages, read
+from fastbcd.runs.stages import Stages, read
 from fastbcd.runtime.atomic_files import write_atomically
 from fastbcd.runtime.version import __version__
 

@@ -1,191 +1,145 @@
-"""config.json and records: one table of fields checks what is read, whatever version wrote it.
-
-Version 2 stores facts as fields (see `fingerprint.run_config`). Version 1 had one line of text for
-each data set and no architecture; `read_config` returns it in the form of version 2.
-"""
+"""config.json: what a run is. It is written when a run begins, and compared when it resumes."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from torch import nn
 
 from fastbcd import models
+from fastbcd.data.images import ImageData
 from fastbcd.masking.masks import masks
+from fastbcd.runs.fingerprint import tensors_of
+from fastbcd.runtime.ranks import digest
+from fastbcd.runtime.version import __version__
 
-KINDS = {"fastbcd.run": "bcd", "fastbcd.dense": "dense", "fastbcd.snl": "snl",
-         "fastbcd.autorep": "autorep", "fastbcd.deepreduce": "deepreduce",
-         "fastbcd.senet": "senet", "fastbcd.relupruner": "relupruner"}  # fmt: skip
-RECIPE = "fastbcd.recipe"
+TITLES = {
+    "bcd": "BCD",
+    "train": "dense",
+    "snl": "SNL",
+    "autorep": "AutoReP",
+    "deepreduce": "DeepReDuce",
+    "senet": "SENet",
+    "relupruner": "ReLUPruner",
+}
+VERSION = "3"
+SAMPLED = 256  # images whose pixels enter the digest of a data set
 MISSING = "(missing)"
-TARGETS = ("seconds", "bytes", "rounds")  # one of them is in a budget that is a cost
-# Facts that do not decide the outcome and may differ on resuming. settings.watch: units whose
-# values SNL once recorded in every epoch.
-NOT_COMPARED = ("fastbcd", "data.name", "test.name", "net.arch", "settings.watch")
-
-# The types of a field's value, or the fields of the object that it holds. "*": any other field.
-NUMBER, SIZE = "int or float", ("images", "channels", "height", "width", "classes")
-_DATA: dict[str, Any] = {
-    "name": "str or null", **dict.fromkeys(SIZE, "int or null"), "images": "int", "dtype": "str",
-    "digest": "str", "mean": "list", "std": "list",
-}  # fmt: skip
-_START = {"budget": "int or dict", "seed": "int"}
-_SETTINGS: dict[str, Any] = {
-    "bcd": {**_START, "drc": "int or str or dict", "rt": "int", "adt": NUMBER,
-            "samples": "int or null", "proposal": "str or dict"},
-    "dense": {"epochs": "int", "seed": "int"}, "snl": _START, "autorep": _START,
-    "deepreduce": _START, "senet": _START, "relupruner": _START,
-}  # fmt: skip
-_NET = {"arch": "dict or null", "sites": {"*": "list"}, "tensors": "dict"}
-_STEP: dict[str, Any] = {
-    **dict.fromkeys(("number", "before", "after", "drc", "tried", "chosen"), "int"),
-    **dict.fromkeys(("base_accuracy", "base_loss", "chosen_accuracy", "chosen_loss"), NUMBER),
-    **dict.fromkeys(("train_loss", "test_accuracy"), f"{NUMBER} or null"),
-    "accepted": "bool", "engine": "str", "drops": {"*": NUMBER}, "seconds": {"*": NUMBER},
-}  # fmt: skip
-_NEW_STEP: dict[str, Any] = {  # those that not every record has
-    "sites": "list or null", "epochs": NUMBER, "returned": "int", "cost": NUMBER,
-    "images": {"*": "int"}, "interval": "list",
-}  # fmt: skip
-_EPOCH: dict[str, Any] = {  # those that an epoch's record has
-    **dict.fromkeys(("number", "count", "epoch"), "int"), "phase": "str", "loss": NUMBER,
-    "lr": NUMBER, "test_accuracy": f"{NUMBER} or null", "accuracy": {"*": NUMBER},
-    "seconds": {"*": NUMBER},
-}  # fmt: skip
-
-_OLD_DATA = re.compile(r"ImageData\((\d+) × (\d+)×(\d+)×(\d+) (\w+), (\d+) classes, \S+\) (\w+)")
-_OLD_NAMES: dict[tuple[int, ...], str] = {
-    (50_000, 3, 32, 32, 10): "cifar10", (50_000, 3, 32, 32, 100): "cifar100",
-    (100_000, 3, 64, 64, 200): "tiny-imagenet", (8_000, 1, 28, 28, 10): "fashion-mnist-mini",
-}  # fmt: skip
+# Facts that do not decide the outcome and may differ on resuming.
+NOT_COMPARED = ("fastbcd", "data.name", "test.name", "net.arch")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The checked contents of a folder's config.json, in the form of version 2."""
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """Size and normalisation of a data set, and a digest of labels and some images."""
+
+    name: str | None
+    images: int
+    shape: list[int]  # of one image
+    dtype: str
+    classes: int | None
+    mean: list[float]
+    std: list[float]
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetFacts:
+    """The sites and tensors of a net.
+
+    arch: what `fastbcd.models.build` takes to build it again, or {"model": "module:function"} of
+    the command line; None for other nets.
+    """
+
+    arch: dict[str, Any] | None
+    sites: dict[str, list[int]]
+    tensors: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The contents of config.json."""
+
+    format: str  # "fastbcd.", the kind of the run, and the version of the format
+    fastbcd: str  # version of the library
+    settings: dict[str, Any]
+    data: DataFacts
+    test: DataFacts | None
+    net: NetFacts
+
+    @classmethod
+    def of(
+        cls,
+        kind: str,
+        settings: dict[str, Any],
+        net: nn.Module,
+        *,
+        data: ImageData,
+        test: ImageData | None,
+    ) -> Config:
+        """The configuration of a run that is about to begin or to resume."""
+        made = cls(
+            format=f"fastbcd.{kind} {VERSION}",
+            fastbcd=__version__,
+            settings=settings,
+            data=_data_facts(data),
+            test=None if test is None else _data_facts(test),
+            net=_net_facts(net),
+        )
+        return decode_config(json.loads(as_json(made)), "the settings of this run")
+
+    @property
+    def kind(self) -> str:
+        """One of TITLES."""
+        return self.format.removeprefix("fastbcd.").partition(" ")[0]
+
+    def check_same(self, old: Config, folder: Path) -> None:
+        """Refuse to continue a run that `old` describes, naming the first difference."""
+        before = msgspec.to_builtins(old)
+        now = msgspec.to_builtins(self)
+        for name, then, new in differences(before, now):
+            raise ValueError(
+                f"{folder} holds another run: {name} is {then} there and {new} now; "
+                f"name another run_dir, or repeat the call with the settings of that run"
+            )
+
+
+def read_config(folder: Path) -> Config:
+    """The checked contents of a folder's config.json."""
     path = folder / "config.json"
-    config = parse(path.read_bytes(), str(path))
-    check(config, {"format": "str"}, str(path))
-    if kind_of(config) == RECIPE:
-        check(config, {"recipe": "dict"}, str(path))
-        return config
-    if kind_of(config) not in KINDS or version(config) not in (1, 2):
-        raise ValueError(
-            f"{path}: format is {config['format']!r}; expected one of {', '.join(KINDS)}, "
-            f"version 1 or 2"
-        )
-    data = _DATA
-    if version(config) == 1:  # mean and std are in its digest only
-        config = _from_version_1(config, str(path))
-        data = {name: types for name, types in _DATA.items() if name not in ("mean", "std")}
-    test = "null" if config.get("test") is None else data
-    settings = _SETTINGS[KINDS[kind_of(config)]]
-    check(config, {"settings": settings, "data": data, "test": test, "net": _NET}, str(path))
-    if isinstance(budget := config["settings"].get("budget"), dict):
-        quantity = next((q for q in TARGETS if q in budget), "seconds")
-        relus = {"relus": "int"} if "relus" in budget else {}
-        check(budget, {quantity: NUMBER, **relus}, str(path), "settings.budget")
-    for name, shape in config["net"]["sites"].items():
-        if any(type(n) is not int or n < 0 for n in shape):
-            raise ValueError(f"{path}: net.sites.{name} is {_short(shape)}; expected a shape")
-    return config
-
-
-def check_record(record: Any, kind: str, where: str) -> None:
-    """Refuse a record of a history that has missing, mistyped or unknown fields."""
-    check(record, {"number": "int"}, where)
-    needed, optional = (_STEP, _NEW_STEP) if kind == "bcd" else ({}, _EPOCH)
-    check(record, {**needed, **{k: optional[k] for k in optional if k in record}}, where)
-    unknown = sorted(record.keys() - needed.keys() - optional.keys()) if needed else []
-    if unknown:
-        raise ValueError(f"{where}: {unknown[0]!r} is not a field of a step's record")
-    if not all(key.isdecimal() for key in record.get("drops", {})):
-        raise ValueError(f"{where}: drops has a key that is no hypothesis's number")
-
-
-def check(value: Any, fields: Any, where: str, name: str = "") -> None:
-    """Refuse a JSON object that lacks one of the fields or has one of another type."""
-    types = "dict" if isinstance(fields, dict) else fields
-    if type(value).__name__.replace("NoneType", "null") not in types.split(" or "):
-        raise ValueError(f"{where}: {name or 'it'} is {_short(value)}; expected {types}")
-    if isinstance(fields, dict):
-        fields = dict.fromkeys(value, fields["*"]) if "*" in fields else fields
-        for key, inner in fields.items():
-            dotted = f"{name}.{key}" if name else key
-            if key not in value:
-                raise ValueError(f"{where}: {dotted} is missing")
-            check(value[key], inner, where, dotted)
-
-
-def parse(content: bytes, where: str) -> Any:
-    """The JSON value in `content`; ValueError if it is none."""
     try:
-        return json.loads(content.decode("utf-8"))
+        values = json.loads(path.read_bytes().decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not readable as JSON: {error}") from error
+        raise ValueError(f"{path} is not readable as JSON: {error}") from error
+    name = values.get("format") if isinstance(values, dict) else None
+    known = [f"fastbcd.{kind} {VERSION}" for kind in TITLES]
+    if name not in known:
+        raise ValueError(f"{path}: format is {name!r}; expected one of {', '.join(known)}")
+    return decode_config(values, str(path))
 
 
-def kind_of(config: dict[str, Any]) -> str:
-    """The format's name, without the number after it."""
-    return config["format"].rpartition(" ")[0]
-
-
-def version(config: dict[str, Any]) -> int:
-    """The number after the format's name; 0 if there is none."""
-    number = config["format"].rpartition(" ")[2]
-    return int(number) if number.isdecimal() else 0
-
-
-def _from_version_1(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """A configuration of version 1 in the form of version 2; the format still says 1."""
-    config = dict(config)
-    for name in ("data", "test"):
-        if config.get(name) is not None:
-            found = _OLD_DATA.fullmatch(text := str(config[name]))
-            if found is None:
-                raise ValueError(f"{where}: {name} is {_short(text)}; expected ImageData(…)")
-            *sizes, dtype, classes, mark = found.groups()
-            size = tuple(map(int, (*sizes, classes)))
-            facts = {"name": _OLD_NAMES.get(size), **dict(zip(SIZE, size, strict=True))}
-            config[name] = {**facts, "dtype": dtype, "digest": mark}
-    if isinstance(config.get("net"), dict) and config.get("data") is not None:
-        config["net"] = {"arch": _old_arch(config["data"], config["net"]), **config["net"]}
+def decode_config(values: Any, where: str) -> Config:
+    """A configuration from the values in JSON; ValueError names a field that is wrong."""
+    try:
+        config = msgspec.convert(values, Config)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{where}: {error}") from error
+    for name, shape in config.net.sites.items():
+        if any(size < 0 for size in shape):
+            raise ValueError(f"{where}: net.sites.{name} is {shape}; expected a shape")
     return config
 
 
-def _old_arch(data: dict[str, Any], net: dict[str, Any]) -> dict[str, Any] | None:
-    """The network of fastbcd.models that has the sites of a run of version 1."""
-    # Its coefficients are those of quadratics: lines are newer.
-    poly = any(str(name).endswith(".coef") for name in net.get("tensors", ()))
-    for name in models.NAMES:
-        arch = {
-            "name": name, "num_classes": data["classes"], "image_size": data["height"],
-            "in_channels": data["channels"], "replacement": "poly" if poly else "identity",
-        }  # fmt: skip
-        try:
-            with torch.device("meta"):
-                sites = masks(models.build(**arch)).sites
-        except (ValueError, RuntimeError, ArithmeticError):  # no net takes such images
-            continue
-        if {site.name: list(site.shape) for site in sites} == net.get("sites"):
-            return arch
-    return None
-
-
-def check_same_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The folder's configuration; if it is of another run, an error names the first difference."""
-    old = read_config(folder)
-    same_kind = kind_of(old) == kind_of(config)
-    translated = {**old, "format": config["format"]} if same_kind else old
-    for name, before, now in differences(translated, config):
-        raise ValueError(
-            f"{folder} holds another run: {name} is {before} there and {now} now; "
-            f"name another run_dir, or repeat the call with the settings of that run"
-        )
-    return old
+def as_json(value: Any, indent: int | None = None) -> str:
+    """Dataclasses, settings and numbers of NumPy as JSON."""
+    builtins = msgspec.to_builtins(value, str_keys=True, enc_hook=lambda number: number.item())
+    return json.dumps(builtins, indent=indent, ensure_ascii=False)
 
 
 def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
@@ -193,19 +147,50 @@ def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, str, 
     if name in NOT_COMPARED:
         return
     if isinstance(old, dict) and isinstance(new, dict):
-        for key in {**old, **new}:
-            # Version 1 has mean and std in its digest only.
-            if key in old or key not in ("mean", "std"):
-                inner = f"{name}.{key}" if name else key
-                yield from differences(old.get(key, MISSING), new.get(key, MISSING), inner)
+        for key in {**new, **old}:
+            inner = f"{name}.{key}" if name else key
+            yield from differences(old.get(key, MISSING), new.get(key, MISSING), inner)
     elif old != new and json.dumps(old) != json.dumps(new):  # the second for NaN
-        before, now = (v if v is MISSING else json.dumps(v, ensure_ascii=False) for v in (old, new))
-        yield name, before, now
+        yield name.removeprefix("settings."), _shown(old), _shown(new)
 
 
-def _short(value: Any) -> str:
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except RecursionError:
-        return "a value nested too deeply"
-    return text if len(text) <= 60 else f"{text[:57]}…"
+def _data_facts(data: ImageData) -> DataFacts:
+    stats = torch.tensor([*data.mean, *data.std], dtype=torch.float64)
+    mark = digest({**data.identity(SAMPLED), "stats": stats})
+    return DataFacts(
+        name=data.name,
+        images=len(data),
+        shape=list(data.images.shape[1:]),
+        dtype=str(data.images.dtype).removeprefix("torch."),
+        classes=data.classes,
+        mean=list(data.mean),
+        std=list(data.std),
+        digest=mark.hex()[:16],
+    )
+
+
+def _net_facts(net: nn.Module) -> NetFacts:
+    tensors = sorted(tensors_of(net).items())
+    return NetFacts(
+        arch=_arch(net),
+        sites={site.name: list(site.shape) for site in masks(net).sites},
+        tensors={name: f"{str(t.dtype)[6:]} {list(t.shape)}" for name, t in tensors},
+    )
+
+
+def _arch(net: nn.Module) -> dict[str, Any] | None:
+    """What `fastbcd.models.build` takes to build the net again, if that is known."""
+    if type(net).__name__ in ("DataParallel", "DistributedDataParallel"):
+        net = net.module  # type: ignore[assignment]
+    arch: Any = getattr(net, "arch", None)
+    if not isinstance(arch, dict) or not (arch.get("name") in models.NAMES or "model" in arch):
+        return None
+    if all(isinstance(value, str | int | float) for value in arch.values()):
+        return arch
+    return None
+
+
+def _shown(value: Any) -> str:
+    if value is MISSING:
+        return MISSING
+    return json.dumps(value, ensure_ascii=False)

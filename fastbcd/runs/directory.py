@@ -2,193 +2,238 @@
 
     config.json                   the settings, the net and the data
     start.safetensors             the state before the first step
-    state.safetensors             the state after the last finished step, with that step's record
+    state.safetensors             the state after the last finished step
     state.previous.safetensors    the state before that
-    history.jsonl                 one record per step
+    history.jsonl                 the history for other programs; it is never read
 
-A step is finished when state.safetensors holds it; the history is appended to afterwards, and on
-opening it is brought in line with the state. So the process may be killed between any two
-operations. How the files are bound to each other and checked is in files.py.
+A state holds the tensors, the records of all steps, the digest of config.json, that of the start,
+and a SHA-256 of it all. So a flipped bit and a file of another run are found on reading. A step is
+finished when its state is in place. One process works in a directory at a time.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
-import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
 
-from fastbcd.runs import files
-from fastbcd.runs.config import check_same_config, version
-from fastbcd.runs.files import OWN, State, as_json
-from fastbcd.runs.fingerprint import run_config
-from fastbcd.runtime import ranks
+from fastbcd.masking.masks import MaskSet, make_sites
+from fastbcd.runs.config import Config, as_json, read_config
 from fastbcd.runtime.atomic_files import write_atomically
-from fastbcd.runtime.version import __version__
+from fastbcd.runtime.ranks import digest
 
-RESUME = {"auto": "auto", "must": "must", "never": "never", True: "must", False: "never"}
+FORMAT = "fastbcd.state 3"
+START = "start.safetensors"
+STATE = "state.safetensors"
+PREVIOUS = "state.previous.safetensors"
+HISTORY = "history.jsonl"
+OWN = ("config.json", START, STATE, PREVIOUS, HISTORY)
 # What a process that was killed while it wrote one of these files leaves behind.
-_LEFTOVER = re.compile(rf"\.({'|'.join(map(re.escape, OWN))})\.\d+\.tmp")
+LEFTOVER = re.compile(rf"\.({'|'.join(map(re.escape, OWN))})\.\d+\.tmp")
+OTHER_RUN = "the file was edited or belongs to another run; put the original file back"
+
+
+class State(NamedTuple):
+    """A run between two steps."""
+
+    tensors: dict[str, Tensor]
+    start: dict[str, Any]  # the facts about the state before the first step
+    history: list[dict[str, Any]]  # one record per finished step
+    done: bool  # whether no step is left
 
 
 class RunDirectory:
-    """A run on disk, open and locked by rank 0; every rank gets the same state.
+    """A run directory, locked; `close` lets others open it.
 
-    path: None for a run whose history is kept in memory only. config: made by
-    `fingerprint.run_config`; a directory of another run is refused. resume: as in `bcd`.
+    config: that of the run; a directory of another one is refused. resume: "auto"; "must" refuses
+    a directory without a run, "never" one that is not empty.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str] | None, config: dict[str, Any], resume: Any
-    ) -> None:
-        self.path, self.on_disk = Path(path or ""), path is not None
-        self.state: State | None = None
-        self.start: dict[str, Any] = {}  # the record of the state before the first step
-        self.history: list[dict[str, Any]] = []
-        self._lock = -1
-        self._digest: str | None = None  # of the step before the next one; None in version 1
-        if not self.on_disk:
-            return
-        config = json.loads(as_json(config))  # tuples become lists, as they do on disk
-        tensors: dict[str, Tensor] = {}  # read by rank 0
-        opened = ranks.on_first(lambda: self._open(config, check_resume(resume), tensors))
-        found = json.loads(opened)
-        self.start, self.history = found["start"], found["history"]
-        for name, (dtype, shape) in found["tensors"].items():
-            if ranks.rank():
-                tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            tensors[name] = ranks.from_first(tensors[name])
-        if found["step"] is not None:
-            self.state = State(found["step"], tensors, found["record"])
-
-    def save(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
-        """Make `step` the last finished one. Step 0 is the start."""
-        if self.on_disk:
-            ranks.on_first(lambda: self._save(step, tensors, record))
-        if step:
-            self.history.append(record)
-
-    def close(self) -> None:
-        """Let others open the directory."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-    # ------------------------------------------------------------------ rank 0 alone
-
-    def _open(self, config: dict[str, Any], resume: str, tensors: dict[str, Tensor]) -> str:
-        """Lock the directory, fill in the tensors of its state and return the rest as JSON."""
-        if self.path.exists() and not self.path.is_dir():
-            raise NotADirectoryError(f"run_dir {self.path} is a file; name a directory")
-        if resume == "must" and not (self.path / "config.json").exists():
+    def __init__(self, path: Path, config: Config, resume: str) -> None:
+        if path.exists() and not path.is_dir():
+            raise NotADirectoryError(f"run_dir {path} is a file; name a directory")
+        if resume == "must" and not (path / "config.json").exists():
             raise FileNotFoundError(
-                f"there is no run in {self.path} to resume: config.json is missing; "
+                f"there is no run in {path} to resume: config.json is missing; "
                 f"resume='auto' would begin one"
             )
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(self.path)
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(path)
         try:
-            progress = self._read(config, resume)
+            self._begin(config, resume)
         except BaseException:
             self.close()
             raise
-        found: dict[str, Any] = {"step": None, "tensors": {}, "start": {}, "history": []}
-        if progress is not None:
-            state = progress.state
-            tensors.update(state.tensors)
-            found |= {"step": state.step, "record": state.record}
-            found |= {"start": progress.start.record, "history": progress.records}
-            found["tensors"] = {k: [str(t.dtype)[6:], list(t.shape)] for k, t in tensors.items()}
-        return json.dumps(found)
 
-    def _read(self, config: dict[str, Any], resume: str) -> files.Progress | None:
-        """Write config.json or check it, and bring the history in line with the state."""
-        names = sorted(p.name for p in self.path.iterdir() if p.name != ".lock")
-        leftovers = [name for name in names if _LEFTOVER.fullmatch(name)]
+    def close(self) -> None:
+        """Unlock the directory."""
+        os.close(self._lock)
+
+    def newest(self) -> State | None:
+        """The state after the last finished step; None if nothing was saved yet."""
+        state = read_state(self.path)
+        if state is not None:
+            self._export(state.history)
+        return state
+
+    def write(self, state: State) -> None:
+        """Make this the state after the last finished step; without a history it is the start."""
+        content = _encoded(state, _sha256(self.path / "config.json"), self._start_digest(state))
+        try:
+            if state.history:
+                write_atomically(
+                    self.path / STATE, lambda file: file.write(content), self.path / PREVIOUS
+                )
+                self._append(state.history[-1])
+            else:
+                write_atomically(self.path / START, lambda file: file.write(content))
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"step {len(state.history)} could not be written into the run directory "
+                f"{self.path}: {error.strerror}; the steps before it are intact: free some space "
+                f"(or correct the permissions) and start the same command again",
+            ) from error
+
+    def _begin(self, config: Config, resume: str) -> None:
+        """Write config.json, or compare it with the one that is there."""
+        names = sorted(entry.name for entry in self.path.iterdir() if entry.name != ".lock")
+        leftovers = [name for name in names if LEFTOVER.fullmatch(name)]
         present = [name for name in names if name not in leftovers]
         if resume == "never" and present:
             raise FileExistsError(
                 f"run_dir {self.path} is not empty (it holds {present[0]}); name another "
                 f"directory, or resume the run there: resume='auto'"
             )
-        if "config.json" not in present:
-            if stray := [name for name in present if name in OWN]:
-                raise ValueError(
-                    f"{self.path} holds {stray[0]} but no config.json, so it is not known which "
-                    f"run that belongs to; name another directory"
-                )
-            written = {"fastbcd": __version__, **config}
-            text = json.dumps(written, indent=2, ensure_ascii=False) + "\n"
-            write_atomically(self.path / "config.json", lambda file: file.write(text.encode()))
-        old = check_same_config(self.path, config)
-        progress = files.read_progress(self.path, old)
+        if "config.json" in present:
+            config.check_same(read_config(self.path), self.path)
+        else:
+            self._write_config(config, present)
         for name in leftovers:
             (self.path / name).unlink(missing_ok=True)
-        if chained := version(old) > 1:
-            self._digest = progress.digests[-1] if progress else files.config_digest(self.path)
-        if progress is None:
-            return None
-        records, path = progress.records, self.path / "history.jsonl"
-        digests = progress.digests[1:] if chained else [None] * len(records)
-        new = b"".join(map(files.history_line, records, digests))
-        if new != (path.read_bytes() if path.exists() else b""):
-            write_atomically(path, lambda file: file.write(new))
-        return progress
 
-    def _save(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> str:
-        begin = time.perf_counter()
-        path = self.path / ("state.safetensors" if step else "start.safetensors")
-        keep = self.path / "state.previous.safetensors" if step else None
-        try:
-            state = State(step, tensors, record, self._digest)
-            content = files.state_bytes(state)
-            write_atomically(path, lambda file: file.write(content), keep)
-            if not step:
-                self._digest = self._digest and state.metadata()["sha256"]
-                return ""
-            record.setdefault("seconds", {})["save"] = time.perf_counter() - begin
-            self._digest = self._digest and files.line_digest(self._digest, record)
-            with open(self.path / "history.jsonl", "ab") as file:
-                file.write(files.history_line(record, self._digest))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"step {step} could not be written into the run directory {self.path}: "
-                f"{error.strerror}; the steps before it are intact: free some space (or correct "
-                f"the permissions) and start the same command again",
-            ) from error
+    def _write_config(self, config: Config, present: list[str]) -> None:
+        for name in present:
+            if name in OWN:
+                raise ValueError(
+                    f"{self.path} holds {name} but no config.json, so it is not known which "
+                    f"run that belongs to; name another directory"
+                )
+        text = as_json(config, indent=2) + "\n"
+        write_atomically(self.path / "config.json", lambda file: file.write(text.encode()))
+
+    def _start_digest(self, state: State) -> str:
+        if state.history:
+            return _sha256(self.path / START)
         return ""
 
+    def _append(self, record: dict[str, Any]) -> None:
+        with open(self.path / HISTORY, "ab") as file:
+            file.write(_line(record))
 
-def open_run(
-    kind: str, settings: dict[str, Any], net: nn.Module, *, resume: str | bool,
-    run_dir: str | os.PathLike[str] | None, engine: object = None, **facts: Any,
-) -> RunDirectory:  # fmt: skip
-    """Begin or resume a run; all ranks must give the same arguments. facts: of `run_config`."""
-    config = run_config(kind, settings, net, **facts)
-    if ranks.world() > 1:
-        same = {"settings": settings, "run_dir": str(run_dir), "engine": repr(engine)}
-        for name in ("data", "test"):
-            for part in ("labels", "images") if facts[name] is not None else ():
-                mark = ranks.digest({part: getattr(facts[name], part)}).hex()
-                same[f"the digest of {name}.{part}"] = mark[:16]
-        ranks.check_facts(json.loads(as_json({**same, **config})))
-    return RunDirectory(run_dir, config, resume)
+    def _export(self, history: list[dict[str, Any]]) -> None:
+        """Write history.jsonl, unless it holds these records already."""
+        path = self.path / HISTORY
+        content = b"".join(map(_line, history))
+        if not path.exists() or path.read_bytes() != content:
+            write_atomically(path, lambda file: file.write(content))
 
 
-def check_resume(resume: Any) -> str:
-    """One of "auto", "must", "never"."""
-    if not isinstance(resume, str | bool) or resume not in RESUME:
-        raise ValueError(f"resume={resume!r}; choose from 'auto', 'must' (True), 'never' (False)")
-    return RESUME[resume]
+def read_state(folder: Path) -> State | None:
+    """The newest state in a run directory; None if nothing was saved yet.
+
+    ValueError names a file that is damaged or of another run, and the way out.
+    """
+    for name in (STATE, PREVIOUS):
+        if (folder / name).exists():
+            if not (folder / START).exists():
+                raise FileNotFoundError(
+                    f"{folder / START} is missing: put it back; it is where the run began"
+                )
+            return _decoded(folder / name, _sha256(folder / START))
+    return read_start(folder)
+
+
+def read_start(folder: Path) -> State | None:
+    """The state before the first step; None if nothing was saved yet."""
+    if not (folder / START).exists():
+        return None
+    return _decoded(folder / START, "")
+
+
+def masks_in(tensors: dict[str, Tensor], sites: dict[str, list[int]], where: str) -> MaskSet:
+    """The masks in a state."""
+    bits = []
+    for name, shape in sites.items():
+        mask = tensors.get(f"{name}.mask".lstrip("."))
+        if mask is None or list(mask.shape) != shape:
+            raise ValueError(f"{where}: the state has no mask of shape {shape} for site {name!r}")
+        bits.append(mask.flatten().bool())
+    shapes = {name: tuple(shape) for name, shape in sites.items()}
+    return MaskSet(make_sites(shapes), torch.cat(bits))
+
+
+def _decoded(path: Path, start: str) -> State:
+    """What `_encoded` made; start: the digest of the run's start file, "" for the start itself."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        about = json.loads(metadata["run"])
+        state = State(tensors, about["start"], about["history"], about["done"])
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}). {_way_out(path)}") from error
+    if metadata.get("sha256") != _mark(tensors, metadata["run"]):
+        raise ValueError(
+            f"{path} is damaged: its contents do not match their SHA-256. {_way_out(path)}"
+        )
+    if about.get("config") != _sha256(path.parent / "config.json"):
+        raise ValueError(f"{path} was not written beside this config.json: {OTHER_RUN}")
+    if about.get("after") != start:
+        raise ValueError(f"{path} was not written beside this {START}: {OTHER_RUN}")
+    return state
+
+
+def _encoded(state: State, config: str, start: str) -> bytes:
+    """A state as the bytes of its file."""
+    about = {
+        "config": config,
+        "after": start,
+        "start": state.start,
+        "history": state.history,
+        "done": state.done,
+    }
+    run = as_json(about)
+    metadata = {"format": FORMAT, "run": run, "sha256": _mark(state.tensors, run)}
+    return save(state.tensors, metadata)
+
+
+def _mark(tensors: dict[str, Tensor], run: str) -> str:
+    return hashlib.sha256(digest(tensors) + run.encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _way_out(path: Path) -> str:
+    if path.name == STATE and (path.parent / PREVIOUS).exists():
+        return f"Move it away and start again, to resume from {PREVIOUS}, one step earlier"
+    return "Put a copy of it back, or begin again in another directory"
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return (json.dumps(record, ensure_ascii=False) + "\n").encode()
 
 
 def _locked(path: Path) -> int:

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastbcd import models
-from fastbcd.masking.masks import MaskSet, make_sites
+from fastbcd.masking.masks import MaskSet
 from fastbcd.runs import fingerprint
-from fastbcd.runs.config import KINDS, RECIPE, TARGETS, kind_of, read_config
-from fastbcd.runs.files import State, read_progress
+from fastbcd.runs.config import TITLES, Config, read_config
+from fastbcd.runs.directory import State, masks_in, read_start, read_state
+from fastbcd.runs.step import Epoch, Start, Step, decode
 
-TITLES = {"bcd": "BCD", "dense": "dense", "snl": "SNL", "autorep": "AutoReP",
-          "deepreduce": "DeepReDuce", "senet": "SENet", "relupruner": "ReLUPruner"}  # fmt: skip
-
-
-class Point(NamedTuple):
-    """A net on the way of a run, with its accuracy in percent."""
-
-    relus: int
-    accuracy: float
-    sites: list[int] | None  # ReLUs kept at each site; None: older versions did not record it
+REPLACEMENT_OF = {0: "identity", 2: "line", 3: "poly"}  # by coefficients per channel
 
 
 @dataclass
@@ -40,20 +30,60 @@ class SavedRun:
     """
 
     path: Path
-    kind: str  # one of TITLES
-    config: dict[str, Any]  # config.json
-    history: list[dict[str, Any]]  # one record per step or epoch
+    config: Config
+    history: list[Any]  # `Step` of bcd and linearize, `Epoch` of everything else
+    done: bool
+    begin: Start  # facts about the start
     start: MaskSet  # before the first step
-    start_accuracy: float | None  # test accuracy of BCD's start in percent, if it was measured
     masks: MaskSet | None
-    poly: tuple[str, ...]  # sites whose removed ReLUs are quadratics
-    weights: dict[str, Tensor] | None = field(repr=False, default=None)
-    begin: list[float] | None = None  # of BCD with a target: the cost and the sites of the start
+    weights: dict[str, Tensor] | None = field(repr=False)
+
+    @property
+    def kind(self) -> str:
+        """The function that made it: "bcd" (also for linearize), "train", "snl", …"""
+        return self.config.kind
+
+    @property
+    def title(self) -> str:
+        """The name of the method."""
+        if "epochs" in self.config.settings and self.kind == "bcd":
+            return "linearize"
+        return TITLES[self.kind]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decided the outcome."""
+        return self.config.settings
+
+    @property
+    def count(self) -> int:
+        """ReLUs kept; while masks are being trained, as of the last epoch."""
+        if self.masks is not None:
+            return self.masks.count()
+        counts = [epoch.count for epoch in self.history if epoch.count is not None]
+        return counts[-1] if counts else self.start.count()
+
+    @property
+    def accuracy(self) -> float | None:
+        """The last test accuracy in percent; None if it was not measured."""
+        tested = [r.test_accuracy for r in self.history if r.test_accuracy is not None]
+        return tested[-1] if tested else None
+
+    @property
+    def replacement(self) -> str:
+        """What the removed ReLUs are: "identity", "line" or "poly"."""
+        return replacement(self.weights or {}, self.config.net.sites)
+
+    @property
+    def poly(self) -> tuple[str, ...]:
+        """The sites whose removed ReLUs are quadratics."""
+        return quadratics(self.weights or {}, self.config.net.sites)
 
     @cached_property
     def model(self) -> nn.Module:
         """The run's net with its weights and masks, on the CPU, in eval mode."""
-        arch, weights = self.config["net"]["arch"], self.weights or {}
+        arch = self.config.net.arch
+        weights = self.weights or {}
         if arch is None or "name" not in arch:
             made = "a net of its own" if arch is None else f"the net of {arch['model']}"
             raise ValueError(
@@ -67,8 +97,9 @@ class SavedRun:
             raise ValueError(
                 f"{self.path}: the recorded net {arch} does not fit: {error}"
             ) from error
-        dtypes = (t.dtype for t in weights.values() if t.is_floating_point())
-        return self.fill(models.build(**arch).to(next(dtypes, torch.float32)))
+        dtypes = [t.dtype for t in weights.values() if t.is_floating_point()]
+        net = models.build(**arch).to(dtypes[0] if dtypes else torch.float32)
+        return self.fill(net)
 
     def fill(self, net: nn.Module) -> nn.Module:
         """Write the run's weights and masks into the net; returns it in eval mode."""
@@ -80,178 +111,21 @@ class SavedRun:
         try:
             fingerprint.restore(net, self.weights)
         except ValueError as error:
-            kind = replacement(self.weights, self.config["net"]["sites"])
-            words = {"identity": "", "line": "lines", "poly": "quadratics"}[kind]
-            hint = f" (it has {words}: give a net with replacement={kind!r})" if words else ""
-            what = f"{self.path} does not fit {type(net).__name__}: {error}{hint}"
-            raise ValueError(what) from error
+            hint = ""
+            if self.replacement != "identity":
+                hint = f" (give a net with replacement={self.replacement!r})"
+            raise ValueError(
+                f"{self.path} does not fit {type(net).__name__}: {error}{hint}"
+            ) from error
         return net.eval()
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return self.config["settings"]
-
-    @property
-    def title(self) -> str:
-        return TITLES[self.kind]
-
-    @property
-    def count(self) -> int:
-        """ReLUs kept; while masks are being trained, as of the last epoch."""
-        if self.masks is not None:
-            return self.masks.count()
-        return next((r["count"] for r in self.history[::-1] if "count" in r), self.start.count())
-
-    def values(self) -> list[float]:
-        """Of BCD: the cost, or without a target the ReLUs, at the start and after each step."""
-        if isinstance(self.settings["budget"], dict):
-            costs = (step.get("cost", math.inf) for step in self.history)
-            return [(self.begin or [math.inf])[0], *costs]
-        return [*(step["before"] for step in self.history), self.count]
-
-    @property
-    def goal(self) -> float:
-        """What the last of `values` is at most once BCD is finished."""
-        budget = self.settings["budget"]
-        return (
-            next(budget[q] for q in TARGETS if q in budget) if isinstance(budget, dict) else budget
-        )
-
-    @property
-    def done(self) -> bool:
-        """Whether the run is finished."""
-        if self.kind == "bcd":
-            used = sum(n > 0 for n in self.masks.counts().values()) if self.masks else 0
-            budget, most = self.settings["budget"], self.settings.get("max_sites", math.inf)
-            relus = budget.get("relus", math.inf) if isinstance(budget, dict) else math.inf
-            spent = sum(record.get("epochs", 1) for record in self.history)  # older: one per step
-            if spent + 1e-6 < self.settings.get("linearize", {}).get("epochs", 0):
-                return False
-            return self.values()[-1] <= self.goal and self.count <= relus and used <= most
-        if self.kind == "dense":
-            return len(self.history) >= self.settings["epochs"]
-        return bool(self.history) and self.history[-1].get("phase") == "final"
-
-    @property
-    def accuracy(self) -> float | None:
-        """Test accuracy in percent; None if it was not measured."""
-        if self.config.get("test") is None or not self.history:
-            return None
-        last = self.history[-1]
-        return last["accuracy"].get("final") if "accuracy" in last else last.get("test_accuracy")
-
-    def point(self) -> Point | None:
-        """The run's result; None if it is not finished or was not tested."""
-        if self.masks is None or not self.done or self.accuracy is None:
-            return None
-        return Point(self.count, self.accuracy, list(self.masks.counts().values()))
-
-    def sites(self) -> list[list[int] | None]:
-        """ReLUs kept at each site before the first step of BCD and after each one."""
-        kept = [list(self.start.counts().values()), *(s.get("sites") for s in self.history)]
-        if self.masks is not None and self.history:
-            kept[-1] = list(self.masks.counts().values())
-        return kept
-
-    def masks_at(self, point: Point) -> MaskSet:
-        """Some masks with as many ReLUs at each site as the point's net: they cost as much."""
-        kept = zip(self.start.sites, point.sites or (), strict=True)
-        bits = torch.cat([torch.arange(site.numel) < n for site, n in kept])
-        return MaskSet(self.start.sites, bits)
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds spent, by phase, over all finished steps."""
-        spent: Counter[str] = Counter()
-        for record in self.history:
-            spent.update(record.get("seconds", {}))
-        return dict(spent)
-
-    def steps_to_go(self) -> int | None:
-        """An estimate of the number of steps that BCD has left; None before its first step.
-
-        Without a fixed DRC every step is assumed to leave the share r of the ReLUs, or of the cost,
-        that the last one left: the smallest n with value·r^n <= goal.
-        """
-        values, drc = self.values(), self.settings["drc"]
-        if self.done:
-            return 0
-        if isinstance(drc, int) and isinstance(self.settings["budget"], int):
-            return max(1, math.ceil((values[-1] - self.goal) / drc))
-        if len(values) < 2:
-            return None
-        left = values[-1] / values[-2]
-        if left == 1:
-            return None
-        least = 1 if isinstance(self.settings["budget"], int) else 1e-3 * values[0]
-        steps = math.log(max(self.goal, least) / values[-1], left) if left else 1
-        return max(1, math.ceil(steps - 1e-9))
-
-
-@dataclass(frozen=True)
-class Stages:
-    """The runs in one folder, in their order: the stages of a recipe, or a single run."""
-
-    name: str
-    stages: tuple[SavedRun, ...]
-    recipe: dict[str, Any] | None  # of a recipe's folder
-
-    def stage(self, *kinds: str) -> SavedRun | None:
-        """The stage of one of these kinds, if it has begun."""
-        return next((s for s in self.stages if s.kind in kinds), None)
-
-    @property
-    def dense(self) -> SavedRun | None:
-        return self.stage("dense")
-
-    @property
-    def start(self) -> SavedRun | None:
-        """The stage that trained the masks that BCD started from."""
-        return next((s for s in self.stages if s.kind not in ("dense", "bcd")), None)
-
-    @property
-    def bcd(self) -> SavedRun | None:
-        return self.stage("bcd")
-
-    @property
-    def last(self) -> SavedRun:
-        return self.stages[-1]
-
-    @property
-    def method(self) -> str:
-        """The method that made the last stage: a title, "BCD on AutoReP" or "linearize"."""
-        if "linearize" in self.last.settings:
-            return "linearize"
-        on = self.last.kind == "bcd" and self.start is not None and self.start.kind == "autorep"
-        return "BCD on AutoReP" if on else self.last.title
-
-    def curve(self) -> list[Point]:
-        """The start, if it was tested, and the net after each step of BCD."""
-        if self.bcd is None:
-            return []
-        sites = self.bcd.sites()
-        curve = [
-            Point(step["after"], step["test_accuracy"], kept)
-            for step, kept in zip(self.bcd.history, sites[1:], strict=True)
-            if step["test_accuracy"] is not None
-        ]
-        start = self.start.point() if self.start else None
-        if self.bcd.start_accuracy is not None:
-            start = Point(self.bcd.start.count(), self.bcd.start_accuracy, sites[0])
-        return [start, *curve] if curve and start else curve
-
-    def train_curve(self) -> list[Point]:
-        """The net before each step of BCD, with its accuracy on the train images that score."""
-        steps = zip(self.bcd.history, self.bcd.sites(), strict=False) if self.bcd else ()
-        return [Point(step["before"], step["base_accuracy"], kept) for step, kept in steps]
 
 
 def load_run(path: str | os.PathLike[str], model: nn.Module | None = None) -> SavedRun:
     """Load a run directory of `bcd`, `train` or a starting point: net, masks, history, config.
 
     Nets of fastbcd.models are built again: `load_run(path).model`. For another net pass one of
-    the same structure as `model`: it is filled with the run's weights and masks, in place. Of a
-    recipe's folder the last stage that has begun is loaded. An unfinished run is loaded as it is
-    after its last finished step.
+    the same structure as `model`: it is filled with the run's weights and masks, in place. An
+    unfinished run is loaded as it is after its last finished step.
 
     >>> import tempfile
     >>> net = fastbcd.models.resnet20(3, image_size=4, in_channels=1, width=2, blocks=1)
@@ -259,87 +133,54 @@ def load_run(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sa
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = fastbcd.bcd(net, data, budget=90, drc=30, finetune=None, run_dir=folder)
     ...     run = fastbcd.load_run(folder)
-    >>> run.masks.count(), run.history[-1]["after"], run.config["settings"]["budget"]
+    >>> run.masks.count(), run.history[-1].after, run.config.settings["budget"]
     (90, 90, 90)
     >>> torch.equal(run.model(data[0]), net.eval()(data[0]))
     True
     """
-    run = read(path).last
+    folder = Path(path)
+    if not folder.exists():
+        raise FileNotFoundError(f"there is nothing at {folder}; name a run directory")
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{folder} is a file; name the run directory it is in")
+    state = read_state(folder) if (folder / "config.json").exists() else None
+    before = read_start(folder)
+    if state is None or before is None:
+        raise ValueError(
+            f"{folder} holds no run that has begun: a run directory has config.json and "
+            f"start.safetensors in it, as `fastbcd bcd --run-dir` writes them"
+        )
+    run = _saved_run(folder, read_config(folder), state, before)
     if model is not None:
         run.__dict__["model"] = run.fill(model)
     return run
 
 
-def read(path: str | os.PathLike[str]) -> Stages:
-    """The run, or a recipe's stages, in a folder; ValueError or OSError if there is none."""
-    place = Path(path)
-    if not place.exists():
-        raise FileNotFoundError(f"there is nothing at {place}; name a run directory")
-    if not place.is_dir():
-        raise NotADirectoryError(f"{place} is a file; name the run directory it is in")
-    config = read_config(place) if (place / "config.json").exists() else None
-    folders = [place]
-    if config is None or config["format"].startswith(RECIPE):
-        folders = [p for p in sorted(place.glob("[0-9]-*")) if (p / "config.json").exists()]
-    stages = [stage for folder in folders if (stage := _stage(folder)) is not None]
-    if not stages:
-        raise ValueError(
-            f"{place} holds no run that has begun: a run directory has config.json and "
-            f"start.safetensors in it, as `fastbcd bcd --run-dir` writes them"
-        )
-    name = place.name or place.resolve().name
-    return Stages(name, tuple(stages), config.get("recipe") if config else None)
-
-
-def _stage(folder: Path) -> SavedRun | None:
-    """A run directory; None if nothing was saved yet."""
-    config = read_config(folder)
-    progress = read_progress(folder, config)
-    if progress is None:
-        return None
-    net, start = config["net"], _masks(progress.start.tensors, config["net"]["sites"])
-    if start is None:
-        raise ValueError(f"{folder}: the start has no masks for the sites that config.json lists")
-    for number, record in enumerate(progress.records, 1):
-        kept = record.get("sites") or [0] * len(start.sites)
-        if len(kept) != len(start.sites) or not all(type(n) is int for n in kept):
-            where = f"{folder / 'history.jsonl'}, line {number}: sites is {kept}"
-            raise ValueError(f"{where}; expected {len(start.sites)} whole numbers")
-    weights = _weights(progress.state, list(net["tensors"]))
-    now = None if weights is None else _masks(weights, net["sites"])
-    # No method adds a ReLU.
-    if now is not None and (added := int((now.bits & ~start.bits).sum())):
-        raise ValueError(
-            f"{folder} keeps {added:,} ReLUs that its start does not: these states are not of one "
-            f"run"
-        )
+def _saved_run(folder: Path, config: Config, state: State, before: State) -> SavedRun:
+    kind: Any = Step if config.kind == "bcd" else Epoch
+    history = [decode(kind, record, str(folder)) for record in state.history]
+    start = masks_in(before.tensors, config.net.sites, str(folder))
+    weights = None
+    now = None
+    if not history or getattr(history[-1], "phase", "") != "masks":
+        weights = {name: state.tensors[name] for name in config.net.tensors}
+        now = masks_in(weights, config.net.sites, str(folder))
+        added = int((now.bits & ~start.bits).sum())
+        if added:  # no method adds a ReLU
+            raise ValueError(
+                f"{folder} keeps {added:,} ReLUs that its start does not: these states are not of "
+                f"one run"
+            )
     return SavedRun(
-        folder, KINDS[kind_of(config)], config, progress.records, start,
-        progress.start.record.get("test_accuracy"), now, quadratics(weights or {}, net["sites"]),
-        weights, progress.start.record.get("begin"),
-    )  # fmt: skip
-
-
-def _weights(state: State, names: list[str]) -> dict[str, Tensor] | None:
-    """The net's tensors among those of a state; None while masks are being trained."""
-    # During the fine-tuning of a starting point their names have a prefix.
-    for prefix in ("", "net.") if "phase" in state.record else ("",):
-        if all(f"{prefix}{name}" in state.tensors for name in names):
-            return {name: state.tensors[f"{prefix}{name}"] for name in names}
-    return None
-
-
-def _masks(tensors: dict[str, Tensor], sites: dict[str, list[int]]) -> MaskSet | None:
-    """The masks in a state; None if it has none for some site."""
-    shapes = {name: tuple(shape) for name, shape in sites.items()}
-    bits = {name: tensors.get(f"{name}.mask".lstrip(".")) for name in shapes}
-    found = [b for b in bits.values() if b is not None]
-    if len(found) < len(shapes):
-        return None
-    for (name, shape), b in zip(shapes.items(), found, strict=True):
-        if tuple(b.shape) != shape:
-            raise ValueError(f"the mask of {name!r} has shape {tuple(b.shape)}, its site {shape}")
-    return MaskSet(make_sites(shapes), torch.cat([b.flatten().bool() for b in found]))
+        path=folder,
+        config=config,
+        history=history,
+        done=state.done,
+        begin=decode(Start, state.start, str(folder)),
+        start=start,
+        masks=now,
+        weights=weights,
+    )
 
 
 def quadratics(tensors: dict[str, Tensor], sites: Iterable[str]) -> tuple[str, ...]:
@@ -349,5 +190,5 @@ def quadratics(tensors: dict[str, Tensor], sites: Iterable[str]) -> tuple[str, .
 
 def replacement(tensors: dict[str, Tensor], sites: Iterable[str]) -> str:
     """What the removed ReLUs of these sites are: "identity", "line" or "poly"."""
-    rows = {len(tensors.get(f"{name}.coef", ())) for name in sites}
-    return {0: "identity", 2: "line", 3: "poly"}[max(rows, default=0)]
+    rows = [len(tensors.get(f"{name}.coef", ())) for name in sites]
+    return REPLACEMENT_OF[max(rows, default=0)]

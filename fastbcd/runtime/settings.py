@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 from fastbcd.runtime.validate import check_choice, check_number, check_whole
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-SettingsType = TypeVar("SettingsType", bound="Settings")
 
 
 def setting(
@@ -69,9 +68,6 @@ class Settings:
     >>> Steps(rt=0)
     Traceback (most recent call last):
     ValueError: rt=0; it must be a whole number, 1 or more
-    >>> Steps.of("bcd", {"tr": 3})
-    Traceback (most recent call last):
-    TypeError: bcd has no argument 'tr'; did you mean 'rt'?
     """
 
     def __init_subclass__(cls) -> None:
@@ -83,12 +79,6 @@ class Settings:
         kinds = kinds_of(type(self))
         for field in dataclasses.fields(self):
             _check(field.name, getattr(self, field.name), kinds[field.name], field.metadata)
-
-    @classmethod
-    def of(cls: type[SettingsType], who: str, values: dict[str, Any]) -> SettingsType:
-        """Settings from keyword arguments of the function `who`; refuses unknown names."""
-        check_names(who, values, (cls,))
-        return cls(**values)
 
     def describe(self) -> dict[str, Any]:
         """What config.json records: all settings that can change the outcome."""
@@ -103,24 +93,28 @@ def kinds_of(cls: type[Settings]) -> dict[str, frozenset[Any]]:
     return {field.name: frozenset(_members(hints[field.name])) for field in fields}
 
 
-def fields_in(cls: type[Settings], values: dict[str, Any]) -> dict[str, Any]:
+def fields_in(cls: type[Any], values: dict[str, Any]) -> dict[str, Any]:
     """Those of the values that are fields of the class."""
     names = {field.name for field in dataclasses.fields(cls)}
     return {name: value for name, value in values.items() if name in names}
 
 
-def check_names(who: str, values: Iterable[str], classes: Iterable[type[Settings]]) -> None:
-    """Refuse names that are fields of none of the classes."""
-    known = [field.name for cls in classes for field in dataclasses.fields(cls)]
-    for name in values:
+def check_names(who: str, names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse arguments of the function `who` that are none of the known ones."""
+    for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{who} has no argument {name!r}{hint}")
 
 
-def with_settings(*classes: type[Settings]) -> Callable[[Function], Function]:
+def with_settings(
+    *classes: type[Any], without: Iterable[str] = ()
+) -> Callable[[Function], Function]:
     """Give a function with `**settings` the signature and the help of these settings.
+
+    Of a name that occurs twice the first counts. without: names that are left out. The function
+    refuses keywords that are none of these.
 
     >>> @dataclasses.dataclass(frozen=True, kw_only=True)
     ... class Steps(Settings):
@@ -128,6 +122,9 @@ def with_settings(*classes: type[Settings]) -> Callable[[Function], Function]:
     >>> @with_settings(Steps)
     ... def search(net, **settings):
     ...     "Search."
+    >>> search(None, tr=3)
+    Traceback (most recent call last):
+    TypeError: search has no argument 'tr'; did you mean 'rt'?
     >>> inspect.signature(search)
     <Signature (net, *, rt: 'int' = 50)>
     >>> print(search.__doc__)
@@ -147,7 +144,7 @@ def with_settings(*classes: type[Settings]) -> Callable[[Function], Function]:
         added = []
         for cls in classes:
             for field in dataclasses.fields(cls):
-                if field.name in parameters:
+                if field.name in parameters or field.name in without:
                     continue
                 added.append((field.name, field))
                 parameters[field.name] = inspect.Parameter(
@@ -159,6 +156,7 @@ def with_settings(*classes: type[Settings]) -> Callable[[Function], Function]:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
+            check_names(function.__name__, kwargs, parameters)
             return function(*args, **kwargs)
 
         changed: Any = call

@@ -12,10 +12,8 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -34,13 +32,13 @@ from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
 from fastbcd.masking.twin import twin
 from fastbcd.private.target import Target
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.runs.directory import check_resume, open_run
-from fastbcd.runs.files import read_state
+from fastbcd.runs.config import Config
+from fastbcd.runs.journal import check_resume, journal
+from fastbcd.runs.step import Epoch, Start
 from fastbcd.runtime import ranks
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import accuracy, check_classes
 from fastbcd.training.checks import check_same_sites, check_trainable
-from fastbcd.training.dense import epoch_line
 from fastbcd.training.loop import NET, Session, Trainer, with_prefix
 from fastbcd.training.rates import cosine
 from fastbcd.training.repeat import repeatable
@@ -199,14 +197,19 @@ class MaskTraining:
         tuning = self.tuning.describe()
         common = {"batch_size": self.batch_size, "seed": self.seed, "finetune": tuning}
         recorded = budget.describe() if isinstance(budget, Target) else budget
-        opened = open_run(
-            self.method.name, {**self.settings, "budget": recorded, **common}, self.net,
-            data=self.data, test=self.test, run_dir=self.run_dir, resume=self.resume,
-            teacher=None if self.teacher is None else snapshots.weights_mark(self.teacher),
+        mark = None if self.teacher is None else snapshots.weights_mark(self.teacher)
+        opened = journal(
+            Config.of(
+                self.method.name,
+                {**self.settings, "budget": recorded, **common, "teacher": mark},
+                self.net, data=self.data, test=self.test,
+            ),
+            self.net, Epoch, begin=Start,
+            over=lambda history: bool(history) and history[-1].phase == FINAL,
+            run_dir=self.run_dir, resume=self.resume,
         )  # fmt: skip
-        with closing(opened) as self.directory:
-            self.history = self.directory.history
-            ranks.check_same("the weights and masks", given)
+        with opened as self.journal:
+            self.history = [_as_dict(epoch) for epoch in self.journal.history]
             try:
                 return self._train(given)
             except BaseException:
@@ -214,16 +217,9 @@ class MaskTraining:
                 raise
 
     def _train(self, given: Tensors) -> StartingPoint:
-        state = self.directory.state
-        if state is None:
-            self.directory.save(0, given, {})
-        elif self._phase(FINAL):
-            snapshots.restore(self.net, state.tensors)
-        else:  # from the net's tensors at the start of the run, on every rank
-            if ranks.rank() == 0:
-                given = read_state(Path(self.directory.path) / "start.safetensors").tensors
-            begin = {name: ranks.from_first(given[name]) for name in sorted(given)}
-            snapshots.restore(self.net, begin)
+        if self.history and not self._phase(FINAL):
+            # From the net's tensors at the start of the run, on every rank.
+            snapshots.restore(self.net, self.journal.start_tensors())
         if not self._phase(FINAL):
             teacher = self.net if self.teacher is None else self.teacher  # it is copied
             logits = None
@@ -248,7 +244,7 @@ class MaskTraining:
         method = self.method(self.net, known)
         settings = dataclasses.replace(self.tuning, **method.optimizer, batch_size=self.batch_size)
         trainer = self.trainer(method.model, self.data, settings)
-        history, state, seen = self.history, self.directory.state, Overlaps(masks(self.net).total)
+        history, state, seen = self.history, self.journal.extra, Overlaps(masks(self.net).total)
 
         def train(epoch: int, bar: Any) -> dict[str, Any]:
             before = history[-1]["count"] if history else method.start.count()
@@ -257,9 +253,9 @@ class MaskTraining:
             return {**record, "iou": seen.add(epoch, method.bits())}
 
         with trainer.session() as session:
-            if state is not None and state.step:
-                session.load(state.tensors)
-                seen.load(state.tensors, state.step)
+            if history:
+                session.load(state)
+                seen.load(state, len(history))
             method.begin(history)
             while not method.done(history):
                 self._epoch(session, {"epoch": len(history)}, train, seen.state)
@@ -282,7 +278,7 @@ class MaskTraining:
 
     def _fine_tune(self) -> None:
         """What `Finetuner.run` does, with a record and a saved state per epoch."""
-        s, state = self.tuning, self.directory.state
+        s, state = self.tuning, self.journal.extra
         trainer = self.trainer(self.net, self.data, s)
 
         def train(epoch: int, bar: Any) -> dict[str, Any]:
@@ -290,14 +286,14 @@ class MaskTraining:
             return {"lr": lr, "loss": session.epoch(epoch, lr, step=1, bar=bar)}
 
         with trainer.session() as session:
-            if state is not None and state.record.get("phase") in (DECIDED, TUNED):
-                session.load(state.tensors)
+            if state:
+                session.load(state)
             for epoch in range(len(self._phase(TUNED)), int(s.epochs)):
                 self._epoch(session, {"phase": TUNED, "epoch": epoch}, train, dict)
         (decided,) = self._phase(DECIDED)
         found = {**decided["accuracy"], "final": accuracy(self.net, self.measured)}
         final = {**decided, "phase": FINAL, "accuracy": found}
-        self._save(final, lambda: snapshots.take(self.net))
+        self._save(final, dict)
 
     def _epoch(
         self, session: Session, record: dict[str, Any],
@@ -324,12 +320,39 @@ class MaskTraining:
     def _save(self, record: dict[str, Any], tensors: Callable[[], Tensors]) -> None:
         """Add a record to the history; tensors are only copied if they are written or compared."""
         number = len(self.history) + 1
-        state = tensors() if self.run_dir is not None or ranks.world() > 1 else {}
-        ranks.check_same("the weights and masks", state)
-        self.directory.save(number, state, {**record, "number": number})
+        state = tensors()
+        record = {**record, "number": number}
+        self.journal.finish(_as_epoch(record), state)
+        self.history.append(record)
 
     def _phase(self, phase: str | None) -> History:
         return [record for record in self.history if record.get("phase") == phase]
+
+
+def _as_epoch(record: dict[str, Any]) -> Epoch:
+    """A record as it is saved."""
+    names = {field.name for field in dataclasses.fields(Epoch)}
+    known = {name: value for name, value in record.items() if name in names}
+    notes = {name: value for name, value in record.items() if name not in names}
+    return Epoch(**{"phase": "masks", **known}, notes=notes)
+
+
+def _as_dict(epoch: Epoch) -> dict[str, Any]:
+    """What `_as_epoch` was made of."""
+    known = {name: value for name, value in vars(epoch).items() if name != "notes"}
+    record = {name: value for name, value in known.items() if value is not None}
+    if record["phase"] == "masks":
+        del record["phase"]
+    return {**record, **epoch.notes}
+
+
+def epoch_line(title: str, record: dict[str, Any]) -> str:
+    """An epoch's record in one line: title, loss 1.5000, test 40.00 %, 3.2 s."""
+    parts = [title, f"loss {record['loss']:.4f}"]
+    if record.get("test_accuracy") is not None:
+        parts.append(f"test {record['test_accuracy']:.2f} %")
+    parts.append(f"{record['seconds']['epoch']:.1f} s")
+    return ", ".join(parts)
 
 
 class Overlaps:

@@ -7,19 +7,18 @@ after three quarters of the epochs.
 from __future__ import annotations
 
 import os
-import time
-from contextlib import closing
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import nn
 
 from fastbcd.data.for_net import data_for
 from fastbcd.data.images import ImageData
-from fastbcd.runs import fingerprint as snapshots
-from fastbcd.runs.directory import check_resume, open_run
-from fastbcd.runtime import ranks
-from fastbcd.runtime.validate import check_whole
+from fastbcd.runs.config import Config
+from fastbcd.runs.journal import Journal, journal
+from fastbcd.runs.step import Epoch, Start, timed
+from fastbcd.runtime.settings import Settings, fields_in, setting, with_settings
+from fastbcd.runtime.show import bar, say
 from fastbcd.scoring.accuracy import accuracy, check_classes
 from fastbcd.training.loop import Session, Trainer, with_prefix, without_prefix
 from fastbcd.training.repeat import repeatable
@@ -27,28 +26,47 @@ from fastbcd.training.settings import Finetune
 
 MILESTONES = (0.5, 0.75)
 DECAY = 10
-MOMENTUM = "momentum."  # prefix of the optimizer's tensors in a state
-BUFFER = "momentum_buffer."  # what torch calls them
+MOMENTUM = "momentum_buffer."  # prefix of the optimizer's tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseTraining(Settings):
+    """How a dense net is trained; the defaults are SNL's."""
+
+    epochs: int = setting(160, "of training", least=0)
+    lr: float = setting(0.1, "learning rate of the first half of the epochs", least=0)
+    momentum: float = setting(0.9, "of SGD", least=0)
+    weight_decay: float = setting(5e-4, "of SGD", least=0)
+    batch_size: int = setting(256, "images of a batch, over all ranks", least=1)
+    padding: int = setting(4, "of the random crop", least=0)
+    flip: bool = setting(True, "whether images are flipped at random")
+    amp: bool | None = setting(None, "bfloat16 autocast; None: on CUDA only")
+    seed: int = setting(0, "of all random numbers", least=0)
 
 
 class Trained(NamedTuple):
     """The net that was given, trained, and one record per epoch.
 
-    >>> Trained(nn.Linear(4, 3), [{"loss": 1.5}]).history[-1]["loss"]
+    >>> epoch = fastbcd.Epoch(number=1, loss=1.5)
+    >>> Trained(nn.Linear(4, 3), [epoch]).history[-1].loss
     1.5
     """
 
     model: nn.Module
-    history: list[dict[str, Any]]
+    history: list[Epoch]
 
 
+@with_settings(DenseTraining)
 def train(
-    net: nn.Module, data: Any, *, epochs: int = 160, lr: float = 0.1, momentum: float = 0.9,
-    weight_decay: float = 5e-4, batch_size: int = 256, padding: int = 4, flip: bool = True,
-    amp: bool | None = None, test: Any = None, seed: int = 0,
-    run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
+    net: nn.Module,
+    data: Any,
+    *,
+    test: Any = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: str | bool = "auto",
     progress: bool = False,
-) -> Trained:  # fmt: skip
+    **settings: Any,
+) -> Trained:
     """Train the net in place on random crops and flips, with SNL's values as defaults.
 
     The same weights, seed and data give the same weights again, also after an interruption.
@@ -58,74 +76,63 @@ def train(
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
-    >>> [record["lr"] for record in train(net, data, epochs=4, padding=0).history]
+    >>> [record.lr for record in train(net, data, epochs=4, padding=0).history]
     [0.1, 0.1, 0.01, 0.001]
     """
-    names = ("epochs", "lr", "momentum", "weight_decay", "batch_size", "padding", "flip", "amp")
-    given = locals()
-    chosen = {name: given[name] for name in names}
-    check_whole("epochs", epochs, 0)
-    check_resume(resume)
-    trainer = Trainer(net, data, Finetune(**chosen), seed=seed)
+    chosen = DenseTraining(**settings)
+    images = data_for(net, data)
+    trainer = Trainer(net, images, Finetune(**fields_in(Finetune, vars(chosen))), seed=chosen.seed)
     if test is not None:
         test = data_for(net, test)
         check_classes(net, test, "the net, asked about the test set,")
-    run = open_run(
-        "dense", {"seed": seed, **chosen}, net, data=trainer.data, test=test, run_dir=run_dir,
+    config = Config.of("train", chosen.describe(), net, data=images, test=test)
+    opened = journal(
+        config,
+        net,
+        Epoch,
+        begin=Start,
+        over=lambda history: len(history) >= chosen.epochs,
+        run_dir=run_dir,
         resume=resume,
-    )  # fmt: skip
-    with closing(run):
-        state = {} if run.state is None else run.state.tensors
-        good = {k: t for k, t in state.items() if not k.startswith(MOMENTUM)} or snapshots.take(net)
-        ranks.check_same("the weights", good)
-        if run.state is None:
-            run.save(0, good, {})
-        record: dict[str, Any] = {}
-
-        def save(momenta: dict[str, Tensor]) -> dict[str, Tensor]:
-            tensors = snapshots.take(net)
-            ranks.check_same("the weights", tensors)
-            run.save(record["number"], {**tensors, **with_prefix(momenta, MOMENTUM)}, record)
-            return tensors
-
-        try:
-            with trainer.session() as session:
-                snapshots.restore(net, good)
-                session.load_optimizer(with_prefix(without_prefix(state, MOMENTUM), BUFFER))
-                for epoch in range(len(run.history), epochs):
-                    record = _epoch(session, epoch, test, quiet=not progress or ranks.rank() > 0)
-                    if epoch + 1 < epochs:
-                        good = save(without_prefix(session.optimizer_state(), BUFFER))
-            if record:  # of the last epoch, after which the optimizer's state is of no use
-                good = save({})
-        except BaseException:
-            snapshots.restore(net, good)
-            raise
+    )
+    with opened as run:
+        _train(trainer, run, chosen, test, progress)
     return Trained(net, run.history)
 
 
-def _epoch(session: Session, epoch: int, test: ImageData | None, quiet: bool) -> dict[str, Any]:
-    """Train for one epoch and return its record."""
+def _train(
+    trainer: Trainer,
+    run: Journal[Epoch],
+    chosen: DenseTraining,
+    test: ImageData | None,
+    progress: bool,
+) -> None:
+    """The epochs that are left, each seeded by its number."""
+    last: Epoch | None = None
+    with trainer.session() as session:
+        session.load_optimizer(with_prefix(run.extra, MOMENTUM))
+        for epoch in range(len(run.history), chosen.epochs):
+            last = _epoch(session, chosen, epoch, test, progress)
+            if epoch + 1 < chosen.epochs:
+                run.finish(last, without_prefix(session.optimizer_state(), MOMENTUM))
+    if last is not None:
+        run.finish(last)  # as the net is after the session; nobody needs the optimizer's state
+
+
+def _epoch(
+    session: Session, chosen: DenseTraining, epoch: int, test: ImageData | None, progress: bool
+) -> Epoch:
+    """Train for an epoch; its record."""
     trainer = session.trainer
-    begin, s = time.perf_counter(), trainer.settings
-    lr = s.lr / DECAY ** sum(epoch >= m * s.epochs for m in MILESTONES)
-    bar = tqdm(total=len(trainer.sizes), desc=f"epoch {epoch}", leave=False, disable=quiet)
-    with bar, repeatable(trainer.data.device, trainer.seed, epoch):
-        loss = session.epoch(epoch, lr, bar=bar)
-    record: dict[str, Any] = {"number": epoch + 1, "lr": lr, "loss": loss}
-    record["test_accuracy"] = None if test is None else accuracy(trainer.model, test)
-    record["seconds"] = {"epoch": time.perf_counter() - begin}
-    if not quiet:
-        tqdm.write(epoch_line(f"epoch {epoch + 1} of {s.epochs}: lr {lr:.3g}", record))
+    passed = [milestone for milestone in MILESTONES if epoch >= milestone * chosen.epochs]
+    lr = chosen.lr / DECAY ** len(passed)
+    record = Epoch(number=epoch + 1, epoch=epoch, lr=lr)
+    shown = bar(progress, total=len(trainer.sizes), desc=f"epoch {epoch}", leave=False)
+    with timed(record.seconds, "epoch"), shown:
+        with repeatable(trainer.data.device, trainer.seed, epoch):
+            record.loss = session.epoch(epoch, lr, bar=shown)
+        if test is not None:
+            record.test_accuracy = accuracy(trainer.model, test)
+    if progress:
+        say(str(record))
     return record
-
-
-def epoch_line(title: str, record: dict[str, Any]) -> str:
-    """An epoch's record in one line: title, loss 1.5000, test 40.00 %, 3.2 s."""
-    parts = [title, f"loss {record['loss']:.4f}"]
-    if record.get("iou") is not None:
-        parts.append(f"IoU {record['iou']:.3f}")
-    if record.get("test_accuracy") is not None:
-        parts.append(f"test {record['test_accuracy']:.2f} %")
-    parts.append(f"{record['seconds']['epoch']:.1f} s")
-    return ", ".join(parts)

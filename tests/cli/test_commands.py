@@ -23,7 +23,7 @@ from fastbcd.cli import demo, inputs
 from fastbcd.cli import main as cli
 from fastbcd.cli.options import parser_of
 from fastbcd.descent import bcd as descent
-from fastbcd.runs.files import read_state
+from fastbcd.runs.directory import read_state
 from helpers import published_nets
 from helpers.start_cases import write_images
 
@@ -74,7 +74,7 @@ def fastbcd_(line: str) -> int:
 
 
 def weights(run_dir: str) -> dict:
-    return read_state(Path(run_dir) / "state.safetensors").tensors
+    return read_state(Path(run_dir)).tensors
 
 
 def records(run_dir: str) -> list[dict]:
@@ -124,7 +124,7 @@ def test_ctrl_c_leaves_a_resumable_run_and_says_how_to_go_on(monkeypatch, capsys
     run_dir = "runs/bcd-my_nets.small-tiny-30"
     out = capsys.readouterr().out
     assert f"interrupted; what was finished is in {run_dir}. To resume:\n  fastbcd {BCD}" in out
-    assert read_state(Path(run_dir) / "state.safetensors").step == 1
+    assert len(read_state(Path(run_dir)).history) == 1
     assert fastbcd_(f"{BCD} --quiet") == 0
     assert fastbcd_(f"{BCD} --quiet --run-dir whole") == 0
     first, second = weights(run_dir), weights("whole")
@@ -149,7 +149,7 @@ def test_ctrl_c_in_a_process(tmp_path) -> None:
     out, _ = child.communicate(timeout=600)
     assert child.returncode == 130, out
     assert "fastbcd bcd --model my_nets:small" in out
-    assert 1 <= read_state(tmp_path / "r" / "state.safetensors").step < 166
+    assert 1 <= len(read_state(tmp_path / "r").history) < 166
 
 
 def test_weights_of_many_kinds(capsys) -> None:

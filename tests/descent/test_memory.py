@@ -12,7 +12,7 @@ import torch
 
 import fastbcd
 from fastbcd.descent import bcd as descent
-from fastbcd.runs.files import read_state
+from fastbcd.runs.directory import read_state
 from fastbcd.scoring import score as scoring
 from helpers.nets import images, make, thinned
 from helpers.run_cases import records
@@ -62,7 +62,7 @@ def run(run_dir: Path | None, stop: int = 0, engine: Any = "auto") -> None:
 def outcome(run_dir: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     left_out = ("seconds", "digest")  # seconds differ, and digests are of seconds, too
     history = [{k: v for k, v in r.items() if k not in left_out} for r in records(run_dir)]
-    return history, read_state(run_dir / "state.safetensors").tensors
+    return history, read_state(run_dir).tensors
 
 
 def test_a_run_keeps_its_plans_when_free_memory_changes(machine, tmp_path) -> None:

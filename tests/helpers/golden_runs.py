@@ -107,9 +107,10 @@ def sha(*tensors: Tensor) -> str:
 
 def plain(record: Any) -> dict[str, Any]:
     """A record as JSON, without times and without what it does not say."""
-    fields = record if isinstance(record, dict) else vars(record)
-    known = {k: v for k, v in fields.items() if k not in TIMES and v is not None and k != "unit"}
-    return json.loads(json.dumps(known))
+    fields = dict(record if isinstance(record, dict) else vars(record))
+    fields |= fields.pop("notes", {})
+    known = {name: value for name, value in fields.items() if name not in TIMES}
+    return json.loads(json.dumps({name: v for name, v in known.items() if v not in (None, 0)}))
 
 
 # ----------------------------------------------------------------------------------- the runs

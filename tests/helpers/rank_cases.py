@@ -26,7 +26,7 @@ from fastbcd.data import sources
 from fastbcd.data.images import ImageData
 from fastbcd.descent import bcd as descent
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.runs.files import read_state
+from fastbcd.runs.directory import read_state
 from fastbcd.runtime import ranks
 from fastbcd.scoring.engine import ENGINES
 from helpers.nets import images, make, thinned
@@ -299,7 +299,7 @@ def all_cases(folder: Path) -> dict[str, Any]:
         found[case.__name__] = on_ranks(case, folder, 2) + on_ranks(case, folder, 1)
     found["streamed"] = on_ranks(streamed, folder, 2)
     found["dies"] = on_ranks(dies, folder, 2)
-    found["stood"] = read_state(folder / "died" / "state.safetensors").step
+    found["stood"] = len(read_state(folder / "died").history)
     small_run(folder / "died")  # on one rank, from the two ranks' directory
     found["resumed"] = len(contents(folder / "died")[1])
     return found

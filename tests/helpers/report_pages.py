@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 import fastbcd
-from fastbcd.runs.directory import RunDirectory
+from fastbcd.runs.config import VERSION, Config, DataFacts, NetFacts
+from fastbcd.runs.directory import RunDirectory, State
+from fastbcd.runs.step import Start, encode
 
 SHAPES = {  # classes, image size, train images
     "cifar10": (10, 32, 50_000), "cifar100": (100, 32, 50_000), "tiny-imagenet": (200, 64, 100_000)
@@ -61,28 +63,34 @@ def large_run(place: Path, arch: str, data: str) -> Path:
         net = fastbcd.models.build(arch, classes, size)
     kept = fastbcd.MaskSet.full({s.name: s.shape for s in fastbcd.masks(net).sites})
     kept = kept.without(range(20_000, kept.total))
-    facts = {"name": data, "images": images, "channels": 3, "height": size, "width": size,
-             "classes": classes, "dtype": "uint8", "mean": [0.5] * 3, "std": [0.5] * 3,
-             "digest": "0123"}  # fmt: skip
-    config = {
-        "format": "fastbcd.run 2",
-        "settings": {"drc": 100, "proposal": "uniform", "budget": 19_000, "rt": 50, "adt": 0.3,
-                     "samples": None, "seed": 0, "finetune": None, "finetune_when": "every_step"},
-        "data": facts, "test": {**facts, "images": 10_000},
-        "net": {"arch": net.arch, "sites": {s.name: s.shape for s in kept.sites}, "tensors": {}},
-    }  # fmt: skip
+    facts = DataFacts(
+        name=data, images=images, shape=[3, size, size], classes=classes, dtype="uint8",
+        mean=[0.5] * 3, std=[0.5] * 3, digest="0123",
+    )  # fmt: skip
+    settings = {"drc": 100, "proposal": "uniform", "budget": 19_000, "rt": 50, "adt": 0.3}
+    sites = {site.name: list(site.shape) for site in kept.sites}
+    config = Config(
+        format=f"fastbcd.bcd {VERSION}", fastbcd="test", settings=settings, data=facts, test=facts,
+        net=NetFacts(arch=net.arch, sites=sites, tensors=dict.fromkeys(names(kept), "bool")),
+    )  # fmt: skip
     run = RunDirectory(place, config, "never")
+    history: list[dict[str, Any]] = []
     for number in range(4):
         before = kept.count()
         kept = kept.without(kept.sample(100, seed=0, step=number, trial=0)) if number else kept
-        record = {
-            "number": number, "before": before, "after": kept.count(), "drc": 100, "tried": 7,
-            "chosen": 6, "accepted": True, "drops": {}, "base_accuracy": 80.0, "base_loss": 1.0,
-            "chosen_accuracy": 79.9, "chosen_loss": 1.0, "engine": "stacked", "train_loss": None,
-            "test_accuracy": 70.0 - number, "seconds": {"score": 5.0, "finetune": 40.0},
-            "sites": list(kept.counts().values()),
-        }  # fmt: skip
-        tensors = {f"{s.name}.mask": b for s, b in zip(kept.sites, kept.split(), strict=True)}
-        run.save(number, tensors, record if number else {})
+        step = fastbcd.Step(
+            number=number, before=before, after=kept.count(), drc=100, tried=7, chosen=6,
+            accepted=True, drops={}, base_accuracy=80.0, base_loss=1.0, chosen_accuracy=79.9,
+            chosen_loss=1.0, engine="stacked", test_accuracy=70.0 - number,
+            seconds={"score": 5.0, "finetune": 40.0}, sites=list(kept.counts().values()),
+        )  # fmt: skip
+        if number:
+            history = [*history, encode(step)]
+        tensors = dict(zip(names(kept), kept.split(), strict=True))
+        run.write(State(tensors, encode(Start()), history, number == 3))
     run.close()
     return place
+
+
+def names(masks: fastbcd.MaskSet) -> list[str]:
+    return [f"{site.name}.mask" for site in masks.sites]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fastbcd
-from fastbcd.runs.files import read_state
+from fastbcd.runs.directory import read_state
 from fastbcd.training.settings import Finetune
 
 
@@ -35,15 +35,15 @@ def small_run(run_dir: Path | None, **options: Any) -> fastbcd.Run:
 
 def contents(run_dir: Path) -> tuple[Any, Any]:
     """What two runs must have in common: the state's tensors and the history without seconds."""
-    state = read_state(run_dir / "state.safetensors")
+    state = read_state(run_dir)
     tensors = {name: t.tolist() for name, t in sorted(state.tensors.items())}
-    return tensors, [{**record, "seconds": None} for record in records(run_dir)]
+    assert records(run_dir) == state.history
+    return tensors, [{**record, "seconds": None} for record in state.history]
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """The history as its file has it, without the digests: those cover the seconds."""
-    lines = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "digest"} for line in lines]
+    """The history as its file has it."""
+    return [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
 
 
 def nudge(net: nn.Module, step: fastbcd.Step) -> None:

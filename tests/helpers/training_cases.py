@@ -18,7 +18,7 @@ import torch
 
 import fastbcd
 from fastbcd import Finetuner
-from fastbcd.runs.directory import RunDirectory
+from fastbcd.runs.directory import RunDirectory, State
 from fastbcd.runtime import ranks
 from fastbcd.scoring.accuracy import accuracy
 from helpers import sync_norm
@@ -70,7 +70,7 @@ def mismatch(folder: Path) -> Any:
 def dense(folder: Path) -> Any:
     net = make("mlp")
     trained = fastbcd.train(net, pair(41), epochs=2, batch_size=16, padding=1, lr=0.05)
-    return result(net, loss=[r["loss"] for r in trained.history])
+    return result(net, loss=[epoch.loss for epoch in trained.history])
 
 
 def snl(folder: Path) -> Any:
@@ -134,15 +134,14 @@ def long_run(folder: Path | None) -> dict[str, Any]:
 
 def killed(folder: Path) -> None:
     """The same run, killed right after the third epoch is saved."""
-    whole = RunDirectory._save
+    whole = RunDirectory.write
 
-    def save(self: RunDirectory, step: int, *rest: Any) -> Any:
-        answer = whole(self, step, *rest)
-        if step == KILLED_AT:
+    def write(self: RunDirectory, state: State) -> None:
+        whole(self, state)
+        if len(state.history) == KILLED_AT:
             os.kill(os.getpid(), signal.SIGKILL)
-        return answer
 
-    RunDirectory._save = save  # type: ignore[method-assign]
+    RunDirectory.write = write  # type: ignore[method-assign]
     long_run(folder)
 
 

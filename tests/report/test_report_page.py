@@ -16,7 +16,7 @@ from torch import nn
 import fastbcd
 from fastbcd import report
 from fastbcd.report import figures, published, sections, subject
-from fastbcd.runs.read import TITLES, read
+from fastbcd.runs.stages import TITLES, read
 from helpers.report_pages import PNG, Page
 from helpers.run_cases import records, small_net, small_run
 

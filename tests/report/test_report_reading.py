@@ -14,7 +14,7 @@ import torch
 import fastbcd
 from fastbcd import report
 from fastbcd.report import figures, published, sections, subject
-from fastbcd.runs.read import read
+from fastbcd.runs.stages import read
 from helpers.report_pages import Page, large_run
 from helpers.run_cases import small_net, small_run
 

@@ -12,7 +12,7 @@ import pytest
 
 from fastbcd import report
 from fastbcd.cli import main as cli
-from fastbcd.runs.read import read
+from fastbcd.runs.stages import read
 
 
 def test_what_is_no_run(finished, tmp_path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fastbcd
-from fastbcd.runs.read import read
+from fastbcd.runs.stages import read
 from helpers.run_cases import records, small_net, small_run
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fastbcd
-from fastbcd.runs.files import read_state
+from fastbcd.runs.directory import read_state
 from fastbcd.runtime import ranks
 
 CASES = Path(__file__).parents[1] / "helpers" / "rank_cases.py"
@@ -124,12 +124,12 @@ def test_torchrun_ends_the_others_and_the_run_resumes(tmp_path) -> None:
     done = subprocess.run(command, env=environment, **options)
     assert done.returncode != 0
     assert "exitcode: -9" in done.stderr, done.stderr
-    assert read_state(tmp_path / "run" / "state.safetensors").step == 1
+    assert len(read_state(tmp_path / "run").history) == 1
     (tmp_path / "die").unlink()
     done = subprocess.run(command, env=environment, **options)
     assert done.returncode == 0, done.stderr
     assert "resuming the run in" in done.stdout
-    assert read_state(tmp_path / "run" / "state.safetensors").step == 5
+    assert len(read_state(tmp_path / "run").history) == 5
 
 
 # ------------------------------------------------------------------------------------ on GPUs

@@ -1,0 +1,245 @@
+"""Job: what a run is. It is checked once, when it is made, and does not change afterwards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from fastbcd.descent.budget import Budget, limits_of
+from fastbcd.descent.limits import Limits, counts_of
+from fastbcd.descent.problem import Problem
+from fastbcd.descent.proposals import PROPOSALS, Proposal, Saliency, check_describe, find_proposal
+from fastbcd.descent.schedules import Schedule, size_of
+from fastbcd.descent.tuning import Training
+from fastbcd.masking.masks import masks
+from fastbcd.runs.config import Config
+from fastbcd.runs.journal import Journal, journal
+from fastbcd.runs.step import Start, Step
+from fastbcd.runtime.limits import default_memory
+from fastbcd.runtime.settings import Settings, setting
+from fastbcd.scoring.confidence import check_confidence
+from fastbcd.scoring.engine import ENGINES, Engine, as_engine
+from fastbcd.scoring.metric import Criterion, Loss, Metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search(Settings):
+    """What decides a step."""
+
+    drc: int | Schedule | Callable[[int], int] = setting(
+        100,
+        "ReLUs that a step removes: a number, a function of the number kept, or a Schedule. With a "
+        "cost as the budget, a step saves the same share of the cost left: drc / ReLUs kept",
+        least=1,
+    )
+    rt: int = setting(50, "hypotheses that a step tries at most", least=1)
+    adt: float = setting(
+        0.3, "drop of accuracy that a step accepts, in percentage points", finite=False
+    )
+    proposal: str | Proposal | None = setting(
+        None,
+        'how hypotheses are drawn: "uniform", as in the paper; "saliency", ReLUs of small '
+        'first-order effect; "blocks", ReLUs or whole sites of small effect per second saved; or a '
+        'Proposal. None: "uniform", and "blocks" with a cost or max_sites',
+        choices=PROPOSALS,
+    )
+    max_sites: int | None = setting(
+        None,
+        "sites that keep any ReLU, at most; the end has fewer ReLUs than the budget only if those "
+        "sites have fewer",
+        least=0,
+    )
+    samples: int | None = setting(None, "score on the first n train images; None: on all", least=1)
+    confidence: float | None = setting(
+        None,
+        "None scores exactly. With 0.999 the choice of a step differs from the exact one with a "
+        "probability of 0.1 % at most, and takes fewer images (docs/confidence.md)",
+    )
+    metric: Metric | None = setting(
+        None,
+        "a callable (outputs, targets) -> [B], larger is better, in place of accuracy. With an "
+        "attribute `bounds = (low, high)` accuracies and adt are in percent of that range, without "
+        "it in the metric's units",
+    )
+    loss: Loss | None = setting(
+        None,
+        "a callable (outputs, targets) -> [B] or their mean, in place of cross-entropy: for ties, "
+        "saliency and fine-tuning",
+    )
+    seed: int = setting(0, "of all random numbers", least=0, most=2**63 - 1)
+    engine: str | Engine = setting(
+        "auto",
+        "how hypotheses are scored: a name or `Engine(...)`. Only its precision can change the "
+        "outcome",
+        choices=ENGINES,
+        recorded=False,
+    )
+    test_every: int = setting(
+        1,
+        "measure the test accuracy after every n steps, and after the last one",
+        least=1,
+        recorded=False,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_confidence(self.confidence, self.metric)
+        if isinstance(self.drc, Schedule):
+            check_describe("drc", self.drc)
+        if self.proposal is not None:
+            find_proposal(self.proposal)
+        as_engine(self.engine)
+
+    def describe(self) -> dict[str, Any]:
+        """What config.json records."""
+        return super().describe() | {"precision": as_engine(self.engine).precision}
+
+    @property
+    def criterion(self) -> Criterion:
+        """What hypotheses are judged by."""
+        return Criterion(self.metric, self.loss)
+
+
+class Job(NamedTuple):
+    """A run: what is searched, within which limits, and how it is trained."""
+
+    problem: Problem
+    budget: int | Budget
+    limits: Limits
+    search: Search
+    proposal: Proposal
+    engine: Engine
+    training: Training
+    epochs: float  # of training in all, at least; steps at the budget only train
+    when: str  # which steps are trained
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        budget: int | Budget,
+        search: Search,
+        training: Training,
+        *,
+        epochs: float = 0.0,
+        when: str = "every_step",
+    ) -> Job:
+        """A job, checked; nothing is changed yet."""
+        limits = limits_of(budget, problem.net, search.max_sites)
+        counts = counts_of(masks(problem.net))
+        if not limits.met(counts):
+            size_of(search.drc, int(counts.sum()), [])
+        return cls(
+            problem=problem,
+            budget=budget,
+            limits=limits,
+            search=search,
+            proposal=_informed(_proposal(search, budget), problem, training),
+            engine=as_engine(search.engine),
+            training=training,
+            epochs=epochs,
+            when=when,
+        )
+
+    @property
+    def trials(self) -> int:
+        """Hypotheses of a step; all those of a greedy proposal are the same."""
+        if getattr(self.proposal, "greedy", False):
+            return 1
+        return self.search.rt
+
+    def at(self, start: Start) -> Job:
+        """The job with the memory that the run began with: plans and rounding depend on it."""
+        if self.engine.memory is not None:
+            return self
+        device = self.problem.train.device
+        memory = default_memory(device, whole=device.type in start.memory)
+        memory = min(start.memory.get(device.type, memory), memory)
+        return self._replace(engine=replace(self.engine, memory=max(memory, 1)))
+
+    def begin(self) -> Start:
+        """The facts about the net as it is, before the first step."""
+        device = self.problem.train.device
+        counts = counts_of(masks(self.problem.net))
+        memory = self.engine.memory
+        return Start(
+            value=self.limits.value(counts),
+            sites=int((counts > 0).sum()),
+            memory={device.type: default_memory(device) if memory is None else memory},
+            test_accuracy=self.problem.accuracy(),
+        )
+
+    def met(self) -> bool:
+        """Whether the net's masks are within the budget."""
+        return bool(self.limits.met(counts_of(masks(self.problem.net))))
+
+    def epochs_left(self, history: Sequence[Step]) -> float:
+        """The epochs that are left of those of the whole run."""
+        spent = sum(step.epochs or 0.0 for step in history)
+        return max(0.0, round(self.epochs - spent, 9))
+
+    def over(self, history: Sequence[Step]) -> bool:
+        """Whether no step is left after these."""
+        return self.met() and self.epochs_left(history) == 0
+
+    def cost(self) -> float | None:
+        """What the net costs now, in the unit of the budget; None if that is a number of ReLUs."""
+        if not isinstance(self.budget, Budget):
+            return None
+        return self.limits.value(counts_of(masks(self.problem.net)))
+
+    def config(self) -> Config:
+        """What config.json says."""
+        settings: dict[str, Any] = {"budget": self.budget}
+        if isinstance(self.budget, Budget):
+            settings["budget"] = self.budget.describe()
+        if self.epochs:
+            settings["epochs"] = self.epochs
+        settings |= self.search.describe() | {"proposal": self.proposal.describe()}
+        return Config.of(
+            "bcd",
+            settings | {"finetune_when": self.when} | self.training.describe(),
+            self.problem.net,
+            data=self.problem.train,
+            test=self.problem.test,
+        )
+
+    def journal(
+        self, run_dir: str | os.PathLike[str] | None, resume: str | bool
+    ) -> AbstractContextManager[Journal[Step]]:
+        """The journal of this job's run, begun or resumed."""
+        return journal(
+            self.config(),
+            self.problem.net,
+            Step,
+            begin=self.begin,
+            over=self.over,
+            run_dir=run_dir,
+            resume=resume,
+            same=repr(self.search),
+        )
+
+
+def _proposal(search: Search, budget: int | Budget) -> Proposal:
+    """The proposal that the settings name."""
+    if search.proposal is not None:
+        return find_proposal(search.proposal)
+    if isinstance(budget, Budget) or search.max_sites is not None:
+        return find_proposal("blocks")
+    return find_proposal("uniform")
+
+
+def _informed(proposal: Proposal, problem: Problem, training: Training) -> Proposal:
+    """The proposal, with the loss of the run and the teacher's answers if it asks for them."""
+    if not isinstance(proposal, Saliency):
+        return proposal
+    loss = problem.criterion.loss or proposal.loss
+    if not proposal.distilled:
+        return replace(proposal, loss=loss)
+    answers = training.answers(problem.scored)
+    if answers is None:
+        raise ValueError(f"{proposal} needs teacher= and finetune=Finetune(...)")
+    return replace(proposal, loss=loss, given=answers)

@@ -1,0 +1,48 @@
+"""Problem: the net and the images that a run is about, and what its answers are judged by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fastbcd.data.for_net import data_for
+from fastbcd.data.images import ImageData
+from fastbcd.scoring.accuracy import accuracy, check_metric
+from fastbcd.scoring.metric import Criterion
+from fastbcd.scoring.score import check_scorable
+
+
+class Problem:
+    """What is linearised, trained on, scored on and tested on; checked when it is made."""
+
+    def __init__(
+        self, net: nn.Module, data: Any, test: Any, criterion: Criterion, samples: int | None
+    ) -> None:
+        self.net = net
+        self.criterion = criterion
+        self.train = data_for(net, data)
+        check_scorable(net, self.train, criterion)
+        self.scored = self.train
+        if samples is not None:
+            self.scored = self._first(samples)
+        self.test: ImageData | None = None
+        if test is not None:
+            self.test = data_for(net, test)
+            check_metric(net, self.test, criterion, "the net, asked about the test set,")
+
+    def accuracy(self) -> float | None:
+        """The test accuracy of the net as it is; None without test data."""
+        if self.test is None:
+            return None
+        return accuracy(self.net, self.test, metric=self.criterion.metric)
+
+    @property
+    def unit(self) -> str:
+        """Of accuracies, as text."""
+        return "" if self.criterion.bounds is None else " %"
+
+    def _first(self, samples: int) -> ImageData:
+        if samples > len(self.train):
+            raise ValueError(f"samples={samples}; there are {len(self.train)} train images")
+        return self.train.first(samples)

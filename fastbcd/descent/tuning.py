@@ -1,0 +1,137 @@
+"""What trains the net after a removal: `Finetune`, a function, the body of a loop, or nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fastbcd.data.images import ImageData
+from fastbcd.descent.problem import Problem
+from fastbcd.runs.fingerprint import weights_mark
+from fastbcd.runs.step import Step
+from fastbcd.runtime.settings import described
+from fastbcd.scoring.compiled import drop
+from fastbcd.training.checks import check_same_classes
+from fastbcd.training.finetuner import Finetuner
+from fastbcd.training.repeat import seeded
+from fastbcd.training.settings import Finetune
+from fastbcd.training.teacher import Distillation
+
+Function = Callable[[nn.Module, Step], Any]
+
+
+class Training:
+    """No training: the base of the others.
+
+    epochs: of one step, for the plan; None: unknown.
+    """
+
+    epochs: float | None = 0.0
+
+    def __call__(self, step: Step) -> None:
+        """Train the net in place after the step's removal, and complete the step's record."""
+
+    def answers(self, data: ImageData) -> Distillation | None:
+        """The teacher's answers to these images, if the net distils from one."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """What config.json records."""
+        return {"finetune": None}
+
+
+class Body(Training):
+    """The training is the body of the loop over `fastbcd.steps`."""
+
+    epochs = None
+
+    def describe(self) -> dict[str, Any]:
+        return {"finetune": "the loop's body"}
+
+
+class Own(Training):
+    """A function of the user, f(net, step), that may return {"loss": …}."""
+
+    epochs = None
+
+    def __init__(self, problem: Problem, function: Function, seed: int) -> None:
+        self.problem = problem
+        self.function = function
+        self.seed = seed
+
+    def __call__(self, step: Step) -> None:
+        net = self.problem.net
+        drop(net)  # what was made of other weights: its memory is needed now
+        # Seeded, so that a step that is run again after a kill trains in the same way.
+        with seeded(self.problem.train.device, int(self.seed) * 1_000_003 + step.number):
+            report = self.function(net, step)
+        if isinstance(report, dict) and report.get("loss") is not None:
+            step.train_loss = float(report["loss"])
+
+    def describe(self) -> dict[str, Any]:
+        return {"finetune": described(self.function)}
+
+
+class Tuned(Training):
+    """Training by `Finetune`."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        settings: Finetune,
+        teacher: nn.Module | None,
+        *,
+        seed: int,
+        progress: bool,
+    ) -> None:
+        self.epochs = settings.epochs
+        self.settings = settings
+        self.teacher = teacher
+        self.progress = progress
+        self.net = problem.net
+        self.tuner = Finetuner(
+            problem.net, problem.train, settings, teacher, seed=seed, loss=problem.criterion.loss
+        )
+
+    def __call__(self, step: Step, **how: Any) -> None:
+        """Train. how: of `Finetuner.run`."""
+        drop(self.net)
+        report = self.tuner.run(step.number, **{"progress": self.progress, **how})
+        step.epochs = report["epochs"]
+        step.train_loss = report.get("loss")
+
+    def answers(self, data: ImageData) -> Distillation | None:
+        if self.teacher is None:
+            return None
+        return Distillation.of(self.teacher, data, self.settings)
+
+    def describe(self) -> dict[str, Any]:
+        finetune = self.settings.describe()
+        return {"finetune": finetune, "teacher": weights_mark(self.teacher)}
+
+
+def training_of(
+    problem: Problem,
+    finetune: Finetune | Function | None,
+    teacher: nn.Module | None,
+    *,
+    seed: int,
+    progress: bool,
+) -> Training:
+    """The training that `finetune` asks for."""
+    if isinstance(finetune, Finetune):
+        return Tuned(problem, finetune, teacher, seed=seed, progress=progress)
+    if teacher is not None:
+        check_same_classes(problem.net, problem.train, teacher)
+        warnings.warn("the teacher is not used: only Finetune distills", stacklevel=3)
+    if finetune is None:
+        return Training()
+    if not callable(finetune):
+        raise TypeError(
+            f"finetune is a {type(finetune).__name__}; give fastbcd.Finetune(...), a function "
+            f"f(net, step), or None"
+        )
+    return Own(problem, finetune, seed)
