@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from fastbcd import ops
 from fastbcd.ops.saliency import saliency
@@ -136,29 +134,3 @@ def activation_type(replacement: str) -> type[MaskedActivation]:
     if replacement not in REPLACEMENTS:
         raise ValueError(f"replacement={replacement!r}; choose from {list(REPLACEMENTS)}")
     return REPLACEMENTS[replacement]
-
-
-def _copy_masks_instead_of_averaging() -> None:
-    """Make AveragedModel(net, use_buffers=True) copy masks: 0.9·True + 0.1·False is True again.
-
-    It has no hook, so its method is wrapped, and masks are no buffers while it runs.
-    """
-    original = AveragedModel.update_parameters
-
-    @functools.wraps(original)
-    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
-        mine, new = ([m for m in net.modules() if isinstance(m, MaskedActivation)]
-                     for net in (self.module, model))  # fmt: skip
-        masks = [m._buffers.pop("mask") for m in mine + new]
-        try:
-            original(self, model)
-        finally:
-            for m, mask in zip(mine + new, masks, strict=True):
-                m._buffers["mask"] = mask
-        for averaged, m in zip(mine, new, strict=True):
-            averaged.mask.copy_(m.mask)
-
-    AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
-
-
-_copy_masks_instead_of_averaging()
