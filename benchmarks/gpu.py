@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fastbcd import kernels
-from fastbcd.ops.calls import KERNELS, Call, by_kernel
+from fastbcd.ops.calls import KERNELS, KernelCall, by_kernel
 from fastbcd.ops.selfcheck import B, Check, arguments
 from table import machine
 
@@ -69,7 +69,7 @@ def median_time(call: Callable[[], object], device: torch.device, rounds: int) -
     return sorted(times)[len(times) // 2]
 
 
-def large_call(check: Check, device: torch.device, site: tuple[int, ...], batch: int) -> Call:
+def large_call(check: Check, device: torch.device, site: tuple[int, ...], batch: int) -> KernelCall:
     """The call of a check, with many copies of its batch."""
     if check.kernel == "kink":
         n, trials, items = KINKS if site == SITE else (8, 3, 32)

@@ -6,32 +6,38 @@ import torch
 from torch import Tensor
 
 from fastbcd.kernels.geometry import is_shared
-from fastbcd.ops.registry import transformed
+from fastbcd.ops.registry import differentiable, transformed
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 MASK_DTYPES = (torch.bool, torch.uint8)
 
 
 def check_arguments(
-    x: Tensor, mask: Tensor, scale: Tensor | None, shift: Tensor | None, residual: Tensor | None,
+    x: Tensor,
+    mask: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    residual: Tensor | None,
     trials: bool | None,
-) -> bool:  # fmt: skip
+) -> bool:
     """Refuse what the masked ops cannot do; return whether the mask has a trial dimension."""
     if mask.dtype not in MASK_DTYPES:
         raise TypeError(f"mask is {mask.dtype}; it must be torch.bool or torch.uint8 (mask.bool())")
     _check_device("mask", mask, x)
     trials = infer_trials(x, mask, trials)
-    if scale is not None or shift is not None:
-        if scale is None or shift is None:
-            given, missing = ("scale", "shift") if shift is None else ("shift", "scale")
-            raise ValueError(
-                f"{given} was given without {missing}; pass both or neither, one value per channel"
-            )
+    if scale is not None and shift is not None:
         channels = mask.shape[1 if trials else 0]
         check_small("scale", scale, x, (channels,))
         check_small("shift", shift, x, (channels,))
+    elif scale is not None:
+        raise ValueError(f"scale was given without shift; {_BOTH}")
+    elif shift is not None:
+        raise ValueError(f"shift was given without scale; {_BOTH}")
     check_items(x, mask, residual, trials)
     return trials
+
+
+_BOTH = "pass both or neither, one value per channel"
 
 
 def infer_trials(x: Tensor, mask: Tensor, trials: bool | None) -> bool:
@@ -83,24 +89,27 @@ def check_items(x: Tensor, mask: Tensor, residual: Tensor | None, trials: bool =
     _check_device("residual", residual, x)
 
 
-def check_small(name: str, v: Tensor, x: Tensor, *shapes: tuple[int, ...]) -> None:
+def check_small(name: str, value: Tensor, x: Tensor, *shapes: tuple[int, ...]) -> None:
     """Check the shape, dtype and device of a per-channel or per-unit argument."""
-    _check_shape(name, v, x, *shapes)
-    if not v.is_floating_point():
-        raise TypeError(f"{name} is {v.dtype}; it must be floating-point")
-    _check_device(name, v, x)
+    _check_shape(name, value, x, *shapes)
+    if not value.is_floating_point():
+        raise TypeError(f"{name} is {value.dtype}; it must be floating-point")
+    _check_device(name, value, x)
 
 
-def check_out(out: Tensor, x: Tensor, mask: Tensor, trials: bool, tensors: tuple) -> None:
+def check_out(
+    out: Tensor, x: Tensor, mask: Tensor, trials: bool, others: tuple[Tensor | None, ...]
+) -> None:
     """out= is for inference: shape, dtype and device of y, and no gradients."""
-    shape = (mask.shape[0], *x.shape) if is_shared(x, mask, trials) else tuple(x.shape)
+    shape = tuple(x.shape)
+    if is_shared(x, mask, trials):
+        shape = (mask.shape[0], *shape)
     if not _has_shape(out, shape) or out.dtype != x.dtype or out.device != x.device:
         raise ValueError(
             f"out is {_shape(out)} {out.dtype} on {out.device}; "
             f"this call writes {shape} {x.dtype} on {x.device}"
         )
-    grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if grad or transformed():
+    if differentiable((x, out, *others)) or transformed():
         raise RuntimeError(
             "out= does not record gradients and does not work under torch.func; drop it, or call "
             "under torch.no_grad()"

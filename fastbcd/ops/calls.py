@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,48 +11,51 @@ from torch import Tensor
 from fastbcd.kernels.geometry import compute_dtype, dense_together, geometry
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """One call of a kernel on dense memory."""
 
     outputs: list[Any]  # empty tensors; None for a gradient that is not wanted
-    inputs: tuple[Any, ...]  # of the kernel and of the formula
-    geometry: tuple[Any, ...]  # the arguments of `geometry`; empty: the kernel takes none
-    extra: tuple[Any, ...] = ()  # further arguments of the formula
+    inputs: tuple[Any, ...]
+    geometry: tuple[Any, ...] = ()  # the arguments of `geometry`; empty: the kernel takes none
     fits: bool = True  # False: no kernel takes this call
 
 
 class Kernel(NamedTuple):
-    """A kernel(*outputs, *inputs, geometry) writes what formula(*inputs, *extra) returns."""
+    """A kernel(*outputs, *inputs, geometry) on the memory that lay_out(*arguments) describes.
 
-    schema: str  # of its operator
-    lay_out: Callable[..., Call]
+    It writes what formula(*arguments) returns.
+    """
+
+    schema: str  # of the operator that has these arguments
+    lay_out: Callable[..., KernelCall]
     formula: Callable[..., Any]
 
 
 KERNELS: dict[str, Kernel] = {}
 
 
-def by_formula(formula: Callable[..., Any], call: Call) -> None:
+def by_formula(formula: Callable[..., Any], call: KernelCall, arguments: Sequence[Any]) -> None:
     """Fill the outputs of a call with the values of the formula."""
-    found = formula(*call.inputs, *call.extra)
-    found = found if isinstance(found, tuple) else (found,)
-    for out, value in zip(call.outputs, found, strict=True):
-        if out is not None:
-            out.copy_(value)
+    values = formula(*arguments)
+    if not isinstance(values, tuple):
+        values = (values,)
+    for output, value in zip(call.outputs, values, strict=True):
+        if output is not None:
+            output.copy_(value)
 
 
-def by_kernel(function: Callable[..., None], call: Call) -> None:
+def by_kernel(function: Callable[..., None], call: KernelCall) -> None:
     """Make the kernel fill the outputs of a call; sums over nothing are 0."""
     if not call.geometry:
         function(*call.outputs, *call.inputs)
         return
-    g = geometry(*call.geometry)
-    if g.trials * g.batch * g.channels * g.inner:
-        function(*call.outputs, *call.inputs, g)
-    else:
-        for out in call.outputs:
-            if out is not None:
-                out.zero_()
+    shape = geometry(*call.geometry)
+    if shape.trials * shape.batch * shape.channels * shape.inner:
+        function(*call.outputs, *call.inputs, shape)
+        return
+    for output in call.outputs:
+        if output is not None:
+            output.zero_()
 
 
 def contiguous(t: Tensor | None) -> Any:
@@ -60,9 +63,12 @@ def contiguous(t: Tensor | None) -> Any:
     return None if t is None else t.contiguous()
 
 
-def backward_call(grad, x, mask, coef, residual, *flags, more=()) -> Call:
+def backward_call(grad, x, mask, coef, residual, *flags, more=()) -> KernelCall:
     """The backward of an activation without trials: dx, more results, and a sum for each unit."""
     mask, x, residual, grad = dense_together(mask, False, x, residual, grad)
     sums = x.new_empty_strided(x.shape[1:], x.stride()[1:], dtype=compute_dtype(x.dtype))
-    inputs = (grad, x, mask, contiguous(coef), residual, *flags)
-    return Call([torch.empty_like(x), *more, sums], inputs, (x, mask))
+    return KernelCall(
+        outputs=[torch.empty_like(x), *more, sums],
+        inputs=(grad, x, mask, contiguous(coef), residual, *flags),
+        geometry=(x, mask),
+    )

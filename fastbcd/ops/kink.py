@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastbcd.kernels.geometry import compute_dtype
 from fastbcd.ops import reference
-from fastbcd.ops.calls import KERNELS, Call, Kernel
+from fastbcd.ops.calls import KERNELS, Kernel, KernelCall
 from fastbcd.ops.registry import compute
 
 
@@ -21,14 +21,16 @@ def kink(c: Tensor, a: Tensor, mask: Tensor, *, fresh: bool) -> None:
     >>> c
     tensor([[[0., 2.]]])
     """
-    compute("kink", _lay_out(c, a, mask, fresh))
+    arguments = (c, a, mask, fresh)
+    compute("kink", _lay_out(*arguments), arguments)
     if not c.is_inference():
         torch.autograd.graph.increment_version(c)
 
 
-def _lay_out(c: Tensor, a: Tensor, bits: Tensor, fresh: bool) -> Call:
-    return Call([c], (a, bits, fresh), (), (c,), fits=c.dtype == compute_dtype(c.dtype))
+def _lay_out(c: Tensor, a: Tensor, bits: Tensor, fresh: bool) -> KernelCall:
+    return KernelCall([c], (a, bits, fresh), fits=c.dtype == compute_dtype(c.dtype))
 
 
-_SCHEMA = "kink(Tensor c, Tensor a, Tensor bits, bool fresh) -> Tensor"
-KERNELS["kink"] = Kernel(_SCHEMA, _lay_out, reference.kink)
+KERNELS["kink"] = Kernel(
+    "kink(Tensor c, Tensor a, Tensor bits, bool fresh) -> Tensor", _lay_out, reference.kink
+)

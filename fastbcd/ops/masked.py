@@ -18,7 +18,7 @@ from fastbcd.kernels.geometry import (
     new_output,
 )
 from fastbcd.ops.arguments import DTYPES, check_arguments, check_out, check_small
-from fastbcd.ops.calls import Call, contiguous
+from fastbcd.ops.calls import KernelCall, contiguous
 from fastbcd.ops.registry import OPERATORS, Operator, compute, define, unseen
 
 
@@ -50,7 +50,7 @@ def masked_relu(
     >>> masked_relu(x, torch.tensor([True, False, True]))
     tensor([[ 0., -2.,  3.]])
     """
-    y = _plain("masked_relu_plain", trials, out, x, mask, scale, shift, residual)
+    y = _plain("masked_relu_plain", trials, out, (x, mask, scale, shift, residual))
     if y is not None:
         return y
     trials = check_arguments(x, mask, scale, shift, residual, trials)
@@ -79,7 +79,7 @@ def masked_poly(
     >>> masked_poly(torch.tensor([[-3.0, -3.0]]), torch.tensor([True, False]), square)
     tensor([[0., 9.]])
     """
-    y = _plain("masked_poly_plain", trials, out, x, mask, coef, scale, shift, residual)
+    y = _plain("masked_poly_plain", trials, out, (x, mask, coef, scale, shift, residual))
     if y is not None:
         return y
     trials = check_arguments(x, mask, scale, shift, residual, trials)
@@ -90,16 +90,18 @@ def masked_poly(
     return _call("masked_poly", x, mask, (coef, scale, shift), residual, trials, out)
 
 
-def _plain(kernel: str, trials: bool | None, out: Any, *arguments: Any) -> Tensor | None:
+def _plain(
+    kernel: str, trials: bool | None, out: Tensor | None, arguments: tuple[Any, ...]
+) -> Tensor | None:
     """The result of the most frequent call, without the checks below: small tensors wait for them.
 
     None unless it is an inference without trials on CPU tensors that a kernel reads as they are;
     C++ compares shapes, dtypes and strides.
     """
     x = arguments[0]
-    if out is not None or not unseen(arguments) or x.dtype not in DTYPES:
+    if out is not None or x.dtype not in DTYPES or not unseen(arguments):
         return None
-    if trials is not False and (trials is not None or x.ndim != 4):  # other shapes may be ambiguous
+    if trials or (trials is None and x.ndim != 4):  # other shapes may be ambiguous
         return None
     return _as_they_are(kernel, arguments)
 
@@ -111,79 +113,73 @@ def _as_they_are(kernel: str, arguments: tuple[Any, ...]) -> Tensor | None:
 
 
 def _call(
-    op: str, x: Tensor, mask: Tensor, small: tuple, residual: Tensor | None, trials: bool, out: Any
+    op: str,
+    x: Tensor,
+    mask: Tensor,
+    small: tuple[Tensor | None, ...],
+    residual: Tensor | None,
+    trials: bool,
+    out: Tensor | None,
 ) -> Tensor:
     """The operator, with its per-channel arguments in the compute dtype."""
     dtype = compute_dtype(x.dtype)
     # `to` costs 1 µs even where it returns its argument.
     small = tuple([v if v is None or v.dtype == dtype else v.to(dtype) for v in small])
-    if out is not None:
-        check_out(out, x, mask, trials, (x, *small, residual, out))
-        OPERATORS[f"{op}_out"](x, mask, *small, residual, trials, out)
-        return out
-    return OPERATORS[op](x, mask, *small, residual, trials)
+    if out is None:
+        return OPERATORS[op](x, mask, *small, residual, trials)
+    check_out(out, x, mask, trials, (*small, residual))
+    OPERATORS[f"{op}_out"](x, mask, *small, residual, trials, out)
+    return out
 
 
-def masked_call(x, mask, *parameters, out=None) -> Call:
-    """parameters: ([coef,] scale, shift, residual, trials)."""
+def masked_call(x, mask, *parameters, out=None) -> KernelCall:
+    """The layout of a forward; parameters: ([coef,] scale, shift, residual, trials)."""
     *small, residual, trials = parameters
     mask, x, residual = dense_together(mask, trials, x, residual)
-    y = new_output(x, mask, trials) if out is None else out
-    inputs = (x, mask, *(contiguous(t) for t in small), residual)
-    return Call([y], inputs, (x, mask, trials, *are_shared(mask, trials, x, residual)), (trials,))
+    return KernelCall(
+        outputs=[new_output(x, mask, trials) if out is None else out],
+        inputs=(x, mask, *map(contiguous, small), residual),
+        geometry=(x, mask, trials, *are_shared(mask, trials, x, residual)),
+    )
 
 
 def _define(op: str, small: str) -> None:
     """The operators `op` and `op`_out, which writes into its last argument."""
     parameters = f"Tensor x, Tensor mask, {small}, Tensor? residual, bool trials"
 
-    def short(*arguments: Any) -> list[Any] | None:
-        *given, trials = arguments
-        y = None if trials else _as_they_are(f"{op}_plain", tuple(given))
-        return None if y is None else [y]
-
-    define(f"{op}({parameters}) -> Tensor", masked_call, short=short)
+    def short(*arguments: Any) -> Tensor | None:
+        *tensors, trials = arguments
+        return None if trials else _as_they_are(f"{op}_plain", tuple(tensors))
 
     def write(*arguments: Any) -> None:
-        *given, out = arguments
-        call = masked_call(*given, out=out)
-        writable = _writable(out, call)
-        if not writable:
-            _refuse_internal_overlap(out)
-            call.outputs[0] = new_output(call.inputs[0], call.inputs[1], call.extra[0])
-        compute(f"{op}_forward", call)
-        if not writable:
-            out.copy_(call.outputs[0])
+        *inputs, out = arguments
+        call = masked_call(*inputs, out=out)
+        if _writable(out, call):
+            compute(f"{op}_forward", call, inputs)
+        else:
+            out.copy_(OPERATORS[op].run(*inputs))
         if not out.is_inference():  # a graph that saved `out` before now raises in its backward
             torch.autograd.graph.increment_version(out)
 
-    schema = f"{op}_out({parameters}, Tensor(a!) out) -> ()"
-    Operator(schema, write, lambda *a: None)
+    define(f"{op}({parameters}) -> Tensor", masked_call, short)
+    Operator(f"{op}_out({parameters}, Tensor(a!) out) -> ()", write, lambda *arguments: None)
 
 
-def _writable(out: Tensor, call: Call) -> bool:
+def _writable(out: Tensor, call: KernelCall) -> bool:
     """Can a kernel write into `out`: dense in x's order, and no input partly in its memory?"""
     x, _, trials, x_shared, _ = call.geometry
     channel = 2 if trials else 1
-    first, last = out.data_ptr(), out.data_ptr() + out.numel() * out.element_size()
-    return in_order(out, channel, item_order(x, channel - x_shared)) and not any(
-        t.data_ptr() < last
-        and t.data_ptr() + t.numel() * t.element_size() > first
-        and not (t.data_ptr() == first and t.shape == out.shape and t.dtype == out.dtype)
-        for t in call.inputs
-        if t is not None
-    )
+    if not in_order(out, channel, item_order(x, channel - x_shared)):
+        return False
+    return not any(_overlap(t, out) for t in call.inputs if t is not None)
 
 
-def _refuse_internal_overlap(out: Tensor) -> None:
-    reach = 0  # of the dimensions with smaller strides
-    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
-        if size > 1 and stride <= reach:
-            raise ValueError(
-                f"out {tuple(out.shape)} with strides {out.stride()} has elements that share "
-                f"memory (an expanded tensor?); pass out=torch.empty_like(x)"
-            )
-        reach += (size - 1) * stride
+def _overlap(t: Tensor, out: Tensor) -> bool:
+    """Do two dense tensors share a part of their memory, without being the same elements?"""
+    start = t.data_ptr() - out.data_ptr()
+    if start == 0 and t.shape == out.shape and t.dtype == out.dtype:
+        return False
+    return -t.nbytes < start < out.nbytes
 
 
 _define("masked_relu", "Tensor? scale, Tensor? shift")
@@ -192,34 +188,38 @@ _define("masked_poly", "Tensor coef, Tensor? scale, Tensor? shift")
 
 def _relu_backward_call(
     grad, y, mask, x, scale, trials, x_shared, residual_shared, want_residual
-) -> Call:  # fmt: skip
+) -> KernelCall:
     mask, y, grad, x = dense_together(mask, trials, y, grad, x)
     dresidual = new_gradient(grad, residual_shared) if want_residual else None
     daffine = None if x is None else scale.new_empty((2, scale.numel()))
-    outputs = [new_gradient(grad, x_shared), dresidual, daffine]
-    shared = (trials, x_shared, residual_shared and want_residual)
-    inputs = (grad, y, mask, x, contiguous(scale))
-    return Call(outputs, inputs, (y, mask, *shared), (trials, x_shared, residual_shared))
+    return KernelCall(
+        outputs=[new_gradient(grad, x_shared), dresidual, daffine],
+        inputs=(grad, y, mask, x, contiguous(scale)),
+        geometry=(y, mask, trials, x_shared, residual_shared and want_residual),
+    )
 
 
 def _poly_backward_call(
     grad, x, mask, coef, scale, shift, residual, trials, want_residual
-) -> Call:  # fmt: skip
+) -> KernelCall:
     mask, x, residual, grad = dense_together(mask, trials, x, residual, grad)
-    shared = are_shared(mask, trials, x, residual)
-    dresidual = new_gradient(grad, shared[1]) if want_residual else None
+    x_shared, residual_shared = are_shared(mask, trials, x, residual)
+    dresidual = new_gradient(grad, residual_shared) if want_residual else None
     daffine = None if scale is None else coef.new_empty((2, coef.shape[1]))
-    outputs = [new_gradient(grad, shared[0]), dresidual, coef.new_empty(coef.shape), daffine]
-    inputs = (grad, x, mask, contiguous(coef), contiguous(scale), contiguous(shift), residual)
-    return Call(outputs, inputs, (x, mask, trials, *shared), (trials,))
+    small = map(contiguous, (coef, scale, shift))
+    return KernelCall(
+        outputs=[new_gradient(grad, x_shared), dresidual, coef.new_empty(coef.shape), daffine],
+        inputs=(grad, x, mask, *small, residual),
+        geometry=(x, mask, trials, x_shared, residual_shared),
+    )
 
 
-def _short_relu_backward(grad, y, mask, x, scale, trials, *flags) -> list[Any] | None:
-    if x is None and scale is None and not (trials or flags[-1]):
-        dx = _as_they_are("masked_relu_backward_plain", (grad, y, mask))
-        if dx is not None:
-            return [dx, None, None]
-    return None
+def _short_relu_backward(grad, y, mask, x, scale, trials, *flags) -> tuple[Tensor, ...] | None:
+    want_residual = flags[-1]
+    if trials or want_residual or x is not None or scale is not None:
+        return None
+    dx = _as_they_are("masked_relu_backward_plain", (grad, y, mask))
+    return None if dx is None else (dx, dx.new_empty(0), dx.new_empty(0))
 
 
 _masked_relu_backward = define(
@@ -227,7 +227,7 @@ _masked_relu_backward = define(
     "bool trials, bool x_shared, bool residual_shared, bool want_residual) "
     "-> (Tensor dx, Tensor dresidual, Tensor daffine)",
     _relu_backward_call,
-    short=_short_relu_backward,
+    _short_relu_backward,
 )
 _masked_poly_backward = define(
     "masked_poly_backward(Tensor grad, Tensor x, Tensor mask, Tensor coef, Tensor? scale, "
@@ -247,15 +247,16 @@ def _relu_setup(ctx, inputs, output) -> None:
 
 def _relu_gradients(ctx, grad):
     y, mask, x, scale = ctx.saved_tensors
-    needs_residual = ctx.needs_input_grad[4]
+    x_shared, residual_shared = ctx.shared
+    want_residual = ctx.needs_input_grad[4]
     # dresidual = dz = dx, one tensor for both, unless a scale or a sum over trials differs.
-    same = scale is None and ctx.shared[0] == ctx.shared[1]
+    same = scale is None and x_shared == residual_shared
     dx, dresidual, daffine = _masked_relu_backward.derivative(
-        grad, y, mask, x, scale, ctx.trials, *ctx.shared, flags=(needs_residual and not same,)
+        grad, y, mask, x, scale, ctx.trials, *ctx.shared, want_residual and not same
     )
-    dscale, dshift = (None, None) if x is None else daffine.unbind()
-    dresidual = (dx if same else dresidual) if needs_residual else None
-    return dx, None, dscale, dshift, dresidual, None
+    if same:
+        dresidual = dx
+    return dx, None, *_rows(daffine, x), dresidual if want_residual else None, None
 
 
 def _poly_setup(ctx, inputs, output) -> None:
@@ -265,12 +266,18 @@ def _poly_setup(ctx, inputs, output) -> None:
 
 def _poly_gradients(ctx, grad):
     saved = ctx.saved_tensors
-    needs_residual = ctx.needs_input_grad[5]
+    scale = saved[3]
+    want_residual = ctx.needs_input_grad[5]
     dx, dresidual, dcoef, daffine = _masked_poly_backward.derivative(
-        grad, *saved, ctx.trials, flags=(needs_residual,)
+        grad, *saved, ctx.trials, want_residual
     )
-    dscale, dshift = (None, None) if saved[3] is None else daffine.unbind()
-    return dx, None, dcoef, dscale, dshift, dresidual if needs_residual else None, None
+    dresidual = dresidual if want_residual else None
+    return dx, None, dcoef, *_rows(daffine, scale), dresidual, None
+
+
+def _rows(daffine: Tensor, reason: Tensor | None) -> tuple[Tensor | None, ...]:
+    """dscale and dshift; None without the tensor that is a reason to compute them."""
+    return (None, None) if reason is None else daffine.unbind()
 
 
 OPERATORS["masked_relu"].differentiate(_relu_setup, _relu_gradients)

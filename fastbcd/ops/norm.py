@@ -19,14 +19,19 @@ from torch import Tensor
 from fastbcd import kernels
 from fastbcd.kernels.geometry import dense_together, item_order, orders_coincide
 from fastbcd.ops import reference
-from fastbcd.ops.calls import Call, contiguous
+from fastbcd.ops.calls import KernelCall, contiguous
 from fastbcd.ops.registry import define, differentiated
 
 
 def norm_relu(
-    x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, residual: Tensor | None = None, *,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mask: Tensor,
+    residual: Tensor | None = None,
+    *,
     eps: float = 1e-5,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """y [B, C, *spatial] and the statistics [2, C]: mean and biased variance of x.
 
     x, residual: [B, C, *spatial]. weight, bias: [C]. mask: [C, *spatial]. The statistics have no
@@ -52,19 +57,25 @@ def _fits(x: Tensor) -> bool:
     return x.dtype == torch.float32 and bool(item_order(x, 1) or orders_coincide(x, 1))
 
 
-def _forward_call(x, weight, bias, mask, residual, eps) -> Call:
+def _forward_call(x, weight, bias, mask, residual, eps) -> KernelCall:
     mask, x, residual = dense_together(mask, False, x, residual)
-    outputs = [torch.empty_like(x), weight.new_empty(2, x.shape[1])]
-    inputs = (x, contiguous(weight), contiguous(bias), mask, residual, eps)
-    return Call(outputs, inputs, (x, mask), fits=_fits(x))
+    return KernelCall(
+        outputs=[torch.empty_like(x), weight.new_empty(2, x.shape[1])],
+        inputs=(x, contiguous(weight), contiguous(bias), mask, residual, eps),
+        geometry=(x, mask),
+        fits=_fits(x),
+    )
 
 
-def _backward_call(grad, y, x, weight, mask, statistics, eps, want_residual) -> Call:
+def _backward_call(grad, y, x, weight, mask, statistics, eps, want_residual) -> KernelCall:
     mask, x, y, grad = dense_together(mask, False, x, y, grad)
     dresidual = torch.empty_like(x) if want_residual else None
-    outputs = [torch.empty_like(x), dresidual, weight.new_empty(2, x.shape[1])]
-    inputs = (grad, y, x, contiguous(weight), mask, statistics, eps)
-    return Call(outputs, inputs, (x, mask), fits=_fits(x))
+    return KernelCall(
+        outputs=[torch.empty_like(x), dresidual, weight.new_empty(2, x.shape[1])],
+        inputs=(grad, y, x, contiguous(weight), mask, statistics, eps),
+        geometry=(x, mask),
+        fits=_fits(x),
+    )
 
 
 _norm_relu = define(
@@ -91,11 +102,11 @@ def _gradients(ctx, grad, _):
     y, x, weight, mask, statistics = ctx.saved_tensors
     if differentiated():  # then the statistics are a function of x
         statistics = reference.norm_statistics(x)
-    needs_residual = ctx.needs_input_grad[4]
+    want_residual = ctx.needs_input_grad[4]
     dx, dresidual, (dweight, dbias) = _norm_relu_backward.derivative(
-        grad, y, x, weight, mask, statistics, ctx.eps, flags=(needs_residual,)
+        grad, y, x, weight, mask, statistics, ctx.eps, want_residual
     )
-    return dx, dweight, dbias, None, dresidual if needs_residual else None, None
+    return dx, dweight, dbias, None, dresidual if want_residual else None, None
 
 
 _norm_relu.differentiate(_setup, _gradients)

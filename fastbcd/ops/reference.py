@@ -18,18 +18,16 @@ Shapes, for a site of shape S = (C, *spatial):
     alpha     [*S], aux [*S]                               no trials with these
     y         [B, *S]; with trials [T, B, *S]
 
-All functions, the `_backward` ones included, are differentiable by autograd any number of times,
-under torch.func and in forward-mode AD.
+All functions, the `_backward` ones included, are differentiable by autograd any number of times.
 """
 
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from fastbcd.kernels.geometry import compute_dtype, is_shared
 
@@ -37,69 +35,106 @@ Maybe: TypeAlias = Tensor | None
 
 
 def masked_relu(
-    x: Tensor, mask: Tensor, scale: Maybe = None, shift: Maybe = None, residual: Maybe = None,
+    x: Tensor,
+    mask: Tensor,
+    scale: Maybe = None,
+    shift: Maybe = None,
+    residual: Maybe = None,
     trials: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """y = relu(z) where the bit is 1, else z."""
-    z, bits = _preactivation(x, mask, scale, shift, residual, trials)
-    y = torch.where(bits, torch.relu(z), z).to(x.dtype)
+    z = _preactivation(x, mask, scale, shift, residual, trials)
+    y = torch.where(_bits(mask, trials), torch.relu(z), z).to(x.dtype)
     return y if trials else y[0]
 
 
 def masked_poly(
-    x: Tensor, mask: Tensor, coef: Tensor, scale: Maybe = None, shift: Maybe = None,
-    residual: Maybe = None, trials: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    mask: Tensor,
+    coef: Tensor,
+    scale: Maybe = None,
+    shift: Maybe = None,
+    residual: Maybe = None,
+    trials: bool = False,
+) -> Tensor:
     """y = relu(z) where the bit is 1, else c2*z² + c1*z + c0, coef [3, C] = (c0, c1, c2)."""
-    z, bits = _preactivation(x, mask, scale, shift, residual, trials)
+    z = _preactivation(x, mask, scale, shift, residual, trials)
+    bits = _bits(mask, trials)
     # An infinite z under a kept ReLU must not reach the polynomial: 0 * inf in its gradient.
     y = torch.where(bits, torch.relu(z), _poly(z.masked_fill(bits, 0), coef)).to(x.dtype)
     return y if trials else y[0]
 
 
 def masked_relu_backward(
-    grad: Tensor, y: Tensor, mask: Tensor, x: Maybe, scale: Maybe,
-    trials: bool, x_shared: bool, residual_shared: bool,
-) -> tuple[Tensor, Tensor, Maybe]:  # fmt: skip
+    grad: Tensor,
+    y: Tensor,
+    mask: Tensor,
+    x: Maybe,
+    scale: Maybe,
+    trials: bool,
+    x_shared: bool,
+    residual_shared: bool,
+    want_residual: bool = True,
+) -> tuple[Tensor, Maybe, Maybe]:
     """Derivatives of masked_relu: dx, dresidual, and d(scale, shift) [2, C] if x is given.
 
     dz = grad, but 0 where the bit is 1 and y <= 0: the output alone tells. (In 16-bit types a
     positive z may round to y = 0, and then has no gradient, as in eager relu.)
     """
-    y_, bits = _preactivation(y, mask, None, None, None, trials)
-    dz = _gradient(_expand(grad, mask, trials), y_, bits)
-    return _spread(dz, grad.dtype, mask, x, scale, trials, x_shared, residual_shared)
+    dz = _gradient(_expand(grad, mask, trials), _expand(y, mask, trials), _bits(mask, trials))
+    dx = _scaled(dz, scale)
+    return (
+        _collect(dx, x_shared or not trials, grad.dtype),
+        _collect(dz, residual_shared or not trials, grad.dtype) if want_residual else None,
+        None if x is None else _affine_gradient(dz, _expand(x, mask, trials)),
+    )
 
 
 def masked_poly_backward(
-    grad: Tensor, x: Tensor, mask: Tensor, coef: Tensor, scale: Maybe, shift: Maybe,
-    residual: Maybe, trials: bool,
-) -> tuple[Tensor, Tensor, Tensor, Maybe]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    mask: Tensor,
+    coef: Tensor,
+    scale: Maybe,
+    shift: Maybe,
+    residual: Maybe,
+    trials: bool,
+    want_residual: bool = True,
+) -> tuple[Tensor, Maybe, Tensor, Maybe]:
     """Derivatives of masked_poly: dx, dresidual, dcoef [3, C], and d(scale, shift) if scale.
 
     dz = grad * (1[z > 0] where the bit is 1, else 2*c2*z + c1)
     dcoef[i] = sum over cleared bits of grad * z**i
     """
-    z, bits = _preactivation(x, mask, scale, shift, residual, trials)
+    z = _preactivation(x, mask, scale, shift, residual, trials)
+    bits = _bits(mask, trials)
     g = _expand(grad, mask, trials)
     dz = _gradient(g, z, bits, coef)
-    cleared, p = g.masked_fill(bits, 0), z.masked_fill(bits, 0)
-    dcoef = torch.stack([_sum_channels(cleared * p**i) for i in range(3)])
-    shared = (t is not None and is_shared(t, mask, trials) for t in (x, residual))
-    x_if_affine = None if scale is None else x
-    dx, dresidual, daffine = _spread(dz, grad.dtype, mask, x_if_affine, scale, trials, *shared)
-    return dx, dresidual, dcoef, daffine
+    dx = _scaled(dz, scale)
+    cleared = g.masked_fill(bits, 0)
+    powers = z.masked_fill(bits, 0)
+    residual_shared = residual is not None and is_shared(residual, mask, trials)
+    return (
+        _collect(dx, is_shared(x, mask, trials) or not trials, grad.dtype),
+        _collect(dz, residual_shared or not trials, grad.dtype) if want_residual else None,
+        torch.stack([_sum_channels(cleared * powers**i) for i in range(3)]),
+        None if scale is None else _affine_gradient(dz, _expand(x, mask, trials)),
+    )
 
 
 def _preactivation(
     x: Tensor, mask: Tensor, scale: Maybe, shift: Maybe, residual: Maybe, trials: bool
-) -> tuple[Tensor, Tensor]:
-    """z = x*scale + shift + residual [T or 1, B, *S] and the bits [T, 1, *S] that meet it."""
+) -> Tensor:
+    """z = x*scale + shift + residual [T or 1, B, *S]."""
     z = _expand(x, mask, trials)
-    bits = (mask.bool() if trials else mask.bool().unsqueeze(0)).unsqueeze(1)
     if scale is not None and shift is not None:
         z = z * _channelwise(scale, z) + _channelwise(shift, z)
-    return z if residual is None else z + _expand(residual, mask, trials), bits
+    return z if residual is None else z + _expand(residual, mask, trials)
+
+
+def _bits(mask: Tensor, trials: bool) -> Tensor:
+    """The bits [T or 1, 1, *S] that meet z."""
+    return mask.bool().unsqueeze(1) if trials else mask.bool()[None, None]
 
 
 def _expand(t: Tensor, mask: Tensor, trials: bool) -> Tensor:
@@ -121,31 +156,28 @@ def _poly(z: Tensor, coef: Tensor) -> Tensor:
 
 def _gradient(g: Tensor, z: Tensor, bits: Tensor, coef: Maybe = None) -> Tensor:
     """dz: g where z > 0 and the bit is 1; g, or g times the polynomial's slope, where it is 0."""
-    other = g
+    removed = g
     if coef is not None:
         _, c1, c2 = (_channelwise(c, z) for c in coef)
-        other = g * (2 * c2 * z.masked_fill(bits, 0) + c1)
-    return torch.where(bits, g.masked_fill(z <= 0, 0), other)
+        removed = g * (2 * c2 * z.masked_fill(bits, 0) + c1)
+    return torch.where(bits, g.masked_fill(z <= 0, 0), removed)
 
 
-def _spread(
-    dz: Tensor, dtype: torch.dtype, mask: Tensor, x: Maybe, scale: Maybe,
-    trials: bool, x_shared: bool, residual_shared: bool,
-) -> tuple[Tensor, Tensor, Maybe]:  # fmt: skip
-    """dz [T, B, *S] -> dx = dz*scale, dresidual = dz, daffine = sum(dz*x), sum(dz)."""
-    dx = dz if scale is None else dz * _channelwise(scale, dz)
-    daffine = None
-    if x is not None:
-        products = dz * _expand(x, mask, trials)
-        daffine = torch.stack([_sum_channels(products), _sum_channels(dz)])
+def _scaled(dz: Tensor, scale: Maybe) -> Tensor:
+    return dz if scale is None else dz * _channelwise(scale, dz)
 
-    def collect(d: Tensor, shared: bool) -> Tensor:
+
+def _collect(d: Tensor, one: bool, dtype: torch.dtype) -> Tensor:
+    """d [T, B, *S] in the dtype; one: its sum over T, of a tensor that all trials share."""
+    if one:
         # One trial after the other: torch.sum would choose an order of its own.
-        if shared or not trials:
-            d = reduce(torch.add, d) if len(d) else d.sum(0)
-        return d.to(dtype)
+        d = reduce(torch.add, d) if len(d) else d.sum(0)
+    return d.to(dtype)
 
-    return collect(dx, x_shared), collect(dz, residual_shared), daffine
+
+def _affine_gradient(dz: Tensor, x: Tensor) -> Tensor:
+    """d(scale, shift) [2, C]: the sums of dz*x and of dz."""
+    return torch.stack([_sum_channels(dz * x), _sum_channels(dz)])
 
 
 def _sum_channels(t: Tensor) -> Tensor:
@@ -172,7 +204,8 @@ def soft_relu_backward(
     dz = grad * (a*1[z > 0] + 1 - a)
     dalpha = sum over the batch of grad * relu(-z)
     """
-    z, g = _sum(x, residual), grad.to(alpha.dtype)
+    z = _sum(x, residual)
+    g = grad.to(alpha.dtype)
     dx = torch.where(z > 0, g, g * (1 - alpha)).to(grad.dtype)
     return dx, _sum_batch((g * -z).masked_fill(z > 0, 0))
 
@@ -180,9 +213,8 @@ def soft_relu_backward(
 def indicator_poly(
     x: Tensor, mask: Tensor, coef: Tensor, aux: Tensor, residual: Maybe = None
 ) -> Tensor:
-    """masked_poly(x + residual), with the gradient of its bits passed to aux."""
-    y = masked_poly(x, mask, coef, None, None, residual)
-    return _Bit.apply(y, aux, _added_by_relu(_sum(x, residual), coef))
+    """y = masked_poly(x + residual); the gradient of its bits is passed to aux."""
+    return masked_poly(x, mask, coef, None, None, residual)
 
 
 def indicator_poly_backward(
@@ -196,31 +228,6 @@ def indicator_poly_backward(
     """
     dx, _, dcoef, _ = masked_poly_backward(grad, x, mask, coef, None, None, residual, False)
     return dx, dcoef, _sum_batch(grad.to(coef.dtype) * _added_by_relu(_sum(x, residual), coef))
-
-
-class _Bit(torch.autograd.Function):
-    """y, unchanged, with AutoReP's gradient for aux: softplus(aux) * Σ grad * effect."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(y: Tensor, aux: Tensor, effect: Tensor) -> Tensor:
-        return y.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-        ctx.save_for_forward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        aux, effect = ctx.saved_tensors
-        return grad, softplus(aux) * _sum_batch(grad.to(aux.dtype) * effect), None
-
-    @staticmethod
-    def jvp(ctx: Any, y: Tensor, aux: Maybe, effect: Any) -> Tensor:
-        own, by_bit = ctx.saved_tensors
-        return y if aux is None else y + (softplus(own) * aux * by_bit).to(y.dtype)
 
 
 def _sum(x: Tensor, residual: Maybe) -> Tensor:
@@ -245,30 +252,43 @@ def norm_relu(
     x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, residual: Maybe, eps: float
 ) -> tuple[Tensor, Tensor]:
     """masked_relu(norm(x)*weight + bias + residual) and the statistics of x, without gradient."""
-    mean, variance = statistics = norm_statistics(x)
+    statistics = norm_statistics(x)
+    mean, variance = statistics
     scale = weight * (variance + eps).rsqrt()
     y = masked_relu(x, mask, scale, bias - mean * scale, residual)
     return y, statistics.detach()
 
 
 def norm_relu_backward(
-    grad: Tensor, y: Tensor, x: Tensor, weight: Tensor, mask: Tensor, statistics: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor,
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mask: Tensor,
+    statistics: Tensor,
+    eps: float,
+    want_residual: bool = True,
+) -> tuple[Tensor, Maybe, Tensor]:
     """Derivatives of norm_relu: dx, dresidual, and d(weight, bias) [2, C]."""
-    mean, inverse = statistics[0], (statistics[1] + eps).rsqrt()
-    dz, _, _ = masked_relu_backward(grad, y, mask, None, None, False, False, False)
-    d, u = dz.to(weight.dtype).unsqueeze(0), x.to(weight.dtype).unsqueeze(0)
+    mean, variance = statistics
+    inverse = (variance + eps).rsqrt()
+    dz = masked_relu_backward(grad, y, mask, None, None, False, False, False)[0]
+    d = dz.to(weight.dtype).unsqueeze(0)
+    u = x.to(weight.dtype).unsqueeze(0)
     xhat = (u - _channelwise(mean, u)) * _channelwise(inverse, u)
-    dbias, dweight = _sum_channels(d), _sum_channels(d * xhat)
+    dbias = _sum_channels(d)
+    dweight = _sum_channels(d * xhat)
     count = x.numel() // x.shape[1]
     centred = d - _channelwise(dbias / count, d) - xhat * _channelwise(dweight / count, d)
     dx = _channelwise(weight * inverse, d) * centred
-    return dx[0].to(grad.dtype), dz, torch.stack([dweight, dbias])
+    dresidual = dz if want_residual else None
+    return dx[0].to(grad.dtype), dresidual, torch.stack([dweight, dbias])
 
 
-def kink(a: Tensor, mask: Tensor, fresh: bool, c: Tensor) -> Tensor:
+def kink(c: Tensor, a: Tensor, mask: Tensor, fresh: bool) -> Tensor:
     """mask · relu(-(c + a)) for c [n, T, B], a [n, B], mask [n, T]; c counts as 0 if fresh."""
-    z = a.unsqueeze(1).expand_as(c) if fresh else c + a.unsqueeze(1)
+    a = a.unsqueeze(1)
+    z = a.expand_as(c) if fresh else c + a
     return torch.where(mask.bool().unsqueeze(2), torch.relu(-z), 0)
 
 
@@ -281,7 +301,8 @@ def saliency_backward(
     and a return takes as much from that of a removed one:
     sums [*S] = sum of grad * added, or of |grad * added|
     """
-    z, g, bits = _sum(x, residual), grad.to(compute_dtype(grad.dtype)), mask.bool()
-    dx = _gradient(g[None], z[None], bits, coef)[0].to(grad.dtype)
+    z = _sum(x, residual)
+    g = grad.to(compute_dtype(grad.dtype))
+    dx = _gradient(g[None], z[None], mask.bool(), coef)[0].to(grad.dtype)
     effect = g * -_added_by_relu(z, coef)
     return dx, _sum_batch(effect.abs() if absolute else effect)

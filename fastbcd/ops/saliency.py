@@ -53,7 +53,8 @@ class _Saliency(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor, x, residual, mask, coef, totals, absolute) -> Tensor:
         ctx.save_for_backward(x, residual, mask, coef)
-        ctx.totals, ctx.absolute = totals, absolute
+        ctx.totals = totals
+        ctx.absolute = absolute
         if coef is None:
             return masked_relu(x, mask, residual=residual, trials=False)
         return masked_poly(x, mask, coef, residual=residual, trials=False)

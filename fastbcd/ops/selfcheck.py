@@ -46,6 +46,11 @@ class Check(NamedTuple):
     def __str__(self) -> str:
         return "-".join(map(str, self)).replace("torch.", "").replace(" ", "_")
 
+    def shared(self, name: str) -> bool:
+        """Do all trials use the same tensor of this name? Only x and residual can be shared."""
+        both = name in ("x", "residual") and self.trials == "both shared"
+        return both or self.trials == f"shared {name}"
+
 
 def checks(kernel: str, dtype: torch.dtype) -> Iterator[Check]:
     """The calls of a kernel that are compared."""
@@ -60,92 +65,131 @@ def comparisons(device: str) -> Iterator[tuple[Check, list[str]]]:
     """(what was compared, what differs) for every kernel that this device uses."""
     module: Any = kernels.module_for(torch.empty(0, device=device))
     for kernel, dtype in product(KERNELS, getattr(module, "DTYPES", ())):
-        for check in checks(kernel, dtype) if hasattr(module, kernel) else ():
-            bad = disagreement(check, getattr(module, kernel), device)
-            if bad is not None:
-                yield check, bad
+        function = getattr(module, kernel, None)
+        if function is None:
+            continue
+        for check in checks(kernel, dtype):
+            lines = disagreement(check, function, device)
+            if lines is not None:
+                yield check, lines
 
 
 def trusted(kernel: str, function: Any, x: Tensor) -> bool:
     """Does a kernel agree with its formula? Compared once per dtype and device of a process."""
     key = (kernel, x.dtype, x.device)
-    if key not in _verdicts:
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return True  # a CUDA graph cannot contain the comparison
-        first = [c for c in checks(kernel, x.dtype) if (c.order, c.optional, c.trials) in FIRST]
-        found = ((check, disagreement(check, function, x.device)) for check in first)
-        wrong = next(((check, bad) for check, bad in found if bad), None)
-        _verdicts[key] = wrong is None
-        if wrong is not None:
-            warn_once(
-                f"fastbcd uses its slow reference for {kernel} on {x.device} from now on: the "
-                f"kernel fails its check at first use, {wrong[0]}: {'; '.join(wrong[1])} "
-                f"(fastbcd {__version__}, torch {torch.__version__}, "
-                f"{kernels.module_for(x).describe()}). Please report this with the output of "
-                f"`python -m fastbcd.info --check`."
-            )
+    if key in _verdicts:
+        return _verdicts[key]
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True  # a CUDA graph cannot contain the comparison
+    complaint = _first_complaint(kernel, function, x)
+    _verdicts[key] = complaint is None
+    if complaint is not None:
+        warn_once(
+            f"fastbcd uses its slow reference for {kernel} on {x.device} from now on: the kernel "
+            f"fails its check at first use, {complaint} (fastbcd {__version__}, torch "
+            f"{torch.__version__}, {kernels.module_for(x).describe()}). Please report this with "
+            f"the output of `python -m fastbcd.info --check`."
+        )
     return _verdicts[key]
 
 
 _verdicts: dict[tuple[str, torch.dtype, torch.device], bool] = {}
 
 
+def _first_complaint(kernel: str, function: Any, x: Tensor) -> str | None:
+    """What differs in the first check that fails."""
+    for check in checks(kernel, x.dtype):
+        if (check.order, check.optional, check.trials) in FIRST:
+            lines = disagreement(check, function, x.device)
+            if lines:
+                return f"{check}: {'; '.join(lines)}"
+    return None
+
+
 def disagreement(check: Check, function: Callable[..., None], device: Any) -> list[str] | None:
     """How a kernel differs from its formula in one call; None if no kernel takes the call."""
     schema, lay_out, formula = KERNELS[check.kernel]
-    found, wanted = (lay_out(*arguments(check, device)) for _ in range(2))
-    if not found.fits:
+    call = lay_out(*arguments(check, device))
+    if not call.fits:
         return None
-    by_formula(formula, wanted)
+    same = arguments(check, device)
+    truth = lay_out(*same)
+    by_formula(formula, truth, same)
     try:
-        by_kernel(function, found)
+        by_kernel(function, call)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # it does not compile, or does not start
         return [f"{type(error).__name__}: {error}"]
     names = re.findall(r"Tensor (\w+)", schema.partition("->")[2]) or ["y"]
-    got, want = (
-        {n: t for n, t in zip(names, call.outputs, strict=True) if t is not None}
-        for call in (found, wanted)
-    )
+    wanted = {n: t for n, t in zip(names, truth.outputs, strict=True) if t is not None}
+    actual = dict(zip(names, call.outputs, strict=True))
     # All results of a batch norm depend on sums.
-    return differences(got, want, () if check.kernel.startswith("norm") else ELEMENTWISE)
+    elementwise = () if check.kernel.startswith("norm") else ELEMENTWISE
+    return differences(actual, wanted, elementwise)
 
 
 def arguments(check: Check, device: Any, site: tuple[int, ...] = SITE) -> list[Any]:
     """The arguments of an operator, the same every time."""
-    schema = KERNELS[check.kernel].schema
-    g = torch.Generator().manual_seed(0)
-    stacked, full = check.trials != "none", check.optional == "full"
-    lead = (T,) if stacked else ()
-    shared = {n: check.trials in (f"shared {n}", "both shared") for n in ("x", "residual")}
-    values = {"trials": stacked, "eps": 1e-5, **{f"{n}_shared": shared[n] for n in shared}}
-    shapes = {n: (*(() if shared.get(n) else lead), B, *site) for n in ITEMS}
-    shapes |= {"mask": (*lead, *site), "alpha": site, "aux": site, "coef": (3, site[0])}
-    shapes |= {"statistics": (2, site[0]), "c": (B, T, 9), "a": (B, 9), "bits": (B, T)}
-
-    def draw(kind: str, name: str) -> Any:
+    inputs = KERNELS[check.kernel].schema.partition("->")[0]
+    generator = torch.Generator().manual_seed(0)
+    flags = {
+        "trials": check.trials != "none",
+        "x_shared": check.shared("x"),
+        "residual_shared": check.shared("residual"),
+        "eps": 1e-5,
+    }
+    full = check.optional == "full"
+    values: list[Any] = []
+    for kind, name in re.findall(r"(Tensor\??|bool|float) (\w+)", inputs):
         if kind in ("bool", "float"):
-            return values.get(name, full)
-        if kind == "Tensor?" and not full:
-            return None
-        t = torch.randn(shapes.get(name, site[:1]), generator=g, dtype=torch.float64, device="cpu")
-        if name in ("mask", "bits"):
-            t = (t > 0).to(torch.bool if name == "mask" else torch.uint8)
+            values.append(flags.get(name, full))
+        elif kind == "Tensor?" and not full:
+            values.append(None)
         else:
-            t = t.abs() if name == "statistics" else t
-            t = t.to(check.dtype if name in (*ITEMS, "c", "a") else compute_dtype(check.dtype))
-        channel = t.ndim - len(site)
-        if check.order == "channels_last" and channel >= 0 and name != "c":
-            return t.movedim(channel, -1).contiguous().to(device).movedim(-1, channel)
-        return t.to(device)
+            values.append(_draw(name, check, site, generator).to(device))
+    return values
 
-    inputs = re.findall(r"(Tensor\??|bool|float) (\w+)", schema.partition("->")[0])
-    return [draw(kind, name) for kind, name in inputs]
+
+def _draw(name: str, check: Check, site: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """A random tensor for the argument of this name, in the memory order of the check."""
+    shape = _shape(name, check, site)
+    t = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    if name == "mask":
+        t = t > 0
+    elif name == "bits":
+        t = (t > 0).to(torch.uint8)
+    elif name in (*ITEMS, "c", "a"):
+        t = t.to(check.dtype)
+    elif name == "statistics":
+        t = t.abs().to(compute_dtype(check.dtype))
+    else:
+        t = t.to(compute_dtype(check.dtype))
+    channel = t.ndim - len(site)
+    if check.order == "channels_last" and channel >= 0 and name != "c":
+        return t.movedim(channel, -1).contiguous().movedim(-1, channel)
+    return t
+
+
+def _shape(name: str, check: Check, site: tuple[int, ...]) -> tuple[int, ...]:
+    lead = () if check.trials == "none" else (T,)
+    if name in ITEMS:
+        return (B, *site) if check.shared(name) else (*lead, B, *site)
+    shapes = {
+        "mask": (*lead, *site),
+        "alpha": site,
+        "aux": site,
+        "coef": (3, site[0]),
+        "statistics": (2, site[0]),
+        "c": (B, T, 9),
+        "a": (B, 9),
+        "bits": (B, T),
+    }
+    return shapes.get(name, site[:1])
 
 
 def differences(
-    found: dict[str, Tensor],
+    actual: dict[str, Tensor],
     wanted: dict[str, Tensor],
     elementwise: tuple[str, ...] = ELEMENTWISE,
     rounding: float = 128,
@@ -153,7 +197,7 @@ def differences(
     """How results differ: elementwise ones in any bit, sums by more than `rounding` eps."""
     lines = []
     for name, want in wanted.items():
-        got = found[name]
+        got = actual[name]
         if got.shape != want.shape or got.dtype != want.dtype:
             lines.append(f"{name} is {got.dtype} {tuple(got.shape)}, not {tuple(want.shape)}")
             continue

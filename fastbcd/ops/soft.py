@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from fastbcd.kernels.geometry import compute_dtype, dense, dense_together, item_order
-from fastbcd.ops import reference
 from fastbcd.ops.arguments import check_arguments, check_items, check_small
-from fastbcd.ops.calls import Call, backward_call
+from fastbcd.ops.calls import KernelCall, backward_call
 from fastbcd.ops.masked import masked_call
 from fastbcd.ops.registry import define
 
@@ -69,33 +68,47 @@ def indicator_poly(
     return _indicator_poly(x, mask, coef.to(small), aux.to(small), residual)
 
 
-def _soft_call(x: Tensor, alpha: Tensor, residual: Any, *grad: Tensor) -> Call:
-    """Forward, or backward with grad. alpha lies in the item order of x, where a mask may not."""
-    _, x, residual, *grads = dense_together(alpha, False, x, residual, *grad)
-    alpha = dense(alpha, 0, item_order(x, 1))
-    outputs = [torch.empty_like(x), *(torch.empty_like(alpha) for _ in grads)]
-    return Call(outputs, (*grads, x, alpha, residual), (x, alpha))
+def _soft_call(x: Tensor, alpha: Tensor, residual: Any) -> KernelCall:
+    _, x, residual = dense_together(alpha, False, x, residual)
+    alpha = _beside(alpha, x)
+    return KernelCall([torch.empty_like(x)], (x, alpha, residual), (x, alpha))
 
 
-def _indicator_forward(x, mask, coef, aux, residual) -> Call:
+def _soft_backward_call(grad: Tensor, x: Tensor, alpha: Tensor, residual: Any) -> KernelCall:
+    _, x, residual, grad = dense_together(alpha, False, x, residual, grad)
+    alpha = _beside(alpha, x)
+    outputs = [torch.empty_like(x), torch.empty_like(alpha)]
+    return KernelCall(outputs, (grad, x, alpha, residual), (x, alpha))
+
+
+def _beside(alpha: Tensor, x: Tensor) -> Tensor:
+    """alpha in the item order of the dense x, where a mask may lie in the other."""
+    return dense(alpha, 0, item_order(x, 1))
+
+
+def _indicator_call(x, mask, coef, aux, residual) -> KernelCall:
     return masked_call(x, mask, coef, None, None, residual, False)  # no scale, no shift, no trials
+
+
+def _indicator_backward_call(grad, x, mask, coef, residual) -> KernelCall:
+    dcoef = coef.new_empty(coef.shape)
+    return backward_call(grad, x, mask, coef, residual, more=[dcoef])
 
 
 _soft_relu = define("soft_relu(Tensor x, Tensor alpha, Tensor? residual) -> Tensor", _soft_call)
 _soft_relu_backward = define(
     "soft_relu_backward(Tensor grad, Tensor x, Tensor alpha, Tensor? residual) "
     "-> (Tensor dx, Tensor dalpha)",
-    lambda grad, *others: _soft_call(*others, grad),
+    _soft_backward_call,
 )
 _indicator_poly = define(
     "indicator_poly(Tensor x, Tensor mask, Tensor coef, Tensor aux, Tensor? residual) -> Tensor",
-    _indicator_forward,
-    reference.masked_poly,
+    _indicator_call,
 )
 _indicator_poly_backward = define(
     "indicator_poly_backward(Tensor grad, Tensor x, Tensor mask, Tensor coef, Tensor? residual) "
     "-> (Tensor dx, Tensor dcoef, Tensor dmask)",
-    lambda *given: backward_call(*given, more=[given[3].new_empty(given[3].shape)]),
+    _indicator_backward_call,
 )
 
 
@@ -114,7 +127,8 @@ def _soft_gradients(ctx, grad):
 def _indicator_gradients(ctx, grad):
     x, mask, coef, aux, residual = ctx.saved_tensors
     dx, dcoef, dmask = _indicator_poly_backward.derivative(grad, x, mask, coef, residual)
-    return dx, None, dcoef, softplus(aux) * dmask, dx if ctx.needs_input_grad[4] else None
+    daux = softplus(aux) * dmask
+    return dx, None, dcoef, daux, dx if ctx.needs_input_grad[4] else None
 
 
 _soft_relu.differentiate(_setup, _soft_gradients)

@@ -202,7 +202,7 @@ def test_kinks_equal_the_reference(dtype, shape, fresh, device) -> None:
     mask = torch.randint(2, (n + 3, trials), dtype=torch.uint8, device=device)[2 : n + 2]
     found, truth = table.clone(), table.clone()
     kink(found[3 : n + 3], a, mask, fresh=fresh)
-    truth[3 : n + 3] = reference.kink(a, mask, fresh, truth[3 : n + 3])
+    truth[3 : n + 3] = reference.kink(truth[3 : n + 3], a, mask, fresh)
     assert torch.equal(found.nan_to_num(7.0), truth.nan_to_num(7.0))
 
 
