@@ -22,10 +22,10 @@ from torch import Tensor
 
 import fastbcd
 from fastbcd.masking.masks import MaskSet
+from fastbcd.scoring.collapsed.affine_cache import AffineCache
 from fastbcd.scoring.collapsed.affine_net import AffineNet
 from fastbcd.scoring.collapsed.build import CollapsedCost, FormBuilder
 from fastbcd.scoring.collapsed.engine import Collapsed
-from fastbcd.scoring.collapsed.form import AffineCache
 from fastbcd.scoring.engine import Request
 from fastbcd.scoring.program import make_program
 from fastbcd.scoring.stacked import Stacked, stacked_multiply_adds
@@ -109,8 +109,8 @@ def runner(case: SimpleNamespace, implementation: str):
     def run() -> Tensor:
         if implementation != "stacked":
             first = implementation == "first pass"
-            engine.form.affine = AffineCache() if first else engine.form.affine
-            engine.form.affine.limit = 0 if first else 2**40
+            engine.cache = AffineCache() if first else engine.cache
+            engine.cache.limit = 0 if first else 2**40
         parts = []
         for x, images in zip(case.nhwc.split(piece), everything.split(piece), strict=True):
             found = {}

@@ -21,10 +21,10 @@ import fastbcd
 from fastbcd.masking.masks import MaskSet
 from fastbcd.runtime.malloc import kept_memory
 from fastbcd.scoring import program as programs
+from fastbcd.scoring.collapsed.affine_cache import AffineCache
 from fastbcd.scoring.collapsed.affine_net import AffineNet
 from fastbcd.scoring.collapsed.build import FormBuilder
 from fastbcd.scoring.collapsed.engine import Collapsed
-from fastbcd.scoring.collapsed.form import AffineCache
 from fastbcd.scoring.stacked import Stacked
 from nets import build
 
@@ -62,8 +62,8 @@ def prepared(way: str, implementation: str) -> tuple[Callable[[], object], float
         if implementation not in _forms:
             _forms[implementation] = Collapsed(builder.build(with_image=False), builder)
         engine, lanes, piece = _forms[implementation], K, IMAGES
-        engine.form.affine = AffineCache()
-        engine.form.affine.limit = 2**40 if way == "collapsed" else 0
+        engine.cache = AffineCache()
+        engine.cache.limit = 2**40 if way == "collapsed" else 0
     work = engine.prepare(removals, lanes)
 
     def run() -> torch.Tensor:

@@ -26,7 +26,7 @@ from fastbcd.masking.convert import unwrap
 from fastbcd.scoring.confidence import check_confidence
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.metric import Criterion, Loss, Metric
-from fastbcd.scoring.plan import Plan
+from fastbcd.scoring.plan import ScoringPlan
 from fastbcd.scoring.sampled import Sampled, Visits, expected_visits, new_margins, visiting_order
 from fastbcd.scoring.score import Tally, answers, check_removals, prepared, read, run_pass
 
@@ -133,7 +133,7 @@ class _Search:
     """One step's search: the base's sums, and the sums of each hypothesis so far."""
 
     def __init__(
-        self, plan: Plan, criterion: Criterion, data: ImageData, adt: float, early: bool
+        self, plan: ScoringPlan, criterion: Criterion, data: ImageData, adt: float, early: bool
     ) -> None:
         self.plan, self.data, self.adt, self.criterion = plan, data, adt, criterion
         self.removals: dict[int, Tensor] = {}
@@ -239,7 +239,9 @@ class _Search:
 class _SampledSearch:
     """One step's search with a confidence: runs the hypotheses for `Sampled`, which decides."""
 
-    def __init__(self, plan: Plan, criterion: Criterion, data: ImageData, visits: Visits) -> None:
+    def __init__(
+        self, plan: ScoringPlan, criterion: Criterion, data: ImageData, visits: Visits
+    ) -> None:
         self.plan, self.criterion, self.data, self.visits = plan, criterion, data, visits
         self.removals: dict[int, Tensor] = {}
 

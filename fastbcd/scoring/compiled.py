@@ -1,1 +1,133 @@
-from fastbcd.scoring.collapsed.form import drop_form as drop  # noqa: F401
+"""What is made from a net and may be kept between calls: one cache, and one way to empty it.
+
+    made = compiled(net)      kept for as long as the net lives
+    drop(net)                 before its weights change: the memory is free at once
+
+The collapsed form and all that was computed with it belong to one state of the weights; they are
+also dropped by a call that finds other weights. The other facts depend on the structure only.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_flatten
+
+from fastbcd.masking.activations import MaskedActivation
+from fastbcd.masking.masks import MaskSet
+from fastbcd.scoring.collapsed.affine_cache import AffineCache
+from fastbcd.scoring.collapsed.form import Form
+from fastbcd.scoring.program import Program
+
+
+class Signature:
+    """Everything that a program's net reads, apart from the bits of its masks.
+
+    Tensors (weights, statistics, buffers of every kind) are compared number by number, everything
+    else (structure, eps, strides, numbers in the code) as text: any change counts.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.facts: list[Any] = []
+        self.tensors: list[Tensor] = []
+        self._add((program.source, program.constants))
+
+    def _add(self, values: Any) -> None:
+        leaves, structure = tree_flatten(values)
+        self.facts.append(repr(structure))
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                self.facts.append((tuple(leaf.shape), leaf.dtype, leaf.device))
+                self.tensors.append(leaf.detach())
+            elif isinstance(leaf, MaskedActivation):
+                self._add([type(leaf), leaf.coefficients()])
+            elif isinstance(leaf, nn.Module):
+                self._add([type(leaf), _options(leaf), _state(leaf)])
+            elif isinstance(leaf, fx.Node):
+                self.facts.append(leaf.name)
+            else:
+                self.facts.append(repr(leaf))
+
+    def equals(self, other: Signature) -> bool:
+        """Is it of a net that computes the same?"""
+        if self.facts != other.facts:
+            return False
+        return all(map(torch.equal, self.tensors, other.tensors))
+
+    def copy_tensors(self) -> None:
+        """Hold copies: the net may change its own tensors."""
+        self.tensors = [tensor.clone() for tensor in self.tensors]
+
+
+def _options(module: nn.Module) -> Mapping[str, Any]:
+    """The attributes of a module that are no tensors."""
+    attributes = vars(module).items()
+    return {name: value for name, value in attributes if name[0] != "_" and name != "training"}
+
+
+def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
+@dataclass(eq=False)
+class Compiled:
+    """What is kept of one net. It must not refer to the net, which would then live for ever."""
+
+    signature: Signature | None = None  # of the net that the form was made from
+    form: Form | None = None
+    images: AffineCache = field(default_factory=AffineCache)  # their values in the form
+    answer: Tensor | None = None  # the net's output, when the form was last compared with it
+    checked: list[Any] | None = None  # the structure whose linear part was checked
+    impulse_costs: dict[tuple[int, int], int] = field(default_factory=dict)
+    stacked_is_slower: bool | None = None  # than sequential; None: not timed
+
+    def form_of(self, signature: Signature, masks: MaskSet) -> Form | None:
+        """The form that was built, without removed ReLUs; None if it does not hold any more."""
+        if self.form is None or self.signature is None:
+            return None
+        if not signature.equals(self.signature) or not self.form.holds(masks):
+            self.drop()  # its memory is free before another is built
+            return None
+        kept = self.form.kept_numbers(masks)
+        if len(kept) < len(self.form.constant):
+            self.answer = None
+            self.form = self.form.shrunk(kept)
+            self.images.keep_rows(kept)
+        return self.form
+
+    def keep_form(self, signature: Signature, form: Form) -> None:
+        """Remember a form for as long as the net computes the same."""
+        signature.copy_tensors()
+        self.signature = signature
+        self.form = form
+
+    def drop(self) -> None:
+        """Forget what depends on the weights."""
+        self.signature = None
+        self.form = None
+        self.answer = None
+        self.images.clear()
+
+
+_by_net: weakref.WeakKeyDictionary[nn.Module, Compiled] = weakref.WeakKeyDictionary()
+
+
+def compiled(net: nn.Module) -> Compiled:
+    """What is kept of a net; empty at first."""
+    return _by_net.setdefault(net, Compiled())
+
+
+def drop(net: nn.Module) -> None:
+    """Forget what depends on the weights of a net; a GPU's memory is free at once."""
+    made = _by_net.get(net)
+    if made is None or made.form is None:
+        return
+    made.drop()
+    if torch.cuda.is_initialized():
+        gc.collect()  # torch's pytree leaves lists of tensors in cycles

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from fastbcd.masking.masks import set_masks
@@ -18,8 +18,9 @@ from fastbcd.runtime.warn_once import warn_once
 from fastbcd.scoring.collapsed.affine_net import AffineNet, check_linear
 from fastbcd.scoring.collapsed.build import CollapsedCost, FormBuilder
 from fastbcd.scoring.collapsed.engine import Collapsed
-from fastbcd.scoring.collapsed.form import Signature, cached_form, drop_form, keep_form
+from fastbcd.scoring.collapsed.form import Form
 from fastbcd.scoring.collapsed.linear_rules import NotAffine
+from fastbcd.scoring.compiled import Signature, compiled
 from fastbcd.scoring.engine import Request, ScoringEngine
 from fastbcd.scoring.program import (
     NotTraceable,
@@ -32,13 +33,13 @@ from fastbcd.scoring.sequential import Sequential
 from fastbcd.scoring.stacked import Stacked, peak_bytes, portions, stacked_multiply_adds
 
 WORTH = 2e10  # multiply-adds below which no form is built: the call takes a moment anyway
-SAMPLE, REPEATS = 128, 3  # images that are timed to choose an engine, and how often
-_slower: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+SAMPLE = 128  # images that are timed to choose an engine
+REPEATS = 3  # how often
 ROWS = {"cpu": 1024, "cuda": 8192}  # hypotheses × images in a GEMM of collapsed
 
 
 @dataclass
-class Plan:
+class ScoringPlan:
     """What `explain=True` prints."""
 
     engine: ScoringEngine
@@ -52,7 +53,8 @@ class Plan:
 
     def use_fewer_lanes(self, alive: int, error: torch.OutOfMemoryError) -> None:
         """After an out-of-memory error: half as many hypotheses at a time."""
-        before, self.lanes = self.lanes, min(self.lanes, alive) // 2
+        before = self.lanes
+        self.lanes = min(before, alive) // 2
         if not self.lanes:
             raise torch.OutOfMemoryError(
                 f"{self.batch} images of one hypothesis do not fit into memory ({error}); use "
@@ -65,76 +67,112 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        hypotheses, images = self.request.hypotheses, self.request.images
-        cost = f"{self.multiply_adds / 1e9:,.1f} G multiply-adds" if self.multiply_adds else "?"
+        images = f"{self.request.images:,} images"
+        cost = "?"
+        if self.multiply_adds:
+            cost = f"{_giga(self.multiply_adds)} multiply-adds"
         return (
             f"engine      {self.engine.name}: {self.why}\n"
-            f"work        {hypotheses} hypotheses + base, {images:,} images, {cost}\n"
+            f"work        {self.request.hypotheses} hypotheses + base, {images}, {cost}\n"
             f"{self.details}"
             f"chunk       {self.batch} images x {self.lanes} hypotheses, "
             f"{self.bytes / 2**20:,.1f} MiB of values at a time"
         )
 
 
-def make_plan(request: Request, engine: str) -> Plan:
+def make_plan(request: Request, engine: str) -> ScoringPlan:
     """Choose the engine and the portions. The net is traced once, whichever engine is chosen."""
-    if request.precision == "bf16" and request.example.dtype != torch.float32:
-        raise ValueError(
-            f"precision='bf16' is for nets in float32, and this one is in {request.example.dtype}"
-        )
-    if request.precision == "bf16" and request.example.device.type == "cpu":
-        warn_once("precision='bf16' is meant for GPUs: most CPUs are slower in it than in float32")
+    _check_precision(request)
     if engine == "sequential":
         return sequential_plan(request, "asked for")
-    name, dtype = type(request.net).__name__, request.example.dtype
     try:
-        if dtype not in (torch.float32, torch.float64):
-            raise NotTraceable(f"in {dtype} its logits would depend on the engine by rounding")
-        program = make_program(request.net, request.example[:1])
-        plan: Plan | str = "asked for"
-        try:
-            if engine != "stacked":
-                plan = collapsed_plan(request, program, required=engine == "collapsed")
-        except NotAffine as reason:
-            if engine == "collapsed":
-                raise
-            plan = f"collapsed cannot: {reason}"
-        if isinstance(plan, str):
-            plan = stacked_plan(request, program, plan)
-            if engine == "auto" and stacked_is_slower(plan, program):
-                return sequential_plan(request, "stacked is slower, as timed on this machine")
-            if request.precision == "bf16":
-                return replace(plan, engine=Stacked(in_bfloat16(program), request.masks))
-        return plan
+        return _traced_plan(request, engine)
     except (NotTraceable, NotAffine) as reason:
-        other = "stacked" if isinstance(reason, NotAffine) else "sequential"
-        if engine != "auto":
-            raise ValueError(
-                f"engine={engine!r} cannot score {name}: {reason}; use engine={other!r}"
-            ) from None
-        warn_once(f"fastbcd scores {name} one hypothesis at a time: {reason}")
-        return sequential_plan(request, f"stacked cannot: {reason}")
+        name = type(request.net).__name__
+        if engine == "auto":
+            warn_once(f"fastbcd scores {name} one hypothesis at a time: {reason}")
+            return sequential_plan(request, f"stacked cannot: {reason}")
+        other = "sequential"
+        if isinstance(reason, NotAffine):
+            other = "stacked"
+        raise ValueError(
+            f"engine={engine!r} cannot score {name}: {reason}; use engine={other!r}"
+        ) from None
 
 
-def sequential_plan(request: Request, why: str) -> Plan:
+def _check_precision(request: Request) -> None:
+    if request.precision != "bf16":
+        return
+    dtype = request.example.dtype
+    if dtype != torch.float32:
+        raise ValueError(f"precision='bf16' is for nets in float32, and this one is in {dtype}")
+    if request.example.device.type == "cpu":
+        warn_once("precision='bf16' is meant for GPUs: most CPUs are slower in it than in float32")
+
+
+def _traced_plan(request: Request, engine: str) -> ScoringPlan:
+    """A plan of `stacked` or `collapsed`, or of `sequential` where stacked is slower."""
+    dtype = request.example.dtype
+    if dtype not in (torch.float32, torch.float64):
+        raise NotTraceable(f"in {dtype} its logits would depend on the engine by rounding")
+    program = make_program(request.net, request.example[:1])
+    if engine == "stacked":
+        return _in_precision(stacked_plan(request, program, "asked for"))
+    if engine == "collapsed":
+        return CollapsedPlanner(request, program).plan("asked for")
+    of_stacked = stacked_multiply_adds(request, program)
+    try:
+        planner = CollapsedPlanner(request, program)
+        why_not = planner.worse_than(of_stacked)
+        if not why_not:
+            return planner.plan(f"stacked would cost {of_stacked / 1e9:,.0f} G multiply-adds")
+    except NotAffine as reason:
+        why_not = f"collapsed cannot: {reason}"
+    plan = stacked_plan(request, program, why_not)
+    if stacked_is_slower(plan, program):
+        return sequential_plan(request, "stacked is slower, as timed on this machine")
+    return _in_precision(plan)
+
+
+def sequential_plan(request: Request, why: str) -> ScoringPlan:
+    """One hypothesis at a time."""
     engine = Sequential(request.net, request.masks)
-    return Plan(engine, why, request, request.batch_size or 128, 1)
+    return ScoringPlan(engine, why, request, batch=request.batch_size or 128, lanes=1)
 
 
-def stacked_plan(request: Request, program: Program, why: str) -> Plan:
+def stacked_plan(request: Request, program: Program, why: str) -> ScoringPlan:
+    """All hypotheses together; `NotTraceable` if the program is not the net."""
     engine = Stacked(program, request.masks)
     engine.check(request)
+    forward = sum(program.multiply_adds.values())
     spent = stacked_multiply_adds(request, program)
-    full = sum(program.multiply_adds.values()) * (1 + request.hypotheses) * request.images
+    full = forward * (1 + request.hypotheses) * request.images
+    saved = 1 - spent / max(full, 1)
     per_image = peak_bytes(program)
-    each = sum(program.multiply_adds.values()) / max(len(program.steps), 1)
-    batch, lanes = portions(request, per_image, max(program.bytes_per_image.values()), each)
-    saved = 1 - spent / full if full else 0.0
-    details = f"prefix      {saved:.1%} of the multiply-adds saved by shared prefixes\n"
-    return Plan(engine, why, request, batch, lanes, spent, per_image * batch * (1 + lanes), details)
+    largest = max(program.bytes_per_image.values())
+    of_step = forward / max(len(program.steps), 1)
+    batch, lanes = portions(request, per_image, largest, of_step)
+    return ScoringPlan(
+        engine,
+        why,
+        request,
+        batch,
+        lanes,
+        multiply_adds=spent,
+        bytes=per_image * batch * (1 + lanes),
+        details=f"prefix      {saved:.1%} of the multiply-adds saved by shared prefixes\n",
+    )
 
 
-def stacked_is_slower(plan: Plan, program: Program) -> bool:
+def _in_precision(plan: ScoringPlan) -> ScoringPlan:
+    """A plan of stacked, made in float32, in the precision of the request."""
+    engine = plan.engine
+    if plan.request.precision == "bf16" and isinstance(engine, Stacked):
+        return replace(plan, engine=Stacked(in_bfloat16(engine.program), engine.masks))
+    return plan
+
+
+def stacked_is_slower(plan: ScoringPlan, program: Program) -> bool:
     """Is stacked slower than one hypothesis at a time? Timed once for a net, never assumed.
 
     Timed are nets with grouped convolutions, whose speed multiply-adds do not tell, if the timing
@@ -146,85 +184,160 @@ def stacked_is_slower(plan: Plan, program: Program) -> bool:
     large = (1 + request.hypotheses) * request.images >= 20 * timed
     if not grouped or not large or not request.removals:
         return False
-    if request.net not in _slower:
+    made = compiled(request.net)
+    if made.stacked_is_slower is None:
         one = sequential_plan(request, "timed")
-        slower = seconds(plan) > seconds(one, plan.lanes)
-        _slower[request.net] = bool(from_first(torch.tensor(int(slower))))  # ranks plan alike
-    return _slower[request.net]
+        slower = seconds(plan, plan.lanes) > seconds(one, plan.lanes)
+        made.stacked_is_slower = bool(from_first(torch.tensor(int(slower))))  # ranks plan alike
+    return made.stacked_is_slower
 
 
-def seconds(plan: Plan, lanes: int | None = None) -> float:
-    """The least time that a plan takes for SAMPLE images, the base and `lanes` hypotheses."""
-    engine, request, found = plan.engine, plan.request, []
-    removals = islice(cycle(request.removals), lanes or plan.lanes)
+def seconds(plan: ScoringPlan, hypotheses: int) -> float:
+    """The least time that a plan takes for SAMPLE images, the base and some hypotheses."""
+    engine = plan.engine
+    request = plan.request
+    removals = islice(cycle(request.removals), hypotheses)
     work = engine.prepare(dict(enumerate(removals)), plan.lanes)
-    order = engine.memory_format if request.example.ndim == 4 else torch.contiguous_format
-    images = request.example[:1].repeat(SAMPLE, *(1,) * (request.example.ndim - 1))
+    batches = list(_timed_batches(plan))
+    times = []
     with kept_memory():
         for _ in range(REPEATS):
             start = time.perf_counter()
-            for x in images.contiguous(memory_format=order).split(plan.batch):
+            for x in batches:
                 for _, outputs in engine.logits(x, work, True):
                     tree_leaves(outputs)[0].sum().item()  # wait for a GPU
-            found.append(time.perf_counter() - start)
+            times.append(time.perf_counter() - start)
     set_masks(request.net, request.masks)
-    return min(found)
+    return min(times)
 
 
-def collapsed_plan(request: Request, program: Program, required: bool) -> Plan | str:
-    """A plan with the cached form or a new one; or, unless required, why stacked is better."""
-    if request.precision == "bf16":
-        raise NotAffine("it adds large terms that cancel, for which the 8 bits of bf16 are too few")
-    if not isinstance(program.output, fx.Node):
-        raise NotAffine("it returns several tensors instead of one")
-    shape = program.shapes[program.output][1:]
-    program = program if len(shape) == 1 else with_flat_output(program)
-    builder = FormBuilder(AffineNet(program), request.masks, request.example, request.memory)
-    signature = Signature(program)
-    form = cached_form(request.net, signature, request.masks)
-    cost = CollapsedCost(request, builder, form)
-    of_stacked = stacked_multiply_adds(request, program)
-    if not required and (of_stacked < WORTH or cost.trials >= of_stacked):
-        return "the least multiply-adds"
-    check_linear(request, [*signature.facts, *builder.sources], program)
-    fits = cost.peak_bytes <= request.memory
-    if not required and (cost.weighted() >= of_stacked or not fits):
-        ours = f"{cost.weighted() / 1e9:,.0f} G multiply-adds and {_mib(cost.peak_bytes)}"
-        return f"collapsed would cost {ours}"
-    if not fits:
-        raise ValueError(
-            f"the collapsed form of {cost.kinks:,} ReLUs takes {_mib(cost.form_bytes)}, "
-            f"{_mib(cost.peak_bytes)} while it is built, and {_mib(request.memory)} may be used; "
-            f"allow more with Engine(memory=...) or use engine='stacked'"
+def _timed_batches(plan: ScoringPlan) -> Iterator[Tensor]:
+    """SAMPLE images, in the engine's memory format."""
+    example = plan.request.example
+    images = example[:1].repeat(SAMPLE, *(1,) * (example.ndim - 1))
+    if example.ndim == 4:
+        images = images.contiguous(memory_format=plan.engine.memory_format)
+    yield from images.split(plan.batch)
+
+
+class CollapsedPlanner:
+    """What collapsed would cost for a request, and its plan; `NotAffine` if it cannot."""
+
+    def __init__(self, request: Request, program: Program) -> None:
+        if request.precision == "bf16":
+            raise NotAffine(
+                "it adds large terms that cancel, for which the 8 bits of bf16 are too few"
+            )
+        if not isinstance(program.output, fx.Node):
+            raise NotAffine("it returns several tensors instead of one")
+        self.request = request
+        self.shape = program.shapes[program.output][1:]
+        if len(self.shape) != 1:
+            program = with_flat_output(program)
+        self.program = program
+        self.made = compiled(request.net)
+        self.signature = Signature(program)
+        net = AffineNet(program)
+        self.builder = FormBuilder(net, request.masks, request.example, request.memory)
+        self.form = self.made.form_of(self.signature, request.masks)
+        self.cost = CollapsedCost(request, self.builder, self.form)
+
+    def worse_than(self, of_stacked: int) -> str:
+        """Why stacked, with so many multiply-adds, is better; empty if it is not."""
+        if of_stacked < WORTH or self.cost.trials >= of_stacked:
+            return "the least multiply-adds"
+        self.check_linear()
+        ours = self.cost.weighted()
+        if ours < of_stacked and self.fits():
+            return ""
+        return f"collapsed would cost {ours / 1e9:,.0f} G multiply-adds and {_mib(self.peak)}"
+
+    @property
+    def peak(self) -> int:
+        """Bytes, while the form is built."""
+        return self.cost.peak_bytes
+
+    def fits(self) -> bool:
+        return self.peak <= self.request.memory
+
+    def check_linear(self) -> None:
+        """`NotAffine` unless the linear part of this structure is that of the net."""
+        facts = [*self.signature.facts, *self.builder.sources]
+        if self.made.checked != facts:
+            check_linear(self.request, self.program)
+            self.made.checked = facts
+
+    def plan(self, why: str) -> ScoringPlan:
+        """The plan, with the form that was kept or a new one."""
+        self.check_linear()
+        cost = self.cost
+        if not self.fits():
+            raise ValueError(
+                f"the collapsed form of {cost.kinks:,} ReLUs takes {_mib(cost.form_bytes)}, "
+                f"{_mib(self.peak)} while it is built, and {_mib(self.request.memory)} may be "
+                f"used; allow more with Engine(memory=...) or use engine='stacked'"
+            )
+        made = "built"
+        if self.form is not None:
+            made = "cached"
+        details = (
+            f"form        {cost.kinks:,} kinks, {_mib(cost.form_bytes)}, {made}\n"
+            f"spent on    form {_giga(cost.build)}, affine part {_giga(cost.affine)}, "
+            f"hypotheses {_giga(cost.trials)}\n"
         )
-    why = "asked for" if required else f"stacked would cost {of_stacked / 1e9:,.0f} G multiply-adds"
-    if form is None:
-        form = builder.build(cost.with_image)
-        keep_form(request.net, signature, form)
-    engine = Collapsed(form, builder, shape)
-    try:
-        engine.check(request)
-    except NotAffine:
-        drop_form(request.net)
-        raise
-    left = request.memory - cost.form_bytes
-    form.affine.begin(request.example, request.precision, left // 2)
-    rows = ROWS.get(request.example.device.type, 1024)
-    # A GEMM on a GPU needs all of its rows; a wave has few hypotheses.
-    wanted = 128 if rows == ROWS["cpu"] else max(128, rows // max(request.hypotheses, 1))
-    # A row holds c, and the output of its GEMM is a part of it.
-    affordable = max(1, left // 4 // (max(cost.kinks, 1) * cost.itemsize))
-    batch = request.batch_size or min(-(-request.images // world()), wanted, affordable)
-    lanes = max(1, min(request.hypotheses, rows // batch, affordable // batch))
-    details = (
-        f"form        {cost.kinks:,} kinks, {_mib(cost.form_bytes)}, "
-        f"{'cached' if cost.form is not None else 'built'}\n"
-        f"spent on    form {cost.build / 1e9:,.1f} G, affine part {cost.affine / 1e9:,.1f} G, "
-        f"hypotheses {cost.trials / 1e9:,.1f} G\n"
-    )
-    spent, held = cost.build + cost.affine + cost.trials, (lanes + 2) * batch * cost.kinks
-    return Plan(engine, why, request, batch, lanes, spent, held * cost.itemsize, details)
+        spent = cost.build + cost.affine + cost.trials
+        engine = self.engine()
+        batch, lanes = self.portions()
+        held = (lanes + 2) * batch * cost.kinks * cost.itemsize
+        return ScoringPlan(engine, why, self.request, batch, lanes, spent, held, details)
+
+    def engine(self) -> Collapsed:
+        """The engine, compared with the net unless that gives the answer that it gave before."""
+        made = self.made
+        request = self.request
+        form = self.form or self.built_form()
+        engine = Collapsed(form, self.builder, cache=made.images, shape=self.shape)
+        answer = request.net(request.example[:1].clone())  # the net may write into its input
+        if made.answer is None or not torch.equal(answer, made.answer):
+            try:
+                engine.check(request)
+            except NotAffine:
+                made.drop()
+                raise
+            made.answer = answer
+        made.images.begin(request.example, request.precision, self.left // 2)
+        return engine
+
+    def built_form(self) -> Form:
+        """A new form, which is kept."""
+        form = self.builder.build(self.cost.with_image)
+        self.made.keep_form(self.signature, form)
+        return form
+
+    @property
+    def left(self) -> int:
+        """Bytes beside the form."""
+        return self.request.memory - self.cost.form_bytes
+
+    def portions(self) -> tuple[int, int]:
+        """(images, hypotheses) at a time."""
+        request = self.request
+        rows = ROWS.get(request.example.device.type, ROWS["cpu"])
+        wanted = 128
+        if rows > ROWS["cpu"]:  # a GEMM needs all of its rows, and a wave has few hypotheses
+            wanted = max(wanted, rows // max(request.hypotheses, 1))
+        # A row holds c, and the output of its GEMM is a part of it.
+        row_bytes = max(self.cost.kinks, 1) * self.cost.itemsize
+        affordable = max(1, self.left // 4 // row_bytes)
+        of_rank = -(-request.images // world())
+        batch = request.batch_size or min(of_rank, wanted, affordable)
+        lanes = min(request.hypotheses, rows // batch, affordable // batch)
+        return batch, max(1, lanes)
 
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB"
+
+
+def _giga(multiply_adds: int) -> str:
+    return f"{multiply_adds / 1e9:,.1f} G"

@@ -112,7 +112,7 @@ class Activation(NamedTuple):
         return ops.masked_relu(x, off, trials=True, **small)
 
 
-class Call(NamedTuple):
+class Operation(NamedTuple):
     """Any other step: run(*args, **kwargs) on tensors whose first dimension is the batch."""
 
     node: fx.Node
@@ -133,7 +133,7 @@ class Call(NamedTuple):
 class Program(NamedTuple):
     """The steps in order of execution, and facts about their values for one image."""
 
-    steps: list[Activation | Call]
+    steps: list[Activation | Operation]
     source: list[Any]  # the traced net, whichever sites are emptied: nodes and what they call
     placeholder: fx.Node
     output: Any  # one node, or nodes in the structure that the net returns
@@ -216,7 +216,7 @@ def with_flat_output(program: Program) -> Program:
         flat = last.graph.call_function(torch.flatten, (last, 1))
     size = math.prod(program.shapes[last])
     return program._replace(
-        steps=[*program.steps, Call(flat, torch.flatten, (last, 1), {})], output=flat,
+        steps=[*program.steps, Operation(flat, torch.flatten, (last, 1), {})], output=flat,
         uses=program.uses | {flat: 1}, shapes=program.shapes | {flat: (1, size)},
         multiply_adds=program.multiply_adds | {flat: 0},
         bytes_per_image=program.bytes_per_image | {flat: program.bytes_per_image[last]},
@@ -256,9 +256,9 @@ class _Fusion(fx.Interpreter):
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         return pure_module(self.fetch_attr(target))(*args, **kwargs)
 
-    def steps(self, nodes: list[fx.Node]) -> list[Activation | Call]:
+    def steps(self, nodes: list[fx.Node]) -> list[Activation | Operation]:
         """Last node first, so that an activation absorbs its inputs before they become steps."""
-        found: list[Activation | Call] = []
+        found: list[Activation | Operation] = []
         for node in reversed(nodes):
             known = node in self.absorbed or node in self.fixed
             if node.op.startswith("call_") and not known:
@@ -286,7 +286,7 @@ class _Fusion(fx.Interpreter):
             x = x.args[0]
         return Activation(node, self.site_of[module], module, x, scale, shift, residual)
 
-    def call(self, node: fx.Node) -> Call:
+    def call(self, node: fx.Node) -> Operation:
         run: Any = node.target
         if node.op == "call_method":
             run = getattr(Tensor, str(node.target))
@@ -297,13 +297,13 @@ class _Fusion(fx.Interpreter):
                 self.absorbed.add(source)
                 self.multiply_adds[node] += self.multiply_adds.pop(source)
                 run = _folded(self.called(source), module)
-                return Call(node, run, source.args, {})
+                return Operation(node, run, source.args, {})
             if self.is_conv(node) and self.is_norm(source) and alone and not any(module.padding):
                 self.absorbed.add(source)
                 run = _folded(module, first=self.called(source))
-                return Call(node, run, source.args, {})
+                return Operation(node, run, source.args, {})
             run = _folded(module) if self.is_conv(node) else pure_module(module)
-        return Call(node, run, node.args, dict(node.kwargs))
+        return Operation(node, run, node.args, dict(node.kwargs))
 
     def is_addition(self, node: Any) -> bool:
         """x + y of two different values of the same shape."""

@@ -30,7 +30,7 @@ from fastbcd.runtime.tf32 import own_precision, repeatable_convolutions
 from fastbcd.scoring.accuracy import check_metric
 from fastbcd.scoring.engine import Engine, Request, as_engine
 from fastbcd.scoring.metric import DEFAULT, WIDTH, Criterion, Loss, Metric, at_least_float32
-from fastbcd.scoring.plan import Plan, make_plan
+from fastbcd.scoring.plan import ScoringPlan, make_plan
 from fastbcd.scoring.stacked import Stacked
 
 LOOK_EVERY = 64  # batches between two reads of the sums, at most: invalid values are found there
@@ -141,7 +141,7 @@ Decide = Callable[[Tally], tuple[set[int], float]]
 
 
 def run_pass(
-    plan: Plan, criterion: Criterion, data: ImageData, removals: dict[int, Tensor],
+    plan: ScoringPlan, criterion: Criterion, data: ImageData, removals: dict[int, Tensor],
     decide: Decide | None = None, base: bool = True, begun: Tally | None = None,
 ) -> Tally:  # fmt: skip
     """Score the hypotheses batch by batch, and the base too unless its sums are known.
@@ -192,7 +192,7 @@ def run_pass(
 class _Lanes:
     """Hypotheses that run together, as the engine has prepared them."""
 
-    def __init__(self, plan: Plan, removals: dict[int, Tensor]) -> None:
+    def __init__(self, plan: ScoringPlan, removals: dict[int, Tensor]) -> None:
         self.plan, self.removals = plan, removals
         self.work = plan.engine.prepare(removals, plan.lanes)
 
@@ -214,8 +214,8 @@ class _Lanes:
 
 
 def answers(
-    plan: Plan, criterion: Criterion, data: ImageData, removals: dict[int, Tensor], base: bool,
-    images: Tensor | None = None,
+    plan: ScoringPlan, criterion: Criterion, data: ImageData, removals: dict[int, Tensor],
+    base: bool, images: Tensor | None = None,
 ) -> dict[int, Tensor]:  # fmt: skip
     """By number, the margin and the loss of each image, DoubleTensor[2, N] on the CPU.
 
@@ -260,7 +260,7 @@ def read(net: nn.Module, data: Any) -> tuple[ImageData, MaskSet]:
 def prepared(
     net: nn.Module, current: MaskSet, removals: list[Tensor], images: ImageData, engine: Engine,
     criterion: Criterion = DEFAULT, expected: int | None = None, visits: int | None = None,
-) -> Iterator[Plan]:  # fmt: skip
+) -> Iterator[ScoringPlan]:  # fmt: skip
     """The plan, with the net in eval mode; afterwards the net is as it was.
 
     current: a copy of the net's masks. removals: all, or some that are typical of the

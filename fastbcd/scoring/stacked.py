@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 from fastbcd.masking.masks import MaskSet
 from fastbcd.runtime.limits import cache_bytes
 from fastbcd.scoring.engine import Request, difference_from_net
-from fastbcd.scoring.program import Activation, Call, NotTraceable, Program
+from fastbcd.scoring.program import Activation, NotTraceable, Operation, Program
 from fastbcd.scoring.sequential import Outputs
 
 BATCH = 32  # images at a time, unless memory or the user says otherwise
@@ -144,7 +144,7 @@ class Stacked:
             n = count[step.node]
             if n and isinstance(step, Activation):
                 values[step.node] = self.activate(step, group, values, base)
-            elif n and isinstance(step, Call):
+            elif n and isinstance(step, Operation):
                 own = [i for i in step.inputs if i not in program.constants]
                 full = {i: extend(values.get(i), base.get(i), count[i], n) for i in own}
                 values[step.node] = step({**program.constants, **full})

@@ -9,7 +9,7 @@ from torch import nn
 import fastbcd
 from fastbcd import Engine, MaskedReLU, MaskSet, masks, score, set_masks
 from fastbcd.scoring.collapsed import build as building
-from fastbcd.scoring.program import Activation, Call, Convolution, NotTraceable, make_program
+from fastbcd.scoring.program import Activation, Convolution, NotTraceable, Operation, make_program
 from helpers.affine_nets import engine_of, zoo
 from helpers.nets import TRACEABLE, emptied, images, make, randomize, thinned
 
@@ -95,8 +95,10 @@ def passes(net: nn.Module) -> list[str]:
     kept: list[str] = []
     for step in program_of(net).steps:
         name = "site" if isinstance(step, Activation) else type(step.run).__name__
+        if isinstance(step, Operation):
+            name = getattr(step.run, "__name__", name)
         if name not in ("Convolution", "Linear"):
-            kept.append(getattr(step.run, "__name__", name) if isinstance(step, Call) else name)
+            kept.append(name)
     return kept
 
 
@@ -114,10 +116,10 @@ def test_what_something_else_reads_is_not_folded() -> None:
     net = keep_only(awkward(), set())
     program = program_of(net)
     norms = [str(s.node.target) for s in program.steps
-             if isinstance(s, Call) and isinstance(s.run, nn.BatchNorm2d)]  # fmt: skip
+             if isinstance(s, Operation) and isinstance(s.run, nn.BatchNorm2d)]  # fmt: skip
     assert norms == ["norms.0", "norms.2"]  # norms.2 is behind a subtraction
     folded = [str(s.node.target) for s in program.steps
-              if isinstance(s, Call) and isinstance(s.run, Convolution)]  # fmt: skip
+              if isinstance(s, Operation) and isinstance(s.run, Convolution)]  # fmt: skip
     assert folded == ["one", "two", "norm", "norm", "two", "norms.1", "point"]
     x = images(4)[0]
     with torch.inference_mode():

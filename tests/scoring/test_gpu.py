@@ -11,7 +11,7 @@ from torch import nn
 import fastbcd
 from fastbcd import Engine, choose, score
 from fastbcd.runtime.limits import default_memory
-from fastbcd.scoring.collapsed.form import drop_form
+from fastbcd.scoring.compiled import drop
 from fastbcd.scoring.engine import Request
 from fastbcd.scoring.stacked import portions
 from helpers import fake_cuda
@@ -59,7 +59,7 @@ def test_batches_neither_wait_nor_copy(gpu, engine) -> None:
     removals, counts = hypotheses(net), []
     for batches in (1, 3, 9):
         data = fastbcd.ImageData.from_arrays(*images(4 * batches)).to("cuda")
-        drop_form(net)
+        drop(net)
         gpu.reset()
         score(net, removals, data, Engine(engine, batch_size=4))
         counts.append({kind: gpu.counts[kind] for kind in ("sync", "h2d", "d2h")})

@@ -18,7 +18,7 @@ import fastbcd
 from fastbcd import Engine, choose, models, score
 from fastbcd.runtime import warn_once
 from fastbcd.runtime.tf32 import products, repeatable_convolutions
-from fastbcd.scoring.collapsed import form
+from fastbcd.scoring.compiled import compiled
 from helpers.nets import images, make, thinned
 
 
@@ -98,10 +98,10 @@ def test_bfloat16_is_for_nets_in_float32_and_not_for_collapsed(monkeypatch) -> N
 def test_values_of_another_precision_are_not_reused() -> None:
     net, data = thinned(make("resnet"), 0.1), images(20)
     for precision, cached in (("tf32", False), ("tf32", True), ("float32", False)):
-        entries = {} if net not in form._forms else dict(form._forms[net][1].affine.entries)
+        before = dict(compiled(net).images.blocks)
         score(net, hypotheses(net), data, Engine("collapsed", precision=precision))
-        now = form._forms[net][1].affine.entries
-        assert any(entries.get(k, [None])[0] is x for k, (x, _) in now.items()) == cached
+        now = compiled(net).images.blocks
+        assert any(before.get(number) is block for number, block in now.items()) == cached
 
 
 FLAGS = [

@@ -7,12 +7,11 @@ have not reached yet are neither stored nor convolved (patches.py). Ranks share 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
@@ -21,14 +20,13 @@ from fastbcd.runtime.ranks import all_sum, rank, world
 from fastbcd.scoring.collapsed.affine_net import IMAGE, AffineNet
 from fastbcd.scoring.collapsed.form import Block, Form
 from fastbcd.scoring.collapsed.patches import LARGE, ImpulseBatch, Positions, stored
+from fastbcd.scoring.compiled import compiled
 from fastbcd.scoring.engine import Request
 from fastbcd.scoring.stacked import peak_bytes
 
 MOST = 1024  # impulses in a batch on a GPU, if an eighth of the memory holds them
 KERNELS = 2**25  # bytes: oneDNN compiles a kernel for each shape of patch, and keeps it
 BUILD_WEIGHT = 1.3  # time of a multiply-add of impulses, as measured (benchmarks/RESULTS.md)
-# By net: multiply-adds of an impulse, which hardly depend on the masks.
-_impulse_costs: weakref.WeakKeyDictionary[nn.Module, dict] = weakref.WeakKeyDictionary()
 
 
 class FormBuilder:
@@ -141,7 +139,8 @@ class CollapsedCost:
     def __init__(self, request: Request, builder: FormBuilder, form: Form | None) -> None:
         self.builder, self.form, self.images = builder, form, request.images
         self.forward = sum(builder.net.program.multiply_adds.values())
-        self.known_costs = _impulse_costs.setdefault(request.net, {})
+        self.made = compiled(request.net)
+        self.known_costs = self.made.impulse_costs  # which hardly depend on the masks
         self.kinks, self.itemsize = len(builder.ids), request.example.element_size()
         self.pairs = sum(builder.numbers)  # numbers of H
         self.image_numbers = builder.sources[IMAGE].count * builder.bounds[-1]  # of U
@@ -177,8 +176,7 @@ class CollapsedCost:
 
     @cached_property
     def affine(self) -> int:
-        known = {} if self.form is None else self.form.affine.entries
-        unknown = max(0, self.images - sum(len(x) for x, _ in known.values()))
+        unknown = max(0, self.images - len(self.made.images.places))
         return unknown * (self.image_numbers if self.with_image else self.forward)
 
     @property

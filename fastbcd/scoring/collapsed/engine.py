@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fastbcd.ops.kink import kink
+from fastbcd.scoring.collapsed.affine_cache import AffineCache
 from fastbcd.scoring.collapsed.build import FormBuilder
 from fastbcd.scoring.collapsed.form import Form, find
 from fastbcd.scoring.collapsed.linear_rules import NotAffine
@@ -42,29 +43,43 @@ class Collapsed:
     name = "collapsed"
     memory_format = torch.channels_last
 
-    def __init__(self, form: Form, builder: FormBuilder, shape: tuple[int, ...] = (-1,)) -> None:
+    def __init__(
+        self,
+        form: Form,
+        builder: FormBuilder,
+        *,
+        cache: AffineCache | None = None,
+        shape: tuple[int, ...] = (-1,),
+    ) -> None:
         """shape: of the outputs for one image, which the form has as one row."""
-        self.form, self.builder, self.shape = form, builder, shape
-        # A restricted form keeps its order of kinks; the builder's tiles may differ by now.
+        self.form = form
+        self.builder = builder
+        self.cache = cache or AffineCache()
+        self.shape = shape
+        # A form that has shrunk keeps its order of kinks; the builder's tiles may differ by now.
         self.order: Tensor | None = None
         if not torch.equal(form.ids, builder.ids):
             logits = torch.arange(builder.bounds[-2], builder.bounds[-1])
-            self.order = torch.cat([find(builder.ids, form.ids), logits]).to(form.constant.device)
+            order = torch.cat([find(builder.ids, form.ids), logits])
+            self.order = order.to(form.constant.device)
         self.memory = form.constant.new_empty(0)
 
     def prepare(self, removals: dict[int, Tensor], lanes: int) -> list[TrialGroup]:
         """Hypotheses by number, in groups of at most `lanes` that begin near each other."""
-        form, bounds = self.form, self.form.bounds
-        gone = {k: find(form.ids, ids) for k, ids in removals.items() if len(ids)}
-        first = {k: bounds[bisect(bounds, int(kinks.min())) - 1] for k, kinks in gone.items()}
-        order = sorted(gone, key=first.__getitem__)
+        form = self.form
+        removed = {k: find(form.ids, ids) for k, ids in removals.items() if len(ids)}
+        first = {}
+        for k, kinks in removed.items():
+            site = bisect(form.bounds, int(kinks.min())) - 1
+            first[k] = form.bounds[site]
+        order = sorted(removed, key=first.__getitem__)
         groups = []
         for i in range(0, len(order), lanes):
             numbers = order[i : i + lanes]
             start = first[numbers[0]]
             masks = torch.ones(form.kinks - start, len(numbers), dtype=torch.uint8)
-            for t, k in enumerate(numbers):
-                masks[gone[k] - start, t] = 0
+            for trial, k in enumerate(numbers):
+                masks[removed[k] - start, trial] = 0
             groups.append(TrialGroup(numbers, start, masks.to(form.constant.device)))
         return groups
 
@@ -73,25 +88,22 @@ class Collapsed:
     ) -> Iterator[tuple[list[int], Tensor]]:
         """(numbers, logits [n, B, classes]) of every hypothesis, and of the base as number -1."""
         affine = self.affine_part(x, images)
-        c = None
-        if base or any(group.start for group in groups):
+        starts = sorted({group.start for group in groups})
+        shifted = {0: affine}
+        if base or any(starts):
             everything = torch.ones(self.form.kinks, 1, dtype=torch.uint8, device=x.device)
             c, logits = self.run(affine, everything, 0)
-            c = c.clone()  # the memory is used again
+            shifted |= {start: self.shift(affine, c[:start]) for start in starts if start}
             if base:
                 yield [-1], logits
-        shifted = {0: affine}
         for numbers, start, masks in groups:
-            if start not in shifted:
-                assert c is not None
-                shifted[start] = self.shift(affine, c[:start])
             yield numbers, self.run(shifted[start], masks, start)[1]
 
     def affine_part(self, x: Tensor, images: Tensor | None) -> Tensor:
         """U x + u at the kinks and the logits, [R + classes, B]; cached if x has numbers."""
         if images is None:
             return self.compute(x)
-        return self.form.affine.values(images, x, self.compute)
+        return self.cache.values(images, x, self.compute)
 
     def compute(self, x: Tensor) -> Tensor:
         """U x + u at the kinks and the logits, [R + classes, B]."""
@@ -100,43 +112,52 @@ class Collapsed:
             pixels = x.movedim(1, -1).flatten(1).T
             return torch.addmm(form.constant[:, None], form.image.T, pixels)
         z = self.builder.affine_part(x)
-        return z if self.order is None else z.index_select(0, self.order)
+        if self.order is None:
+            return z
+        return z.index_select(0, self.order)
 
     def run(self, affine: Tensor, masks: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """c [R - start, T·B] and logits [T, B, classes] of T masks over the kinks from `start`.
 
-        affine [R - start + classes, B]: what the image and earlier kinks give.
+        affine [R - start + classes, B]: what the image and earlier kinks give. c lies in memory
+        that the next run uses again.
         """
-        form, trials, batch = self.form, masks.shape[1], affine.shape[1]
-        numbers = len(masks) * trials * batch
-        if len(self.memory) < numbers:
-            self.memory = affine.new_empty(numbers)
-        c = self.memory[:numbers].view(len(masks), trials * batch)
+        form = self.form
+        kinks, trials = masks.shape
+        batch = affine.shape[1]
+        c = self.new_kinks(kinks, trials * batch)
         for s, (low, high) in enumerate(pairwise(form.bounds[:-1])):
             if start <= low < high:
-                some = slice(low - start, high - start)
-                fresh = not self.add_kinks(c[some], s, c, start, beta=0)
-                z = c[some].unflatten(1, (trials, batch))
-                more = self.beyond(z, affine[some], masks[some], fresh, slice(low, high))
-                kink(z, affine[some], masks[some], fresh=fresh)
-                if more is not None:
-                    z += more
-        logits = affine[len(masks) :].repeat(1, trials)
+                site = slice(low - start, high - start)
+                none_before = not self.add_kinks(c[site], s, c, start, beta=0)
+                values = c[site].unflatten(1, (trials, batch))
+                if form.lines is None:
+                    kink(values, affine[site], masks[site], fresh=none_before)
+                else:
+                    if none_before:
+                        values.zero_()
+                    line = form.lines[:, low:high]
+                    self.kink_beside_line(values, affine[site], masks[site], line)
+        logits = affine[kinks:].repeat(1, trials)
         self.add_kinks(logits, len(form.blocks) - 1, c, start, beta=1)
         return c, logits.T.reshape(trials, batch, *self.shape)
 
-    def beyond(
-        self, c: Tensor, a: Tensor, masks: Tensor, fresh: bool, kinks: slice
-    ) -> Tensor | None:
-        """mask · ((1 - c1)·z - c0), what a kept ReLU adds to a line beside its kink, [n, T, B].
+    def new_kinks(self, kinks: int, columns: int) -> Tensor:
+        """[kinks, columns] in the memory of the engine."""
+        numbers = kinks * columns
+        if len(self.memory) < numbers:
+            self.memory = self.form.constant.new_empty(numbers)
+        return self.memory[:numbers].view(kinks, columns)
 
-        The arguments are those of `kink`, and the numbers of the kinks.
+    def kink_beside_line(self, c: Tensor, affine: Tensor, masks: Tensor, line: Tensor) -> None:
+        """c = mask · (relu(-z) + (1 - c1)·z - c0), in place, with z = c + affine.
+
+        c [n, T, B], affine [n, B], masks [n, T], line [2, n]: c0 and 1 - c1.
         """
-        if self.form.lines is None:
-            return None
-        c0, slope = self.form.lines[:, kinks, None, None]
-        z = a.unsqueeze(1).expand_as(c) if fresh else c + a.unsqueeze(1)
-        return (slope * z - c0) * masks.unsqueeze(2)
+        c0, slope = line[:, :, None, None]
+        z = c + affine.unsqueeze(1)
+        kink(c, affine, masks, fresh=False)
+        c += (slope * z - c0) * masks.unsqueeze(2)
 
     def shift(self, affine: Tensor, c: Tensor) -> Tensor:
         """The affine part after the kinks of c, with what these add."""
@@ -151,7 +172,8 @@ class Collapsed:
         """z = beta·z + H_sᵀ c, with kinks from `first` on as rows of c; beta if none acts on s."""
         last = first + len(c)
         for block in self.form.blocks[s]:
-            low, high = max(block.start, first), min(block.stop, last)
+            low = max(block.start, first)
+            high = min(block.stop, last)
             if low < high:
                 rows = block.matrix[low - block.start : high - block.start]
                 torch.addmm(z, rows.T, c[low - first : high - first], beta=beta, out=z)
@@ -159,13 +181,8 @@ class Collapsed:
         return beta
 
     def check(self, request: Request) -> None:
-        """Compare logits with those of the net, from what is cached too."""
-        error = difference_from_net(self, request, lanes=1)
-        for block, (x, _) in list(self.form.affine.entries.items())[:1]:
-            ((_, logits),) = self.logits(x, [], True, self.form.affine.numbers(block))
-            truth = request.net(x[:2].clone())
-            worst = (logits[0, :2] - truth).abs().max() / truth.abs().max().clamp(min=1e-6)
-            error = max(error, float(worst.nan_to_num(nan=0.0)))
+        """Refuse a form that gives other logits than the net."""
+        error = difference_from_net(self, request, lanes=2)
         if not error <= request.tolerance:
             raise NotAffine(
                 f"its logits differ by {error:.1e} of the largest from those of its collapsed form"

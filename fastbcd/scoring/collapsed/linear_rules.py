@@ -28,7 +28,7 @@ from fastbcd.graph.trace import FunctionalBatchNorm
 from fastbcd.masking.activations import MaskedLine, MaskedReLU
 from fastbcd.scoring.collapsed import patches
 from fastbcd.scoring.collapsed.patches import Patch, Value, stored, whole
-from fastbcd.scoring.program import Activation, Call, Convolution, Program, scale_and_shift
+from fastbcd.scoring.program import Activation, Convolution, Operation, Program, scale_and_shift
 
 Values = dict[fx.Node, Any]
 Run = Callable[[Values, int], Any]  # a Value, or a tuple of them
@@ -49,17 +49,17 @@ class Context(NamedTuple):
     program: Program
     varies: set[fx.Node]  # tensors, and tuples of them, that depend on the image
 
-    def depends_on_image(self, step: Activation | Call) -> bool:
+    def depends_on_image(self, step: Activation | Operation) -> bool:
         """Does the step give tensors that depend on the image? Sizes do not."""
         if not self.varies & set(step.inputs):
             return False
         tensors = step.node in self.program.shapes or step.node in self.program.tuples
         target = step.node.args[1] if step.node.target is getattr else step.node.target
-        if not tensors and isinstance(step, Call) and target not in _SIZES:
+        if not tensors and isinstance(step, Operation) and target not in _SIZES:
             raise refusal(step)  # a number that is read from a tensor
         return tensors
 
-    def source(self, step: Call) -> fx.Node:
+    def source(self, step: Operation) -> fx.Node:
         """The one tensor that is no constant, read once; products may read it second."""
         known = self.program.shapes.keys() - self.program.constants.keys() | self.varies
         leaves = tree_leaves((step.args, step.kwargs))
@@ -69,7 +69,7 @@ class Context(NamedTuple):
             raise ValueError("not one value that depends on the image")
         return read[0]
 
-    def call(self, run: Any, step: Call, values: Values, n: int) -> Any:
+    def call(self, run: Any, step: Operation, values: Values, n: int) -> Any:
         """Run with the step's arguments: whole values, constants, sizes as for n images."""
 
         def value(node: fx.Node) -> Any:
@@ -88,7 +88,7 @@ class Context(NamedTuple):
         return run(*args, **kwargs)
 
 
-def linear_part(step: Activation | Call, context: Context) -> Run:
+def linear_part(step: Activation | Operation, context: Context) -> Run:
     """The function that takes impulses through this step."""
     node, shapes = step.node, context.program.shapes
     if isinstance(step, Activation):
@@ -123,7 +123,7 @@ def linear_part(step: Activation | Call, context: Context) -> Run:
     return lambda values, n: function(values[source])
 
 
-def refusal(step: Call, why: str = "is not an affine function of the image") -> NotAffine:
+def refusal(step: Operation, why: str = "is not an affine function of the image") -> NotAffine:
     run, name = step.run, step.node.target if step.node.op == "call_module" else step.node.name
     what = type(run).__name__ if isinstance(run, nn.Module) else getattr(run, "__name__", str(run))
     return NotAffine(f"node {name!r} ({what}) {why}")

@@ -9,9 +9,9 @@ from torch import nn
 from fastbcd import Engine, MaskedLine, MaskedReLU, MaskSet, bcd, masks, models, score, set_masks
 from fastbcd.scoring import plan
 from fastbcd.scoring.collapsed import build as building
-from fastbcd.scoring.collapsed import form as forms
 from fastbcd.scoring.collapsed import linear_rules
-from fastbcd.scoring.collapsed.form import Signature, cached_form, find
+from fastbcd.scoring.collapsed.form import find
+from fastbcd.scoring.compiled import Signature, compiled
 from fastbcd.scoring.engine import Request
 from fastbcd.scoring.program import make_program
 from helpers.affine_nets import engine_of, some_removals, worst_difference, zoo
@@ -72,7 +72,7 @@ def test_a_removal_shrinks_the_form(builds) -> None:
     assert len(builds) == 1
     now = masks(net).copy()
     small, fresh = (
-        cached_form(net, Signature(make_program(net, data[0][:1])), now),
+        compiled(net).form_of(Signature(make_program(net, data[0][:1])), now),
         engine_of(net, data[0]).form,
     )
     assert small is not None
@@ -152,16 +152,15 @@ def test_changes_outside_the_state_dict_are_noticed(builds, change) -> None:
 
 
 def test_what_is_cached_is_checked(monkeypatch) -> None:
-    """A form and its cached parts that no longer belong to the net are refused."""
+    """A form that no longer belongs to the net is refused."""
     net, data = thinned(make("resnet")), images(30)
     ids = [masks(net).sample(9, seed=5, step=0, trial=0)]
     score(net, ids, data, engine="collapsed")
-    monkeypatch.setattr(forms.Signature, "equals", lambda *_: True)
-    form = forms._forms[net][1]
-    x, affine = form.affine.entries[0]
-    form.affine.entries[0] = (x, affine + 1)
+    monkeypatch.setattr(Signature, "equals", lambda *_: True)
+    hook = net.register_forward_hook(lambda module, args, outputs: 2 * outputs)
     with pytest.raises(ValueError, match="from those of its collapsed form"):
         score(net, ids, data, engine="collapsed")
+    hook.remove()
     assert score(net, ids, data, engine="collapsed").engine == "collapsed"  # it was built again
 
 
@@ -218,7 +217,7 @@ def test_the_affine_part_is_computed_once(monkeypatch) -> None:
     first = score(net, ids, (x, labels), Engine("collapsed", batch_size=20))
     spent = len(calls)
     again = score(net, ids, (x, labels), Engine("collapsed", batch_size=20))
-    assert len(calls) == spent + 1  # the check on two images
+    assert len(calls) == spent
     assert torch.equal(first.loss, again.loss)
     other = score(net, ids, (x + 1, labels), Engine("collapsed", batch_size=20))
     truth = score(net, ids, (x + 1, labels), engine="sequential")
@@ -262,7 +261,7 @@ def test_images_are_found_in_any_order(monkeypatch) -> None:
             torch.testing.assert_close(found, truth[:, some])
             assert new is None or sum(calls) - before == new
         assert sum(calls) == 40
-        engine.form.affine.begin(x[:2], "float32", 2**30)  # another call
+        engine.cache.begin(x[:2], "float32", 2**30)  # another call
         other = torch.cat([x[:30], x[30:] + 1])
         found, expected = (engine.affine_part(other, n) for n in (torch.arange(40), None))
         torch.testing.assert_close(found, expected)
@@ -273,12 +272,15 @@ def test_the_form_is_released_before_training(builds, when) -> None:
     """Its memory and that of its values; without training the form is kept."""
     net, data = thinned(make("resnet"), 0.1), images(30)
     held, kept = [], masks(net).count()
-    options = {"finetune": lambda net, step: held.append(net in forms._forms), "adt": 1000.0}
+    options = {
+        "finetune": lambda net, step: held.append(compiled(net).form is not None),
+        "adt": 1000.0,
+    }
     engine = Engine("collapsed", batch_size=10)
     bcd(net, data, kept - 9, drc=3, rt=1, finetune_when=when, engine=engine, **options)
     assert held == ([False] * 3 if when == "every_step" else [])
     assert len(builds) == (3 if when == "every_step" else 1)
-    assert (net in forms._forms) == (when == "on_reject")
+    assert (compiled(net).form is not None) == (when == "on_reject")
 
 
 @pytest.mark.parametrize(
