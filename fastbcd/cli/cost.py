@@ -12,7 +12,7 @@ import numpy as np
 
 from fastbcd import MaskSet, private
 from fastbcd.cli.options import call
-from fastbcd.report.figures import seconds_text
+from fastbcd.private.costs import seconds_text
 from fastbcd.runs.stages import Stages, read
 
 

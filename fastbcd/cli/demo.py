@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load
@@ -21,7 +22,7 @@ from fastbcd.private.units import si
 from fastbcd.runs.stages import SavedRun, read
 
 BUDGET, EPOCHS, TEST_EVERY = 1_000, 16, 4
-NETWORK = fastbcd.report.Network(protocol="crypten", bandwidth=100e6, rtt=0.04)
+NETWORK: dict[str, Any] = {"protocol": "crypten", "bandwidth": "100Mbit", "rtt": "40ms"}
 
 
 def small_resnet() -> nn.Module:
@@ -57,7 +58,7 @@ def show(run_dir: Path, images: int = 8_000, tests: int = 2_000, epochs: int = E
     run = read(run_dir).last
     say(f"\n{table(run)}\n\n{gain(run)}")
     try:
-        page = fastbcd.report.write([run_dir], run_dir / "report", network=NETWORK)
+        page = fastbcd.report.write([run_dir], run_dir / "report", **NETWORK)
         say(f"a page with figures: {page}")
     except ImportError as error:
         say(f"no page with figures: {error}")
@@ -83,7 +84,7 @@ def table(run: SavedRun) -> str:
 def gain(run: SavedRun) -> str:
     """What was gained, in one sentence."""
     now = run.start if run.masks is None else run.masks
-    before, after = (NETWORK.cost(masks, ()) for masks in (run.start, now))
+    before, after = (fastbcd.private.cost(masks, **NETWORK) for masks in (run.start, now))
     return (
         f"{run.start.count():,} → {run.count:,} ReLUs: private inference of an image by CrypTen at "
         f"100 Mbit/s and 40 ms takes {after.known_seconds:.2f} s instead of "

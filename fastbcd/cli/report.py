@@ -10,8 +10,6 @@ from fastbcd.cli.options import call
 
 def work(options: argparse.Namespace) -> None:
     """Write the page and print its path."""
-    network = call(report.Network, options)
-    page = call(report.write, options, out=options.out or options.runs[0] / "report",
-                network=network)  # fmt: skip
+    page = call(report.write, options, out=options.out or options.runs[0] / "report")
     figures = len(list(page.parent.glob("*.png")))
     print(f"{page}: open it in a browser; its {figures} figures are beside it as PNG")

@@ -4,7 +4,6 @@ fastbcd.report.write(["runs/15k"], "runs/15k/report")      # report.html, accura
 """
 
 from fastbcd.report import published
-from fastbcd.report.sections import Network
 from fastbcd.report.writer import write
 
-__all__ = ["Network", "published", "write"]
+__all__ = ["published", "write"]

@@ -1,4 +1,4 @@
-"""write: reads runs, makes the sections, and writes the page and its figures.
+"""write: reads runs, and writes the page and its figures.
 
 The page is one HTML file that contains its figures and loads nothing else. The same run gives the
 same bytes. A run that is not finished, or is being written, is read as of its last finished step.
@@ -6,24 +6,25 @@ same bytes. A run that is not finished, or is being written, is read as of its l
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
+from collections import Counter
 from collections.abc import Sequence
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-from fastbcd.report import figures, page, sections
-from fastbcd.report.sections import Network, Section
-from fastbcd.report.subject import subject
-from fastbcd.runs.stages import Stages, read
+from fastbcd.private.protocols import LAN_BANDWIDTH, LAN_RTT, Protocol
+from fastbcd.report import figures
+from fastbcd.report.page import Card, render
+from fastbcd.report.published import Curve, curves
+from fastbcd.report.results import Result, facts, headline, result_of
 from fastbcd.runtime.atomic_files import write_atomically
 from fastbcd.runtime.version import __version__
 
 FOOTER = (
     f"fastbcd {__version__}. Published curves: Coordinate Descent for Network Linearization, "
-    f"unless another paper is named."
+    f"unless another paper is named. Private inference: the activations of one image."
 )
 
 
@@ -33,71 +34,114 @@ def write(
     *,
     arch: str | None = None,
     data: str | None = None,
-    baseline: float | None = None,
-    network: Network | None = None,
+    protocol: str | Protocol = "crypten",
+    bandwidth: float | str = LAN_BANDWIDTH,
+    rtt: float | str = LAN_RTT,
 ) -> Path:
     """Write the report on some runs into the folder `out`; returns the path of the page.
 
     Args:
-        runs: any number of run directories, or a recipe's folders with its stages; the first one
-            decides which published curves are drawn. A method has one colour and mark.
+        runs: any number of run directories; the first one decides which published curves are
+            drawn. A method has one colour and mark.
         arch, data: names of the net and the data set, if the run did not record them.
-        baseline: test accuracy of the dense net in percent, if none of the runs has it.
-        network: bandwidth, round trip and protocol of private inference; 1 Gbit/s, 1 ms, CrypTen.
+        protocol, bandwidth, rtt: as in `fastbcd.private.cost`.
 
     >>> write(["runs/15k"], "runs/15k/report")  # doctest: +SKIP
     PosixPath('runs/15k/report/report.html')
     """
     if not runs:
         raise ValueError("name at least one run directory")
-    if baseline is not None and not 0 < baseline <= 100:
-        raise ValueError(f"baseline={baseline}; give a test accuracy in percent, above 0")
     with figures.style():
-        found = _distinct([read(run) for run in runs])
-        subjects = [subject(run, arch, data) for run in found]
-        about, network, several = subjects[0], network or Network(), len(found) > 1
-        shared: list[Section | None] = [
-            sections.relative(found, about, baseline),
-            sections.summary(found, subjects, baseline), sections.between(found),
-        ]  # fmt: skip
-        parts = [("", sections.accuracy(found, about, network)), ("", list(filter(None, shared)))]
-        for number, run in enumerate(found, 1):
-            own = sections.of_run(run, network, prefix=f"{number}-" if several else "")
-            if several:
-                parts.append((run.name, own))
-            else:
-                parts[-1][1].extend(own)
-        folder = _writable(Path(out))
-        images = {s.name: _png(s.figure) for _, part in parts for s in part if s.figure}
-    notices = [text for run in found if (text := sections.unfinished(run))]
-    others = [r.name for r, named in zip(found, subjects, strict=True) if named != about]
-    if others:
-        notices.append(f"Another net or data set than {found[0].name}: {', '.join(others)}.")
-    title = sections.title(found, about)
-    html = page.render(title, notices, parts, images=images, footer=FOOTER)
-    files = {f"{name}.png": png for name, png in images.items()} | {"report.html": html.encode()}
+        connection = {"protocol": protocol, "bandwidth": bandwidth, "rtt": rtt}
+        results = _distinct([result_of(run, **connection) for run in runs])
+        published = _published(results[0], arch, data)
+        cards = _cards(results, published)
+    folder = _writable(Path(out))
+    html = render(
+        ", ".join(result.name for result in results),
+        [_unfinished(result) for result in results if not result.run.done],
+        headlines={result.name: headline(result) for result in results},
+        cards=cards,
+        facts={result.name: facts(result) for result in results},
+        footer=FOOTER,
+    )
+    files = {f"{card.name}.png": card.png for card in cards}
+    files["report.html"] = html.encode()
     for name, content in files.items():
         write_atomically(folder / name, methodcaller("write", content))
     return folder / "report.html"
 
 
-def _distinct(runs: list[Stages]) -> list[Stages]:
+def _cards(results: Sequence[Result], published: Sequence[Curve]) -> list[Card]:
+    """The figures: accuracies of all runs, then sites and seconds of each."""
+    measured = results[0].measured
+    ends = [f"{r.name} {r.points[-1][1]:.2f} % at {r.run.count:,}" for r in results if r.points]
+    cards = [
+        Card(
+            "accuracy",
+            f"{measured.capitalize()} against ReLUs",
+            f"{measured} against ReLUs: {'; '.join(ends)}",
+            _png(figures.accuracy(results, published)),
+        )
+    ]
+    for number, result in enumerate(results, 1):
+        prefix = f"{number}-" * (len(results) > 1)
+        of_run = f", {result.name}" * (len(results) > 1)
+        kept = headline(result)["ReLUs"]
+        time = headline(result)["private inference"]
+        cards += [
+            Card(
+                f"{prefix}sites",
+                f"ReLUs by site{of_run}",
+                f"share of the ReLUs that each site keeps: {kept} in total",
+                _png(figures.sites(result)),
+            ),
+            Card(
+                f"{prefix}seconds",
+                f"Private inference by site{of_run}",
+                f"seconds of private inference of each site: {time} in total",
+                _png(figures.seconds(result.after)),
+            ),
+        ]
+    return cards
+
+
+def _published(result: Result, arch: str | None, data: str | None) -> list[Curve]:
+    """The published curves for the net and data of the run, or for those that are named."""
+    config = result.run.config
+    named = arch is not None or data is not None
+    if not named and result.measured != "test accuracy":
+        return []
+    recorded = config.net.arch or {}
+    found = curves(arch or recorded.get("name", ""), data or config.data.name or "")
+    if named and not found:
+        raise ValueError(f"nothing is published of arch={arch!r} on data={data!r}")
+    return found
+
+
+def _unfinished(result: Result) -> str:
+    """What a run still has to do, in a sentence."""
+    done = f"{len(result.run.history):,} steps, {result.run.count:,} ReLUs left"
+    return f"{result.name} is not finished: {done}."
+
+
+def _distinct(results: list[Result]) -> list[Result]:
     """Runs of the same name get a number."""
-    names = [run.name for run in runs]
-    for place, name in enumerate(names):
-        if names.count(name) > 1:
-            number = names[: place + 1].count(name)
-            runs[place] = dataclasses.replace(runs[place], name=f"{name} ({number})")
-    return runs
+    names = Counter(result.name for result in results)
+    return [
+        result._replace(name=f"{result.name} ({number})") if names[result.name] > 1 else result
+        for number, result in enumerate(results, 1)
+    ]
 
 
 def _writable(folder: Path) -> Path:
     """The folder, created if needed; an error if nothing can be written there."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file; name a folder for the page and its figures")
+    probe = folder / ".probe"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (probe := folder / ".probe").touch()
+        probe.touch()
         probe.unlink()
     except OSError as error:
         raise OSError(

@@ -33,16 +33,11 @@ def resnet18(tmp_path_factory) -> Path:
     return large_run(tmp_path_factory.mktemp("runs") / "r18", "resnet18", "cifar100")
 
 
-@pytest.fixture(scope="session")
-def page_of(tmp_path_factory):
-    """The page on some runs, written once."""
-    made: dict[Any, tuple[Page, Path]] = {}
+@pytest.fixture
+def page_of(tmp_path):
+    """The page on some runs."""
 
-    def make(*runs: Path, **options: Any) -> tuple[Page, Path]:
-        key = (runs, tuple(options.items()))
-        if key not in made:
-            path = report.write(runs, tmp_path_factory.mktemp("out"), **options)
-            made[key] = Page(path), path.parent
-        return made[key]
+    def make(*runs: Path, **options: Any) -> Page:
+        return Page(report.write(runs, tmp_path / "page", **options))
 
     return make

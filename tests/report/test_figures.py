@@ -1,0 +1,110 @@
+"""The figures: what is drawn of runs and of published curves, and that it fits."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import fastbcd
+from fastbcd import private
+from fastbcd.report import figures, published, writer
+from fastbcd.report.results import Result, result_of
+from fastbcd.runs.config import TITLES
+
+
+@pytest.fixture(autouse=True)
+def style():
+    with figures.style():
+        yield
+
+
+def result(name: str, method: str, points: list[tuple[int, float]]) -> Result:
+    """A result of which only the accuracies are drawn."""
+    run: Any = SimpleNamespace(title=method)
+    cost: Any = None
+    return Result(name, run, "test accuracy", points, before=cost, after=cost)
+
+
+def published_of(*arguments: Any) -> list[str]:
+    return [curve.method for curve in writer._published(*arguments)]
+
+
+def test_published_curves_are_those_of_the_net_and_data(resnet18, finished) -> None:
+    known, other = result_of(resnet18), result_of(finished)
+    expected = [curve.method for curve in published.curves("resnet18", "cifar100")]
+    assert published_of(known, None, None) == expected
+    assert published_of(other, None, None) == []
+    assert published_of(other, "resnet18", "cifar100") == expected
+    tiny = published_of(known, None, "tiny-imagenet")
+    assert tiny == [curve.method for curve in published.curves("resnet18", "tiny-imagenet")]
+    assert published_of(known._replace(measured="train accuracy"), None, None) == []
+
+
+def test_a_method_has_one_colour_and_mark() -> None:
+    """Its runs differ in their dashes, published curves are thin."""
+    looks = figures.LOOKS["methods"]
+    assert len({look["color"] for look in looks.values()}) == len(looks)
+    assert len({look["marker"] for look in looks.values()}) == len(looks)
+    curves = published.every_curve()
+    assert {*TITLES.values(), "linearize", *(curve.method for curve in curves)} <= {*looks}
+    runs = [result(name, "BCD", [(99, 2.0), (9, 1.0)]) for name in "ab"]
+    (axes,) = figures.accuracy(runs, published.curves("resnet18", "cifar10")).axes
+    lines = {line.get_label(): line for line in axes.lines if line.get_label()[0] != "_"}
+    ours = [line for label, line in lines.items() if "BCD" in label]
+    assert len(ours) == 3
+    look = {(line.get_color(), line.get_marker()) for line in ours}
+    assert look == {tuple(figures.look_of("BCD").values())}
+    assert lines["paper: BCD"].get_linewidth() < lines["BCD: a"].get_linewidth()
+    assert lines["BCD: a"].get_linestyle() != lines["BCD: b"].get_linestyle()
+
+
+def test_shares_have_linear_bars(finished) -> None:
+    """8 of 98 ReLUs are kept: the bar is 8.16 % of the full one."""
+    (axes,) = figures.sites(result_of(finished)).axes
+    assert axes.get_xscale() == "linear"
+    assert axes.get_xlim()[0] == 0
+    assert [round(bar.get_width(), 2) for bar in axes.patches] == [100, 8.16]
+
+
+def test_the_time_of_each_site_is_a_bar_of_rounds_bytes_and_computation() -> None:
+    kept = fastbcd.MaskSet.full({"a": (100,), "b": (50,), "c": (10,)}).without(range(60, 150))
+    cost = private.cost(kept, "crypten", bandwidth=1e6, rtt=0.01)
+    figure = figures.seconds(cost)
+    (axes,) = figure.axes
+    for bars, term in zip(axes.containers, ("latency", "transfer", "compute"), strict=True):
+        expected = [getattr(site, term) for site in cost.sites]
+        assert [bar.get_width() for bar in bars] == pytest.approx(expected)
+    starts = [bar.get_x() for bar in axes.containers[2]]
+    assert starts == pytest.approx([site.latency + site.transfer for site in cost.sites])
+    names = [text.get_text() for text in figure.legends[0].texts]
+    assert names == ["rounds", "bytes", "computation"]
+
+
+@pytest.mark.parametrize("counts", [(13_912, 13_932), (700, 14_000), (3, 3_000_000), (50, 50)])
+def test_labels_of_a_log_axis_have_room(counts) -> None:
+    figure, axes = figures.canvas(3)
+    axes.plot(counts, (0, 1))
+    figures.log_axis(axes, "ReLUs")
+    figure.draw_without_rendering()
+    low, high = axes.get_xlim()
+    ticks = axes.xaxis.get_major_ticks()
+    shown = [tick.label1 for tick in ticks if low <= tick.get_loc() <= high]
+    boxes = [label.get_window_extent() for label in shown]
+    assert len(boxes) >= 2
+    assert all(left.x1 < right.x0 for left, right in pairwise(boxes))
+
+
+@pytest.mark.parametrize("length", [5, 25, 45, 400])
+def test_a_legend_is_within_the_figure(length) -> None:
+    """With names such as linearize-resnet18-cifar100-15000; the axes keep their room."""
+    runs = [result("n" * length, name, [(99, 2.0), (9, 1.0)]) for name in ("BCD", "linearize")]
+    curves = published.curves("resnet18", "cifar100")
+    figure = figures.accuracy(runs, curves)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert legend.get_window_extent().width <= figure.bbox.width
+    assert figure.axes[0].get_window_extent().height > 500
+    assert len(legend.texts) == len(runs) + len(curves)
