@@ -20,13 +20,12 @@ from fastbcd.runs.step import Epoch, Start, timed
 from fastbcd.runtime.settings import Settings, fields_in, setting, with_settings
 from fastbcd.runtime.show import bar, say
 from fastbcd.scoring.accuracy import accuracy, check_classes
-from fastbcd.training.loop import Session, Trainer, with_prefix, without_prefix
+from fastbcd.training.loop import Session, Trainer
 from fastbcd.training.repeat import repeatable
 from fastbcd.training.settings import Finetune
 
 MILESTONES = (0.5, 0.75)
 DECAY = 10
-MOMENTUM = "momentum_buffer."  # prefix of the optimizer's tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +109,11 @@ def _train(
     """The epochs that are left, each seeded by its number."""
     last: Epoch | None = None
     with trainer.session() as session:
-        session.load_optimizer(with_prefix(run.extra, MOMENTUM))
+        session.load_optimizer(run.extra)
         for epoch in range(len(run.history), chosen.epochs):
             last = _epoch(session, chosen, epoch, test, progress)
             if epoch + 1 < chosen.epochs:
-                run.finish(last, without_prefix(session.optimizer_state(), MOMENTUM))
+                run.finish(last, session.optimizer_state())
     if last is not None:
         run.finish(last)  # as the net is after the session; nobody needs the optimizer's state
 

@@ -27,7 +27,7 @@ class Finetuner(Trainer):
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
     >>> tuner = Finetuner(net, data, fastbcd.Finetune(epochs=2, padding=1))
     >>> sorted(tuner.run(step=0))
-    ['epochs', 'loss', 'seconds', 'teacher_seconds']
+    ['epochs', 'loss', 'seconds']
     """
 
     def run(
@@ -48,10 +48,10 @@ class Finetuner(Trainer):
             rates: the learning rate of each epoch, in place of the cosine.
             progress: show a bar. bar: a tqdm to update after each batch in its place.
 
-        Returns the mean loss of the last epoch (if there is one), the seconds, the part of them
-        spent on the teacher's logits, and the epochs. Afterwards every module is in the mode it
-        was in, and all ranks hold the same weights and buffers. Raises FloatingPointError if a
-        loss, a gradient or a weight is not finite; the net then keeps its current weights.
+        Returns the mean loss of the last epoch (if there is one), the seconds, and the epochs.
+        Afterwards every module is in the mode it was in, and all ranks hold the same weights and
+        buffers. Raises FloatingPointError if a loss, a gradient or a weight is not finite; the net
+        then keeps its current weights.
         """
         check_whole("step", step, 0)
         if epochs is None:
@@ -66,12 +66,10 @@ class Finetuner(Trainer):
         if bar is None:
             bar = own_bar
         begin = time.perf_counter()
-        before = self.teacher_seconds
         result = {"epochs": float(epochs)}
         algorithms = repeatable(self.data.device, self.seed, step, self.settings.fast)
         with own_bar, self.session() as session, algorithms:
             for epoch, (share, lr) in enumerate(zip(shares, rates, strict=True)):
                 result["loss"] = session.epoch(epoch, lr, step=step, share=share, bar=bar)
-        result["teacher_seconds"] = self.teacher_seconds - before
         result["seconds"] = time.perf_counter() - begin
         return result

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -44,8 +44,8 @@ from fastbcd.runtime.module_mode import train_mode
 from fastbcd.scoring.metric import Loss, at_least_float32
 from fastbcd.training import optimizers, parallel, precision
 from fastbcd.training.checks import check_settings, check_trainable
-from fastbcd.training.finite import FiniteCheck, check_scale
-from fastbcd.training.mismatch import site_outputs
+from fastbcd.training.finite import FiniteCheck
+from fastbcd.training.mismatch import site_outputs, sites_of
 from fastbcd.training.rates import batches_of
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import Answer, TeacherLogits
@@ -113,11 +113,6 @@ class Trainer:
         smallest = parallel.smallest_batch(self.net)
         return self.data.sizes(self.settings.batch_size, smallest)
 
-    @property
-    def teacher_seconds(self) -> float:
-        """What was spent on the teacher's logits until now."""
-        return 0.0 if self.teacher is None else self.teacher.seconds
-
     @contextmanager
     def session(self) -> Iterator[Session]:
         """A new optimizer; on exit modes, dtypes and memory formats are as they were."""
@@ -169,6 +164,9 @@ class Session:
         self.quadratics: list[nn.Parameter] = []  # of which SGD takes smaller steps
         if trainer.settings.optimizer == "sgd":
             self.quadratics = optimizers.coefficients(trainer.net, MaskedPoly)
+        self.sites: list[nn.Module] = []  # whose activations are compared with the teacher's
+        if trainer.settings.mismatch:
+            self.sites = sites_of(trainer.model)
         self.model = parallel.averaged(trainer.model, unused=trainer.model is trainer.net)
         self.half = precision.autocast_dtype(trainer.settings, trainer.data.device)
 
@@ -196,18 +194,17 @@ class Session:
         trainer = self.trainer
         sizes = trainer.sizes
         count = batches_of(share, len(sizes))
+        batches = islice(trainer.batches(epoch, step), count)
         answer_of = trainer.answers(epoch, step, images=sum(sizes[:count]))
         # A new one in each epoch, so that a resumed training scales the loss in the same way.
         scaler = torch.amp.GradScaler(trainer.data.device.type, enabled=self.half == torch.float16)
-        check = FiniteCheck(trainer.trained, epoch=epoch, step=step, overflow=scaler.is_enabled())
+        check = FiniteCheck(trainer.trained, scaler, epoch=epoch, step=step)
         optimizers.set_rate(self.optimizer, lr)
-        batches = islice(trainer.batches(epoch, step), count)
         for number, (images, labels, samples, _) in enumerate(batches):
             if before_batch is not None:
                 before_batch(epoch * len(sizes) + number)
-            loss = self.batch_loss(images, labels, answer_of(images, samples))
-            if ranks.world() > 1:  # gradients are averaged over parts that differ in size
-                loss = loss * (ranks.world() * len(images) / sizes[number])
+            loss = self.loss(images, labels, answer_of(images, samples))
+            loss = parallel.weighted(loss, len(images), sizes[number])
             if penalty is not None:
                 loss = loss + penalty()
             self.optimizer.zero_grad(set_to_none=True)
@@ -215,41 +212,30 @@ class Session:
             scaler.unscale_(self.optimizer)
             with optimizers.bounded(self.quadratics):
                 check.add(loss)
-                if trainer.settings.clip:
-                    nn.utils.clip_grad_norm_(trainer.trained.values(), trainer.settings.clip)
+                optimizers.clip(trainer.trained, trainer.settings.clip)
                 scaler.step(self.optimizer)
                 scaler.update()
             if bar is not None:
                 bar.update()
-        check.check_batches()
+        losses = check.finish()
         parallel.agree_on_statistics(trainer.net)
-        check_scale(scaler, epoch=epoch, step=step)
-        check.check_weights()
-        sizes = sizes[: len(check.losses)]
-        return sum(map(operator.mul, check.losses, sizes)) / sum(sizes)
+        return sum(map(operator.mul, losses, sizes)) / sum(sizes[: len(losses)])
 
-    def batch_loss(self, images: Tensor, labels: Tensor, answer: Answer | None) -> Tensor:
+    def loss(self, images: Tensor, labels: Tensor, answer: Answer | None) -> Tensor:
         """The loss of a batch; answer: the teacher's."""
-        trainer = self.trainer
-        activations: list[Tensor] = []
-        with ExitStack() as stack:
-            device = images.device.type
-            stack.enter_context(torch.autocast(device, self.half, enabled=self.half is not None))
-            if trainer.settings.mismatch:
-                activations = stack.enter_context(site_outputs(trainer.model))
+        with precision.mixed(self.half, images.device), site_outputs(self.sites) as activations:
             outputs = self.model(images)
-        torch.clear_autocast_cache()  # of weights, which only the outermost autocast clears
         return batch_loss(
             tree_map_only(Tensor, at_least_float32, outputs),
             labels,
             answer=answer,
             activations=activations,
-            settings=trainer.settings,
-            criterion=trainer.criterion,
+            settings=self.trainer.settings,
+            criterion=self.trainer.criterion,
         )
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of the net's and the optimizer's tensors, on the CPU."""
+        """Copies of the net's and the optimizer's tensors, by name, on the CPU."""
         net = snapshots.take(self.trainer.net)
         return with_prefix(net, NET) | with_prefix(self.optimizer_state(), OPTIMIZER)
 

@@ -20,14 +20,19 @@ from fastbcd.masking.activations import MaskedActivation
 from fastbcd.scoring.metric import at_least_float32
 
 
+def sites_of(model: nn.Module) -> list[nn.Module]:
+    """The masked activations of a net, also of one that `fused` has rewritten."""
+    return [m for m in model.modules() if isinstance(m, MaskedActivation | NormActivation)]
+
+
 @contextmanager
 def site_outputs(
-    model: nn.Module, use: Callable[[Tensor], Tensor] = lambda output: output
+    sites: list[nn.Module], use: Callable[[Tensor], Tensor] = lambda output: output
 ) -> Iterator[list[Tensor]]:
-    """A list to which each masked activation of a net adds use(its output), as it is called.
+    """A list to which each of the modules adds use(its output), as it is called.
 
     >>> net = nn.Sequential(nn.Flatten(), fastbcd.MaskedReLU(2))
-    >>> with site_outputs(net) as seen:
+    >>> with site_outputs(sites_of(net)) as seen:
     ...     _ = net(torch.tensor([[-1.0, 2.0]]))
     >>> seen
     [tensor([[0., 2.]])]
@@ -37,7 +42,6 @@ def site_outputs(
     def add(module: nn.Module, inputs: Any, output: Tensor) -> None:
         seen.append(use(output))
 
-    sites = [m for m in model.modules() if isinstance(m, MaskedActivation | NormActivation)]
     handles = [site.register_forward_hook(add) for site in sites]
     try:
         yield seen

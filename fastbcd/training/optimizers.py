@@ -93,6 +93,12 @@ def bounded(quadratics: list[nn.Parameter]) -> Iterator[None]:
         coef.data[2].clamp_(-most, most)
 
 
+def clip(trained: Parameters, most: float) -> None:
+    """Scale down the gradient of all parameters if its norm is larger; 0: no limit."""
+    if most:
+        nn.utils.clip_grad_norm_(trained.values(), most)
+
+
 def state_of(optimizer: Optimizer, trained: Parameters) -> dict[str, Tensor]:
     """Copies of the optimizer's tensors, named kind.parameter, such as exp_avg.conv.weight."""
     tensors = {}

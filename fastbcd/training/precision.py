@@ -32,6 +32,14 @@ def autocast_dtype(settings: Finetune, device: torch.device) -> torch.dtype | No
 
 
 @contextmanager
+def mixed(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
+    """Autocast to this dtype; None: none."""
+    with torch.autocast(device.type, dtype, enabled=dtype is not None):
+        yield
+    torch.clear_autocast_cache()  # of weights, which only the outermost autocast clears
+
+
+@contextmanager
 def wide(net: nn.Module) -> Iterator[None]:
     """Tensors of 16 bits become float32; on exit they are rounded to the dtype they had."""
     tensors = (*net.parameters(), *net.buffers())

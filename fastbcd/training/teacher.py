@@ -12,11 +12,10 @@ Activations are too large to cache, and an augmentation of the user's has no vie
 from __future__ import annotations
 
 import copy
+import math
 import os
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.warn_once import warn_once
 from fastbcd.scoring.accuracy import first_outputs
-from fastbcd.training.mismatch import direction, site_outputs
+from fastbcd.training.mismatch import direction, site_outputs, sites_of
 from fastbcd.training.settings import Finetune
 
 BATCH = 128  # images per batch of the teacher
@@ -59,25 +58,25 @@ class TeacherLogits:
         self.settings = settings
         self.dtype = dtype_of(teacher)
         self.shape = first_outputs(teacher, data, "the teacher", 1).shape[1:]
-        self.matched = matched or settings.mismatch > 0
+        matched = matched or settings.mismatch > 0
         frozen = copy.deepcopy(teacher).eval().requires_grad_(False)
-        if self.matched:
+        if matched:
             frozen = with_sites(frozen, data)
-        self.model, self.memory_format = fused(frozen, train=False)
-        rank = ranks.rank()
-        world = ranks.world()
-        self.first = rank * len(data) // world
-        self.samples = (rank + 1) * len(data) // world - self.first
+        self.model, self.layout = fused(frozen, train=False)
+        if data.images.ndim != 4:
+            self.layout = torch.contiguous_format
+        self.sites: list[nn.Module] = []
+        if matched:
+            self.sites = sites_of(self.model)
+        self.first = ranks.rank() * len(data) // ranks.world()
+        self.samples = (ranks.rank() + 1) * len(data) // ranks.world() - self.first
         self.per_batch = data.streamed or settings.mismatch > 0 or settings.augment is not None
-        limit = settings.teacher_cache
-        if self.per_batch:
-            limit = 0
-        views = data.view_count(settings.padding)
-        self.cache = ViewCache(self.samples, views, self.shape, flip=settings.flip, limit=limit)
-        self.batch = BATCH  # halved where it does not fit
+        if not self.per_batch:
+            views = data.view_count(settings.padding)
+            self.cache = ViewCache(self.samples, views, self.shape, settings.teacher_cache)
+        self.batch = BATCH
         self.checked = False  # that rows of this batch are independent
         self.computed = 0  # images that went through the teacher
-        self.seconds = 0.0  # spent on logits
 
     def answers(
         self, *, seed: int, step: int, epoch: int, images: int
@@ -99,95 +98,57 @@ class TeacherLogits:
     @torch.no_grad()
     def of(self, batch: Tensor, use: Callable[[Tensor], Tensor] = direction) -> Answer:
         """The logits of a batch and use(output) of each of its activations, not cached."""
-        with self._timed(), ExitStack() as stack:
-            activations: list[Tensor] = []
-            if self.matched:
-                activations = stack.enter_context(site_outputs(self.model, use))
-            logits = self.model(batch.to(self.dtype, memory_format=self._format_of(batch)))
-            return Answer(logits.float(), activations)
+        with site_outputs(self.sites, use) as activations:
+            logits = self.model(batch.to(self.dtype, memory_format=self.layout))
+        return Answer(logits.float(), activations)
 
-    def epoch(self, views: Tensor, samples: Tensor | None = None) -> Tensor:
+    def epoch(self, views: Tensor, samples: Tensor) -> Tensor:
         """The logits of samples in their views, views int64 [N] -> [N, classes, ...].
 
-        samples: those that are needed; None: all. The others have zeros.
+        samples: those that are needed. The others have zeros.
         """
-        with self._timed():
-            everyone = torch.zeros(len(self.data), *self.shape)
-            mine = everyone[self.first : self.first + self.samples]
-            rows = self._rows(samples)
-            row_views = views.cpu()[rows + self.first]
-            known, logits = self.cache.get(rows, row_views)
-            mine[rows[known]] = logits
-            if not known.all():
-                rows = rows[~known]
-                row_views = row_views[~known]
-                mine[rows] = self._compute(rows + self.first, row_views)
-                self.computed += len(rows)
-                self.cache.add(rows, row_views, mine[rows])
-            everyone = ranks.all_sum(everyone.to(self.data.device))
-            _check_finite(everyone, views)
+        everyone = torch.zeros(len(self.data), *self.shape)
+        mine = everyone[self.first : self.first + self.samples]
+        rows = samples.cpu().sort().values - self.first
+        rows = rows[(rows >= 0) & (rows < self.samples)]
+        row_views = views.cpu()[rows + self.first]
+        known, logits = self.cache.get(rows, row_views)
+        mine[rows[known]] = logits
+        if not known.all():
+            rows = rows[~known]
+            row_views = row_views[~known]
+            mine[rows] = self._compute(rows + self.first, row_views)
+            self.cache.add(rows, row_views, mine[rows])
+        everyone = ranks.all_sum(everyone.to(self.data.device))
+        _check_finite(everyone, views)
         return everyone
 
-    def _rows(self, samples: Tensor | None) -> Tensor:
-        """Which of this rank's samples are among these, in order, counted from its first."""
-        if samples is None:
-            return torch.arange(self.samples)
-        rows = samples.cpu().sort().values - self.first
-        return rows[(rows >= 0) & (rows < self.samples)]
-
     @torch.inference_mode()
-    def _compute(self, samples: Tensor, views: Tensor, reason: str = "") -> Tensor:
-        """The teacher's logits for some views, in batches of one shape: [n, classes].
+    def _compute(self, samples: Tensor, views: Tensor) -> Tensor:
+        """The teacher's logits for views, in batches of one shape: [n, classes, ...]."""
+        samples = samples.to(self.data.device)
+        views = views.to(self.data.device)
+        if not self.checked:
+            self._take_independent_rows(samples, views)
+        self.computed += len(samples)
+        parts = zip(samples.split(self.batch), views.split(self.batch), strict=True)
+        return torch.cat([self._forward(*part) for part in parts]).cpu()
 
-        reason: why the batch was halved.
-        """
-        try:
-            if self.checked or self._rows_are_independent(samples, views):
-                parts = zip(samples.split(self.batch), views.split(self.batch), strict=True)
-                logits = torch.cat([self._forward(*part) for part in parts]).cpu()
-                self.checked = True
-                if reason:
-                    warn_once(f"images go through the teacher {self.batch} at a time: {reason}")
-                return logits
-            reason = "its logits for an image change with its place in the batch"
-        except torch.OutOfMemoryError as error:
-            if self.batch == 1:
-                raise
-            reason = str(error).splitlines()[0]
-        # Logits of another batch size may differ in the last bit: they are not kept.
-        self.batch //= 2
-        self.checked = False
-        self.cache.clear()
-        return self._compute(samples, views, reason)
-
-    def _forward(self, samples: Tensor, views: Tensor) -> Tensor:
-        """The logits of at most self.batch views, in a batch that is filled up with zeros."""
-        device = self.data.device
-        images = self.data.views(
-            samples.to(device),
-            views.to(device),
-            padding=self.settings.padding,
-            memory_format=self.memory_format,
-            dtype=self.dtype,
-        )
-        # Always the same strides: with one channel several count as channels_last, and which
-        # convolution runs depends on them.
-        filled = torch.empty(
-            (self.batch, *images.shape[1:]),
-            dtype=images.dtype,
-            device=images.device,
-            memory_format=self._format_of(images),
-        )
-        filled[: len(images)] = images
-        filled[len(images) :] = 0
-        return self.model(filled)[: len(images)].float()
+    def _take_independent_rows(self, samples: Tensor, views: Tensor) -> None:
+        """Halve the batch until a row of it depends on its own image alone."""
+        while not self._rows_are_independent(samples[: self.batch], views[: self.batch]):
+            self.batch //= 2
+        self.checked = True
+        if self.batch < BATCH:
+            warn_once(
+                f"images go through the teacher {self.batch} at a time: its logits for an image "
+                f"change with its place in the batch"
+            )
 
     def _rows_are_independent(self, samples: Tensor, views: Tensor) -> bool:
-        """Whether a row of a batch depends on its own image alone."""
+        """Whether the logits of a batch stay the same in another order, and for a part of it."""
         if self.batch == 1:
             return True
-        samples = samples[: self.batch]
-        views = views[: self.batch]
         half = (len(samples) + 1) // 2
         straight = self._forward(samples, views)
         turned = self._forward(samples.flip(0), views.flip(0)).flip(0)
@@ -195,79 +156,61 @@ class TeacherLogits:
         same = torch.equal(straight, turned) and torch.equal(straight[half:], alone)
         return same or not straight.isfinite().all()  # `epoch` reports what is not finite
 
-    def _format_of(self, images: Tensor) -> torch.memory_format:
-        return self.memory_format if images.ndim == 4 else torch.contiguous_format
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self.seconds += time.perf_counter() - begin
+    def _forward(self, samples: Tensor, views: Tensor) -> Tensor:
+        """The logits of at most self.batch views, in a batch that is filled up with zeros."""
+        images = self.data.views(samples, views, padding=self.settings.padding, dtype=self.dtype)
+        # Always the same strides: with one channel several count as channels_last, and which
+        # convolution runs depends on them.
+        filled = torch.empty(
+            (self.batch, *images.shape[1:]),
+            dtype=images.dtype,
+            device=images.device,
+            memory_format=self.layout,
+        )
+        filled[: len(images)] = images
+        filled[len(images) :] = 0
+        return self.model(filled)[: len(images)].float()
 
 
 class ViewCache:
-    """Logits by (sample, view) in the host's memory, as many as its limit in bytes allows.
+    """Logits by (sample, view) in the host's memory: of the first samples, as many as fit.
 
-    Without a limit, half of the free memory is shared by the ranks of this machine.
+    limit: in bytes; None: half of the free memory, shared by the ranks of this machine.
 
-    >>> cache = ViewCache(samples=3, views=2, shape=(1,), flip=True, limit=None)
+    >>> cache = ViewCache(samples=3, views=2, shape=(1,), limit=None)
     >>> cache.add(torch.tensor([2]), torch.tensor([1]), torch.tensor([[0.5]]))
     >>> cache.get(torch.tensor([0, 2]), torch.tensor([0, 1]))
     (tensor([False,  True]), tensor([[0.5000]]))
     """
 
-    def __init__(
-        self, samples: int, views: int, shape: tuple[int, ...], *, flip: bool, limit: int | None
-    ) -> None:
+    def __init__(self, samples: int, views: int, shape: tuple[int, ...], limit: int | None) -> None:
         if limit is None:
-            local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            limit = default_memory(torch.device("cpu")) // local
-        useful = samples * views
-        if not flip:  # only even views are used
-            useful //= 2
-        numbers = torch.Size(shape).numel()
-        room = (limit - 4 * samples * views) // (4 * numbers)
-        self.capacity = max(0, min(useful, room))
-        self.used = 0
-        self.warning = ""
-        if self.capacity < useful:
-            needed = samples * views * 4 * (numbers + 1) / 2**20
-            self.warning = (
-                f"the teacher's logits for {views} views of {samples} samples need "
-                f"{needed:,.0f} MiB and teacher_cache allows {self.capacity:,} of "
-                f"{samples * views:,}: the rest is computed again in every epoch"
+            ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            limit = default_memory(torch.device("cpu")) // ranks_here
+        each = views * (4 * math.prod(shape) + 1)  # bytes
+        self.samples = min(samples, limit // each)
+        if self.samples < samples:
+            warnings.warn(
+                f"the teacher's logits for {views} views of {samples:,} samples need "
+                f"{samples * each / 2**20:,.0f} MiB and teacher_cache allows {self.samples:,} "
+                f"samples: those of the others are computed again in every epoch",
+                RuntimeWarning,
+                stacklevel=5,
             )
-        # slots[sample, view]: the row of `rows` with its logits, or -1. Rows are filled in order;
-        # the system allocates memory only for those that are written.
-        if not self.capacity:
-            samples = 0
-        self.slots = torch.full((samples, views), -1, dtype=torch.int32)
-        self.rows = torch.empty(self.capacity, *shape)
+        self.known = torch.zeros(self.samples, views, dtype=torch.bool)
+        self.logits = torch.empty(self.samples, views, *shape)  # of which unused parts cost nothing
 
     def get(self, samples: Tensor, views: Tensor) -> tuple[Tensor, Tensor]:
         """Which of them are known, bool [n], and the logits of those."""
-        if not self.capacity:
-            return torch.zeros(len(samples), dtype=torch.bool), self.rows
-        slots = self.slots[samples, views].long()
-        known = slots >= 0
-        return known, self.rows[slots[known]]
+        known = samples < self.samples
+        known[known.clone()] = self.known[samples[known], views[known]]
+        return known, self.logits[samples[known], views[known]]
 
     def add(self, samples: Tensor, views: Tensor, logits: Tensor) -> None:
-        """Keep the logits of views that are not known, the first ones that fit."""
-        count = min(len(samples), self.capacity - self.used)
-        if count < len(samples) and self.warning:
-            warnings.warn(self.warning, RuntimeWarning, stacklevel=4)
-            self.warning = ""
-        if count:
-            rows = torch.arange(self.used, self.used + count)
-            self.rows[rows] = logits[:count]
-            self.slots[samples[:count], views[:count]] = rows.int()
-            self.used += count
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.used = 0
-        self.slots.fill_(-1)
+        """Keep logits [n, ...], of the samples that fit."""
+        fit = samples < self.samples
+        self.known[samples[fit], views[fit]] = True
+        self.logits[samples[fit], views[fit]] = logits[fit]
 
 
 class Distillation(NamedTuple):

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import fastbcd
 from fastbcd import Finetune, Finetuner
-from fastbcd.training.mismatch import direction, mismatch, site_outputs
+from fastbcd.training.mismatch import direction, mismatch, site_outputs, sites_of
 from helpers.nets import images, make, thinned
 from helpers.train_cases import SMALL, assert_same, pair, weights
 
@@ -67,7 +67,11 @@ def test_it_brings_the_activations_nearer_to_the_teachers() -> None:
         tuned = copy.deepcopy(net)
         s = dataclasses.replace(SMALL, mismatch=weight, distill=0.0, epochs=4, lr=0.05)
         Finetuner(tuned, pair(), s, teacher).run(step=0)
-        with torch.no_grad(), site_outputs(teacher, direction) as t, site_outputs(tuned) as a:
+        with (
+            torch.no_grad(),
+            site_outputs(sites_of(teacher), direction) as t,
+            site_outputs(sites_of(tuned)) as a,
+        ):
             teacher(x)
             tuned.eval()(x)
         found.append(float(mismatch(a, t)))
