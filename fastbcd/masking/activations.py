@@ -32,26 +32,28 @@ class MaskedActivation(nn.Module):
 
     def __init__(self, shape: tuple[int, ...] | int, *, device: Any = None) -> None:
         super().__init__()
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        if not shape or min(shape) < 1:
-            raise ValueError(f"shape={shape}; give the shape of one sample, such as (64, 32, 32)")
-        self.register_buffer("mask", torch.ones(shape, dtype=torch.bool, device=device))
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        if not sizes or min(sizes) < 1:
+            raise ValueError(f"shape={sizes}; give the shape of one sample, such as (64, 32, 32)")
+        self.register_buffer("mask", torch.ones(sizes, dtype=torch.bool, device=device))
 
     def forward(self, x: Tensor, residual: Any = None) -> Tensor:
         """act(x), or act(x + residual) in one pass. x [B, *shape] -> [B, *shape]."""
-        like = isinstance(residual, Tensor) and (x.shape, x.dtype) == (
-            residual.shape,
-            residual.dtype,
-        )
-        if residual is not None and not like:
-            x, residual = x + residual, None  # a sum that broadcasts or promotes
-        if self.saliency_pass is None:
+        if residual is not None and not _alike(x, residual):
+            x = x + residual  # a sum that broadcasts or promotes
+            residual = None
+        effects = self.saliency_pass
+        if effects is None:
             return self.activate(x, residual)
-        anchor, totals, absolute, copy = self.saliency_pass
         return saliency(
-            x.clone() if copy else x, self.mask, anchor, totals, absolute=absolute,
-            coef=self.coefficients(), residual=residual,
-        )  # fmt: skip
+            x.clone() if effects.copy else x,
+            self.mask,
+            effects.anchor,
+            effects.totals,
+            absolute=effects.absolute,
+            coef=self.coefficients(),
+            residual=residual,
+        )
 
     def coefficients(self) -> Tensor | None:
         """c0, c1 and c2 of each channel, [3, C]; None: removed ReLUs are the identity."""
@@ -59,14 +61,33 @@ class MaskedActivation(nn.Module):
 
     def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The activation of x + residual; x and residual have the same shape and dtype."""
-        options: Any = {"residual": residual, "trials": False}
-        if (coef := self.coefficients()) is None:
-            return ops.masked_relu(x, self.mask, **options)
-        return ops.masked_poly(x, self.mask, coef, **options)
+        coef = self.coefficients()
+        if coef is None:
+            return ops.masked_relu(x, self.mask, residual=residual, trials=False)
+        return ops.masked_poly(x, self.mask, coef, residual=residual, trials=False)
 
     def extra_repr(self) -> str:
-        kept = "" if self.mask.is_meta else f", {int(self.mask.sum()):,} kept"
-        return f"{tuple(self.mask.shape)}{kept}"
+        shape = tuple(self.mask.shape)
+        if self.mask.is_meta:
+            return f"{shape}"
+        return f"{shape}, {int(self.mask.sum()):,} kept"
+
+
+def _alike(x: Tensor, residual: Any) -> bool:
+    if not isinstance(residual, Tensor):
+        return False
+    return x.shape == residual.shape and x.dtype == residual.dtype
+
+
+class LearnedActivation(MaskedActivation):
+    """A masked activation whose removed ReLUs are polynomials with the learned `coef` [n, C]."""
+
+    IDENTITY: tuple[float, ...]  # the coefficients at the start, of z**0, z**1, ...
+
+    def __init__(self, shape: tuple[int, ...] | int, *, device: Any = None) -> None:
+        super().__init__(shape, device=device)
+        start = torch.tensor(self.IDENTITY, device=device).unsqueeze(1)
+        self.coef = nn.Parameter(start.repeat(1, self.mask.shape[0]))
 
 
 class MaskedReLU(MaskedActivation):
@@ -79,7 +100,7 @@ class MaskedReLU(MaskedActivation):
     """
 
 
-class MaskedPoly(MaskedActivation):
+class MaskedPoly(LearnedActivation):
     """ReLU where the bit is 1, c2*x² + c1*x + c0 where it is 0, with `coef` [3, C] learned.
 
     coef starts as the identity: 0, 1, 0. `to_poly` fits it to the ReLUs of a net, with a share of
@@ -91,17 +112,14 @@ class MaskedPoly(MaskedActivation):
     True
     """
 
-    def __init__(self, shape: tuple[int, ...] | int, *, device: Any = None) -> None:
-        super().__init__(shape, device=device)
-        start = torch.tensor([0.0, 1.0, 0.0], device=device).unsqueeze(1)  # c0, c1, c2
-        self.coef = nn.Parameter(start.repeat(1, self.mask.shape[0]))
+    IDENTITY = (0.0, 1.0, 0.0)
 
     def coefficients(self) -> Tensor:
         """coef, [3, C]."""
         return self.coef
 
 
-class MaskedLine(MaskedActivation):
+class MaskedLine(LearnedActivation):
     """ReLU where the bit is 1, c1*x + c0 where it is 0, with `coef` [2, C] learned.
 
     coef starts as the identity: 0, 1. `to_line` fits it to the ReLUs of a net. A line is as linear
@@ -114,10 +132,7 @@ class MaskedLine(MaskedActivation):
     [[0.0, 0.25]]
     """
 
-    def __init__(self, shape: tuple[int, ...] | int, *, device: Any = None) -> None:
-        super().__init__(shape, device=device)
-        start = torch.tensor([0.0, 1.0], device=device).unsqueeze(1)  # c0, c1
-        self.coef = nn.Parameter(start.repeat(1, self.mask.shape[0]))
+    IDENTITY = (0.0, 1.0)
 
     def coefficients(self) -> Tensor:
         """coef and a row of zeros, [3, C]."""
@@ -125,8 +140,10 @@ class MaskedLine(MaskedActivation):
 
 
 REPLACEMENTS: dict[str, type[MaskedActivation]] = {
-    "identity": MaskedReLU, "line": MaskedLine, "poly": MaskedPoly,
-}  # fmt: skip
+    "identity": MaskedReLU,
+    "line": MaskedLine,
+    "poly": MaskedPoly,
+}
 
 
 def activation_type(replacement: str) -> type[MaskedActivation]:

@@ -17,31 +17,29 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastbcd.graph.trace import Tracer
 
 
-class _Proxy(fx.Proxy):
+class ExampleProxy(fx.Proxy):
     """A traced value; where Python needs its size, number or truth, the example input gives it."""
 
     tracer: ExampleTracer
 
-    def __getattr__(self, k: str) -> _Attribute:
-        return _Attribute(self, k)
+    def __getattr__(self, k: str) -> ExampleAttribute:
+        return ExampleAttribute(self, k)
+
+    def __len__(self) -> int:
+        return self.tracer.known(self.node, len)
+
+    def __index__(self) -> int:
+        return self.tracer.known(self.node, operator.index)
+
+    def __int__(self) -> int:
+        return self.tracer.known(self.node, int)
+
+    def __float__(self) -> float:
+        return self.tracer.known(self.node, float)
 
 
-for _name, _kind in (("len", len), ("index", operator.index), ("int", int), ("float", float)):
-    setattr(_Proxy, f"__{_name}__", lambda self, k=_kind: self.tracer.known(self.node, k))
-
-
-class _Attribute(_Proxy, fx.proxy.Attribute):
-    pass
-
-
-@functools.cache
-def _caller(cls: Any) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return cls.apply(*args, **kwargs)
-
-    call.__name__ = call.__qualname__ = cls.__name__
-    call.gradient = cls.backward  # type: ignore[attr-defined]
-    return call
+class ExampleAttribute(ExampleProxy, fx.proxy.Attribute):
+    """An attribute of a traced value, such as its shape."""
 
 
 class ExampleTracer(Tracer):
@@ -55,8 +53,10 @@ class ExampleTracer(Tracer):
 
     def __init__(self, example: Tensor, leaves: Collection[str]) -> None:
         super().__init__()
-        self.example, self.leaves = example, leaves
+        self.example = example
+        self.leaves = leaves
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)  # shapes and types without data
+        # The values of nodes, for several batch sizes.
         self.values: dict[int, dict[fx.Node, Any]] = {n: {} for n in (len(example), 2, 3, 1009)}
         self.varying: set[fx.Node] = set()  # the nodes that depend on x
 
@@ -65,7 +65,7 @@ class ExampleTracer(Tracer):
         return leaf or super().is_leaf_module(m, module_qualified_name)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if attr == "num_batches_tracked":  # see _follow_mode
+        if attr == "num_batches_tracked":  # see `follow_mode`
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
@@ -75,12 +75,7 @@ class ExampleTracer(Tracer):
         return root_fn, [self.root, self.create_proxy("placeholder", name, (), {})]
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
-        """Also marks the tensors that methods of the root, such as forward_features, take."""
-        known = {"forward", *dir(nn.Module), *vars(root)}
-        methods = {name: getattr(root, name) for name, _ in
-                   inspect.getmembers(type(root), inspect.isfunction)
-                   if name[0] != "_" and name not in known}  # fmt: skip
-        vars(root).update({k: functools.partial(self._mark, k, m) for k, m in methods.items()})
+        """The graph; a call of an autograd Function is one node, which keeps its own gradient."""
         function: Any = torch.autograd.Function
         original = vars(function)["apply"]
         function.apply = classmethod(functools.partial(self._apply, original.__func__))
@@ -88,25 +83,15 @@ class ExampleTracer(Tracer):
             return super().trace(root, concrete_args)
         finally:
             function.apply = original
-            for name in methods:
-                del vars(root)[name]
-
-    def _mark(self, name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        if args and isinstance(args[0], fx.Proxy) and isinstance(result, fx.Proxy):
-            for key, proxy in (("given to", args[0]), ("returned by", result)):
-                proxy.node.meta.setdefault(key, set()).add(name)
-        return result
 
     def _apply(self, apply: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """cls.apply(*args) of an autograd Function: one call, which keeps its own gradient."""
         traced = any(isinstance(a, fx.Proxy) for a in (*args, *kwargs.values()))
         if not traced or any(map(inspect.isroutine, args)):  # such as checkpoint(function, x)
             return apply(cls, *args, **kwargs)
         return self.create_proxy("call_function", _caller(cls), args, kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
+        return ExampleProxy(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         return self.known(obj.node, bool)
@@ -116,26 +101,48 @@ class ExampleTracer(Tracer):
 
     def known(self, node: fx.Node, kind: Callable[[Any], Any]) -> Any:
         """kind(value of the node), which neither the data nor the batch size may decide."""
-        run = fx.Interpreter(self.root, garbage_collect_values=False, graph=self.graph)
-        found, failure, self.thread = set(), None, 0  # calls of another thread are not traced
-        for batch, values in self.values.items():
+        answers = set()
+        failure = None
+        self.thread = 0  # calls of another thread are not traced
+        for batch in self.values:
             try:
-                for n in (n for n in self.graph.nodes if n not in values):
-                    if n.op == "placeholder" or self.varying.intersection(n.all_input_nodes):
-                        self.varying.add(n)
-                    with self.fake if n in self.varying else nullcontext(), torch.no_grad():
-                        if n.op == "placeholder":
-                            values[n] = self.example.new_empty(batch, *self.example.shape[1:])
-                            continue
-                        given = fx.node.map_arg((n.args, n.kwargs), values.get)
-                        values[n] = getattr(run, n.op)(n.target, *given)
-                        if n.op == "get_attr" and not isinstance(values[n], nn.Parameter):
-                            values[n] = values[n].clone()  # forward may write into a buffer
-                found.add(kind(values[node]))
+                answers.add(kind(self._value(node, batch)))
             except Exception as error:  # such as a size that the net does not run on
                 failure = error
         self.thread = threading.get_ident()
-        if len(found) != 1:
-            reason = "batch size" if found else "data"
+        if len(answers) != 1:
+            reason = "batch size" if answers else "data"
             raise fx.proxy.TraceError(f"control flow depends on the {reason}") from failure
-        return found.pop()
+        return answers.pop()
+
+    def _value(self, node: fx.Node, batch: int) -> Any:
+        """The value of a node, for a batch of this size."""
+        values = self.values[batch]
+        run = fx.Interpreter(self.root, garbage_collect_values=False, graph=self.graph)
+        for earlier in self.graph.nodes:
+            if earlier in values:
+                continue
+            if earlier.op == "placeholder" or self.varying.intersection(earlier.all_input_nodes):
+                self.varying.add(earlier)
+            with self.fake if earlier in self.varying else nullcontext(), torch.no_grad():
+                if earlier.op == "placeholder":
+                    value = self.example.new_empty(batch, *self.example.shape[1:])
+                else:
+                    arguments = fx.node.map_arg((earlier.args, earlier.kwargs), values.get)
+                    value = getattr(run, earlier.op)(earlier.target, *arguments)
+                if earlier.op == "get_attr" and not isinstance(value, nn.Parameter):
+                    value = value.clone()  # forward may write into a buffer
+            values[earlier] = value
+        return values[node]
+
+
+@functools.cache
+def _caller(cls: Any) -> Callable[..., Any]:
+    """A function that calls cls.apply, with the name of the class."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return cls.apply(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = cls.__name__
+    call.gradient = cls.backward  # type: ignore[attr-defined]
+    return call

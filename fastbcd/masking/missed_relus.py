@@ -82,79 +82,123 @@ class Watch(TorchDispatchMode):
 
     def nonlinear(self, without: Container[fx.Node]) -> tuple[NonlinearOp, ...]:
         """The nonlinear operations of all nodes except some."""
-        found: Counter[tuple[str, str]] = Counter()
-        for node, op in ((node, op) for node, ops in self.ops.items() for op in ops):
-            if op.nonlinear and node not in without:
-                found[call_path(node), op.name] += op.nonlinear
-        return tuple(NonlinearOp(*key, elements) for key, elements in found.items())
+        elements: Counter[tuple[str, str]] = Counter()
+        for node, ops in self.ops.items():
+            for op in ops:
+                if op.nonlinear and node not in without:
+                    elements[call_path(node), op.name] += op.nonlinear
+        return tuple(NonlinearOp(*key, count) for key, count in elements.items())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        space, name = func._schema.name.split("::")
-        name = name if name.startswith("__") else name.rstrip("_")
-        rule = "linear" if func.is_view else _RULES.get(name) if space == "aten" else None
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        marks = [self.depends[t] for t in tensors if t in self.depends]
         result = func(*args, **(kwargs or {}))
-        if not marks or rule == "constant":
+        marks = [self.depends[t] for t in _tensors((args, kwargs)) if t in self.depends]
+        if not marks or _rule(func) == "constant":
             return result
-        results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        values = marks.count(False)
+        values = marks.count(False)  # how many inputs depend on x, other than by a comparison
+        results = _tensors(result)
         if self.node is not None and results:
-            if values == 0:  # logic on comparisons, or a choice by them
-                linear = rule is not None or results[0].dtype is torch.bool
-            elif not (results[0].is_floating_point() or results[0].is_complex()):
-                linear = False  # compared or rounded
-            elif rule == "batch norm":
-                linear = args[5] is False
-            elif rule == "linear in the first":
-                linear = not (isinstance(args[1], Tensor) and args[1] in self.depends)
-            else:
-                linear = rule == "linear" or (rule == "bilinear" and values == 1)
-            elements = 0 if linear else -(-results[0].numel() // self.batch)
-            kind = name.lstrip("_").removesuffix("_with_indices").removesuffix("_kernel")
-            kind = kind if space == "aten" else f"{space}::{name}"
-            op = Op(kind, self.relu(name, args), func._schema.is_mutable, elements)
+            op = self._op(func, args, results[0], values)
             self.ops.setdefault(self.node, []).append(op)
         for t in results:
-            self.depends[t] = not (values and (t.is_floating_point() or t.is_complex()))
+            self.depends[t] = not (values and _is_number(t))
             if t._base is not None and t is args[0]:  # written through a view
                 self.depends[t._base] = False
         return result
 
-    def relu(self, name: str, args: Any) -> type[nn.Module] | None:
+    def _op(self, func: Any, args: Any, result: Tensor, values: int) -> Op:
+        space, name = _name(func)
+        elements = 0
+        if not self._is_linear(_rule(func), args, result, values):
+            elements = -(-result.numel() // self.batch)
+        kind = f"{space}::{name}"
+        if space == "aten":
+            kind = name.lstrip("_").removesuffix("_with_indices").removesuffix("_kernel")
+        return Op(kind, self._relu(name, args), func._schema.is_mutable, elements)
+
+    def _is_linear(self, rule: str | None, args: Any, result: Tensor, values: int) -> bool:
+        if values == 0:  # logic on comparisons, or a choice by them
+            return rule is not None or result.dtype is torch.bool
+        if not _is_number(result):
+            return False  # compared or rounded
+        if rule == "batch norm":
+            return args[5] is False  # in eval mode
+        if rule == "linear in the first":
+            return not (isinstance(args[1], Tensor) and args[1] in self.depends)
+        return rule == "linear" or (rule == "bilinear" and values == 1)
+
+    def _relu(self, name: str, args: Any) -> type[nn.Module] | None:
         """nn.ReLU or nn.ReLU6 if the operator computes one."""
         if name == "maximum":
-            x, zero = sorted(args, key=lambda t: t not in self.depends)
-            # A tensor of zeros that forward makes; a buffer of zeros may change.
-            made = self.node is not None and self.node.op != "call_module" and all(
-                n in self.shapes or n.target in _ZEROS or "_tensor_constant" in str(n.target)
-                for n in self.node.all_input_nodes
-            )  # fmt: skip
-            like = (torch.broadcast_shapes(x.shape, zero.shape), torch.result_type(x, zero))
-            zeros = made and zero not in self.depends and not zero.any()
-            return nn.ReLU if zeros and like == (x.shape, x.dtype) else None
+            return nn.ReLU if self._is_maximum_with_zeros(*args) else None
         if not all(isinstance(a, int | float) for a in args[1:]):
             return None
-        relu6 = name == "hardtanh" and args[1] == 0
-        return nn.ReLU6 if relu6 else nn.ReLU if _RELUS.get(name) == args[1:] else None
+        if name == "hardtanh" and args[1] == 0:
+            return nn.ReLU6
+        return nn.ReLU if _RELUS.get(name) == args[1:] else None
+
+    def _is_maximum_with_zeros(self, x: Tensor, zero: Tensor) -> bool:
+        if x not in self.depends:
+            x, zero = zero, x
+        if zero in self.depends or zero.any() or not self._is_made_by_forward():
+            return False
+        shape = torch.broadcast_shapes(x.shape, zero.shape)
+        return shape == x.shape and torch.result_type(x, zero) == x.dtype
+
+    def _is_made_by_forward(self) -> bool:
+        """Do only tensors that forward makes meet x? A buffer of zeros may change."""
+        if self.node is None or self.node.op == "call_module":
+            return False
+        return all(
+            n in self.shapes or n.target in _ZEROS or "_tensor_constant" in str(n.target)
+            for n in self.node.all_input_nodes
+        )
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+
+
+def _is_number(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
+def _name(func: Any) -> tuple[str, str]:
+    """The namespace of an operator, and its name without the mark of an operator in place."""
+    space, name = func._schema.name.split("::")
+    return space, name if name.startswith("__") else name.rstrip("_")
+
+
+def _rule(func: Any) -> str | None:
+    """What the operator is in the tensors that depend on the input; None: nonlinear."""
+    if func.is_view:
+        return "linear"
+    space, name = _name(func)
+    return _RULES.get(name) if space == "aten" else None
+
+
+class WatchedRun(fx.Interpreter):
+    """Runs a net node by node and tells a watch which node runs."""
+
+    def __init__(self, net: fx.GraphModule, watch: Watch) -> None:
+        super().__init__(net)
+        self.watch = watch
+
+    def run_node(self, n: fx.Node) -> Any:
+        module = self.module.get_submodule(str(n.target)) if n.op == "call_module" else None
+        self.watch.node = None if isinstance(module, MaskedActivation) else n
+        result = super().run_node(n)
+        depends = isinstance(result, Tensor) and result in self.watch.depends
+        if depends and result.is_floating_point():
+            self.watch.shapes[n] = tuple(result.shape)
+        return result
 
 
 def run_watched(net: fx.GraphModule, x: Tensor) -> Watch:
     """Run the net node by node on a copy of x."""
-    watch = Watch(x := x.clone())
-
-    class Run(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            module = net.get_submodule(str(n.target)) if n.op == "call_module" else None
-            watch.node = None if isinstance(module, MaskedActivation) else n
-            result = super().run_node(n)
-            depends = isinstance(result, Tensor) and result in watch.depends
-            if depends and result.is_floating_point():
-                watch.shapes[n] = tuple(result.shape)
-            return result
-
+    x = x.clone()
+    watch = Watch(x)
     with repeatable(x), watch:
-        watch.output = Run(net).run(x)
+        watch.output = WatchedRun(net, watch).run(x)
     return watch
 
 

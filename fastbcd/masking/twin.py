@@ -13,14 +13,16 @@ from fastbcd.masking.activations import MaskedActivation
 
 def twin(net: nn.Module, make: Callable[[Any], MaskedActivation]) -> nn.Module:
     """A network on the net's own parameters and buffers, with make(activation) at every site."""
-    shared: dict[int, Any] = {id(t): t for t in (*net.parameters(), *net.buffers())}
-    result, made = copy.deepcopy(net, shared), dict[int, MaskedActivation]()
-    for name, act in list(result.named_modules(remove_duplicate=False)):
-        if isinstance(act, MaskedActivation):
-            if id(act) not in made:
-                made[id(act)] = new = make(act)
-                new.order = act.order
-            if not name:
-                return made[id(act)]
-            result.set_submodule(name, made[id(act)])
+    tensors = (*net.parameters(), *net.buffers())
+    result = copy.deepcopy(net, {id(t): t for t in tensors})
+    made: dict[nn.Module, MaskedActivation] = {}
+    for name, module in list(result.named_modules(remove_duplicate=False)):
+        if not isinstance(module, MaskedActivation):
+            continue
+        if module not in made:
+            made[module] = make(module)
+            made[module].order = module.order
+        if not name:
+            return made[module]
+        result.set_submodule(name, made[module])
     return result

@@ -117,17 +117,9 @@ def test_other_sites_stay_and_quadratics_begin_as_lines() -> None:
     torch.testing.assert_close(poly(data[0]), lines(data[0]), atol=0, rtol=0)
 
 
-def test_lines_are_trained_slower_than_weights_and_are_recorded(tmp_path) -> None:
+def test_lines_are_trained_slower_than_weights() -> None:
     net, data = thinned(fastbcd.to_line(make("resnet"), images(40))), images(40)
-    before = [m.coef.detach().clone() for m in net.modules() if isinstance(m, fastbcd.MaskedLine)]
     tune = fastbcd.Finetune(epochs=1, lr=0.01, batch_size=10, padding=1)
-    fastbcd.bcd(
-        net, data, fastbcd.masks(net).count() - 5, drc=5, rt=1, finetune=tune, run_dir=tmp_path
-    )
-    after = [m.coef.detach() for m in net.modules() if isinstance(m, fastbcd.MaskedLine)]
-    assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
-    config = fastbcd.load_run(tmp_path).config["settings"]["finetune"]
-    assert config["coefficients_lr"] == [0.1, 0.03, 0.01]
     tuner = fastbcd.Finetuner(net, data, tune)
     with tuner.session():
         tuner.epoch(0, 0.01)

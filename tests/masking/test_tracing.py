@@ -232,79 +232,25 @@ def test_a_net_without_relus_is_told_what_it_has(act, words) -> None:
         convert(Act(), torch.randn(2, 3))
 
 
-# ------------------------------------------------------------------------ the original's parts
+class Plain(nn.Module):
+    """Attributes of several kinds."""
 
-
-class Timm(nn.Module):
-    """The usual parts of timm's networks."""
-
-    in_chans = 3
-    feature_info = ({"num_chs": 4},)
-
-    def __init__(self, num_classes: int = 5) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.num_classes, self.widths, self.callback = num_classes, (4, 4), lambda: None
-        self.conv, self.act = nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True)
-        self.fc = nn.Linear(4, num_classes)
-
-    @property
-    def out_features(self) -> int:
-        return self.fc.out_features
-
-    @staticmethod
-    def default_cfg() -> str:
-        return "cfg"
-
-    def forward_features(self, x):
-        return self.act(self.act(self.conv(x)) - 0.1)
-
-    def forward_head(self, x, pre_logits: bool = False):
-        x = torch.relu(x.mean((2, 3)))
-        return x if pre_logits else self.fc(x)
+        self.num_classes, self.widths, self.callback = 5, (4, [4.0, "x"]), lambda: None
+        self.fc, self.act = nn.Linear(3, 5), nn.ReLU()
 
     def forward(self, x):
-        return self.forward_head(self.forward_features(x))
-
-    def pooled(self, x):
-        return self.forward_features(x).mean((2, 3))
+        return self.act(self.fc(x))
 
 
-def test_parts_of_the_original_are_reachable() -> None:
-    model, x = Timm(num_classes=7), torch.randn(2, 3, 8, 8)
-    original = convert(model, x)
-    for net in (original, original.__deepcopy__({}), convert(convert(model, x, skip="relu"), x)):
-        assert net.original_class is Timm
-        assert (net.num_classes, net.widths, net.in_chans) == (7, (4, 4), 3)
-        assert net.feature_info == Timm.feature_info
-        assert (net.out_features, net.default_cfg()) == (7, "cfg")
-
-
-def test_methods_that_forward_calls_are_parts_of_the_graph() -> None:
-    model, x = Timm(), torch.randn(2, 3, 8, 8)
-    net = convert(model, x)
-    features = net.forward_features(x)
-    assert torch.equal(features, model.forward_features(x))
-    assert torch.equal(net.forward_head(features), model(x))
-    masks = fastbcd.masks(net)
-    fastbcd.set_masks(net, masks.without(range(masks.total)))  # the parts have the same masks
-    torch.testing.assert_close(net.forward_features(x), net.conv(x) - 0.1)
-    assert torch.equal(net.forward_head(net.forward_features(x)), net(x))
-    twin = pickle.loads(pickle.dumps(net))
-    assert twin.num_classes == 5
-
-
-def test_other_methods_say_why_not() -> None:
-    net = convert(Timm(), torch.randn(2, 3, 8, 8))
-    with pytest.raises(AttributeError, match=r"no 'pooled': Timm.forward does not call it exactly"):
-        net.pooled(torch.randn(2, 3, 8, 8))
-    for twin in (net, copy.deepcopy(net)):
-        with pytest.raises(AttributeError, match=r"no 'callback': .* are copied, not a function"):
-            twin.callback()
-        assert not hasattr(twin, "nothing")
-        assert not hasattr(twin, "arch")
-    sequential = convert(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3))
-    assert sequential.original_class is nn.Sequential
-    assert len(list(sequential.children())) == 2
+def test_plain_attributes_of_the_model_are_kept() -> None:
+    original = convert(Plain(), torch.randn(2, 3))
+    copies = copy.deepcopy(original), pickle.loads(pickle.dumps(original))
+    for net in (original, *copies):
+        assert (net.num_classes, net.widths) == (5, (4, [4.0, "x"]))
+        assert not hasattr(net, "callback")
+        assert not hasattr(net, "arch")
 
 
 def test_errors_in_the_net_print_nothing(capfd) -> None:
