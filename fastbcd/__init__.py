@@ -2,8 +2,8 @@
 
 from fastbcd import models, ops, private, report
 from fastbcd.data.images import ImageData
+from fastbcd.data.packed import pack
 from fastbcd.data.sources import load
-from fastbcd.data.stream import StreamData
 from fastbcd.descent.bcd import Run, bcd, steps
 from fastbcd.descent.linearize import linearize
 from fastbcd.descent.proposals import Blocks, Proposal, Saliency
@@ -34,12 +34,12 @@ from fastbcd.training.settings import Finetune
 
 __all__ = [
     "Adaptive", "Blocks", "Choice", "ConversionError", "Engine", "Epoch", "Finetune", "Finetuner",
-    "Fraction", "ImageData", "MaskSet", "MaskedLine", "MaskedPoly", "MaskedReLU", "Proposal",
-    "Run", "Saliency", "Schedule", "Scores", "Site", "StartingPoint", "Step", "StreamData",
-    "Trained", "accuracy", "autorep", "backends", "bcd", "choose", "convert", "deepreduce",
-    "linearize", "load", "load_autorep", "load_relupruner", "load_run", "load_snl", "masks",
-    "models", "ops", "private", "relupruner", "report", "saliency", "score", "senet",
-    "set_masks", "snl", "steps", "to_line", "to_poly", "train",
+    "Fraction", "ImageData", "MaskSet", "MaskedLine", "MaskedPoly", "MaskedReLU", "Proposal", "Run",
+    "Saliency", "Schedule", "Scores", "Site", "StartingPoint", "Step", "Trained", "accuracy",
+    "autorep", "backends", "bcd", "choose", "convert", "deepreduce", "linearize", "load",
+    "load_autorep", "load_relupruner", "load_run", "load_snl", "masks", "models", "ops", "pack",
+    "private", "relupruner", "report", "saliency", "score", "senet", "set_masks", "snl", "steps",
+    "to_line", "to_poly", "train",
 ]  # fmt: skip
 
 

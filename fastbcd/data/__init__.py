@@ -1,1 +1,1 @@
-"""Images in memory: ImageData, and every format it reads."""
+"""ImageData in memory or in a mapped file, pack, and the data sets that have a name."""

@@ -1,8 +1,11 @@
-"""ImageData: inputs and labels in memory, what `score`, `bcd` and fine-tuning read.
+"""ImageData: inputs and labels, what `score`, `bcd` and fine-tuning read.
 
     data = fastbcd.load("cifar10", "train", root="data")       # ImageData, 50,000 × 3×32×32 uint8
     for x, labels in data.batches(256): ...                    # in order, normalised
     for x, labels, indices, views in data.train_batches(128, seed=0, step=0, epoch=0): ...
+
+The images lie in memory, on the host or on a GPU, or in a mapped file. Batches are the same
+wherever they lie.
 
 A *view* of an image is what a random crop with zero padding p and a horizontal flip can make of
 it: number v = (top·(2p+1) + left)·2 + flip, with top and left counted in the padded image, so
@@ -21,25 +24,38 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from fastbcd.data import arrays, pixels
 from fastbcd.data.arrays import Stats, are_indices, target_tensor
-from fastbcd.data.npz import npz_keys, read_npz
+from fastbcd.data.items import Items
+from fastbcd.data.npz import read_npz
+from fastbcd.data.packed import read_packed
+from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.validate import check_whole
 
-ORDER, VIEWS, PLACES = 1, 2, 3  # streams of random numbers; 0 is the masks'
+# Streams of random numbers; 0 is the masks'.
+ORDER = 1
+VIEWS = 2
+PLACES = 3
+AUGMENT = 4
+
 TrainBatches = Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]  # inputs, labels, indices, views
+Augment = Callable[[Tensor, torch.Generator], Tensor]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ImageData:
-    """Images, labels and how to normalise them; all tensors on one device.
+    """Images, labels and how to normalise them.
 
     Inputs may have any shape [N,C,...], such as signals [N,C,L] or feature vectors [N,F]. Labels
     are class indices, int64 [N], and `classes` is their number; or other targets of any shape and
     dtype [N,...] (maps, several labels, real numbers), and `classes` is None.
+
+    Images that lie in a mapped file, or would fill a GPU, stay there: each batch is gathered, and
+    copied to the device of the labels.
 
     >>> data = ImageData.from_arrays(np.zeros((6, 8, 8, 3), np.uint8), [0, 1, 2, 0, 1, 2])
     >>> data
@@ -52,45 +68,53 @@ class ImageData:
 
     images: Tensor  # uint8, float32 or float64 [N,C,H,W], or another [N,C,...]
     labels: Tensor  # int64 [N], or targets [N,...]
-    mean: tuple[float, ...]  # per channel, of uint8/255 or of the floats; one value for [N,F]
+    # Per channel, of uint8/255 or of the floats; one value for [N,F]; 0 and 1 if not given.
+    mean: tuple[float, ...]
     std: tuple[float, ...]
     classes: int | None  # None: the labels are not class indices
     # int64 [N], each sample's number in the data it is a part of; 0 .. N-1 if not given
     ids: Tensor = None  # type: ignore[assignment]
     name: str | None = None  # what `load` was asked for; a run records it
-
-    streamed, where = False, "in memory"  # how it is read; see StreamData
+    path: Path | None = None  # the folder of `pack` that the images are mapped from
+    rows: Tensor | None = None  # int64 [N], sample k is images[rows[k]]; None: it is images[k]
 
     def __post_init__(self) -> None:
-        images, labels, n = self.images, self.labels, len(self.images)
-        if self.ids is None:
-            object.__setattr__(self, "ids", torch.arange(n, device=images.device))
+        images = self.images
         arrays.check_values("images", images)
         if images.dtype not in arrays.DTYPES:
             raise TypeError(f"images are {images.dtype}; they must be uint8, float32 or float64")
-        if images.ndim < 2 or 0 in images.shape[1:]:
-            shape = list(images.shape)
+        shape = list(images.shape)
+        if len(shape) < 2 or 0 in shape[1:]:
             raise ValueError(f"images have shape {shape}, not [N,C,H,W] or [N,C,...] of at least 1")
-        for name, tensor in (("labels", labels), ("ids", self.ids)):
-            if tensor.shape[:1] != images.shape[:1]:
-                found = f"{name} are {tensor.dtype} {list(tensor.shape)} beside {n} images"
-                raise ValueError(f"{found}; they must be [{n}] or [{n},...]")
-            if tensor.device != images.device:
-                raise ValueError(f"{name} are on {tensor.device}, the images on {images.device}")
-        pixels.stats(self.mean, self.std, images.shape[1:])
+        count = len(images if self.rows is None else self.rows)
+        if self.labels.shape[:1] != (count,):
+            raise ValueError(
+                f"labels are {self.labels.dtype} {list(self.labels.shape)} beside {count} images; "
+                f"they must be [{count}] or [{count},...]"
+            )
+        if images.device not in (self.device, torch.device("cpu")):
+            raise ValueError(f"labels are on {self.device}, the images on {images.device}")
+        if self.ids is None:
+            object.__setattr__(self, "ids", torch.arange(count, device=self.device))
+        mean, std = pixels.stats(self.mean, self.std, shape[1:])
+        object.__setattr__(self, "mean", mean)
+        object.__setattr__(self, "std", std)
         if self.classes is not None:
-            check_whole("classes", self.classes, 0)
-            if self.classes >= 2**63:
-                raise ValueError(f"classes={self.classes}; labels are int64, below 2^63")
-            arrays.check_labels(labels, self.classes, "labels")
+            check_whole("classes", self.classes, 0, most=2**63 - 1)
+            arrays.check_labels(self.labels, self.classes, "the data")
 
     # ------------------------------------------------------------------ where it comes from
 
     @classmethod
     def from_arrays(
-        cls, images: Any, labels: Any, mean: Stats = None, std: Stats = None,
-        classes: int | None = None, layout: str | None = None,
-    ) -> ImageData:  # fmt: skip
+        cls,
+        images: Any,
+        labels: Any,
+        mean: Stats = None,
+        std: Stats = None,
+        classes: int | None = None,
+        layout: str | None = None,
+    ) -> ImageData:
         """From numpy arrays or tensors, without copying what already fits.
 
         images: uint8 or float, [N,C,H,W] or any other [N,C,...]; uint8 [N,H,W,C] and [N,H,W] too.
@@ -101,61 +125,80 @@ class ImageData:
         mean, std: per channel, for (x - mean)/std, where x is uint8/255, or the floats themselves;
         0 and 1 if not given. classes: largest label + 1 if not given.
         """
-        x, y = arrays.input_tensor(images, layout), target_tensor(labels)
-        if classes is None and are_indices(y):
-            classes = int(y.max()) + 1 if len(y) else 0
-        return cls(x, y.to(x.device), *pixels.stats(mean, std, x.shape[1:]), classes)
+        x = arrays.input_tensor(images, layout)
+        y = target_tensor(labels).to(x.device)
+        return cls(x, y, mean, std, arrays.count_classes(y, classes))  # type: ignore[arg-type]
 
     @classmethod
     def from_npz(
-        cls, path: str | Path, split: str = "train", mean: Stats = None, std: Stats = None,
+        cls,
+        path: str | Path,
+        split: str = "train",
+        mean: Stats = None,
+        std: Stats = None,
         classes: int | None = None,
-    ) -> ImageData:  # fmt: skip
+    ) -> ImageData:
         """From an .npz file with {split}_images and {split}_labels, or images and labels.
 
         mean and std that are not given are those of the file, if it has arrays of these names;
         classes are counted over all of its labels.
         """
-        keys = npz_keys(path)
-        prefix = "" if "images" in keys and f"{split}_images" not in keys else f"{split}_"
-        images, labels = (read_npz(path, f"{prefix}{what}") for what in ("images", "labels"))
-        mean, std = (
-            np.atleast_1d(read_npz(path, key)).tolist() if given is None and key in keys else given
-            for key, given in (("mean", mean), ("std", std))
-        )
+        stored = read_npz(path)
+        prefix = f"{split}_"
+        if "images" in stored and f"{split}_images" not in stored:
+            prefix = ""
+        for name in (f"{prefix}images", f"{prefix}labels"):
+            if name not in stored:
+                names = ", ".join(stored) or "none"
+                raise ValueError(f"{path} has no array {name!r}; it has {names}")
         try:
-            others = [target_tensor(read_npz(path, k), k) for k in keys if k.endswith("labels")]
-            if classes is None and all(map(are_indices, others)):
-                classes = max((int(o.max()) + 1 for o in others if len(o)), default=0)
-            return cls.from_arrays(images, labels, mean, std, classes=classes)
+            targets = [target_tensor(stored[name]) for name in stored if name.endswith("labels")]
+            if all(map(are_indices, targets)):
+                classes = arrays.count_classes(torch.cat(targets), classes)
+            return cls.from_arrays(
+                images=stored[f"{prefix}images"],
+                labels=stored[f"{prefix}labels"],
+                mean=stored.get("mean") if mean is None else mean,
+                std=stored.get("std") if std is None else std,
+                classes=classes,
+            )
         except (TypeError, ValueError) as error:
             raise type(error)(f"{path}, split {split!r}: {error}") from error
 
     @classmethod
     def from_dataset(
-        cls, dataset: Any, mean: Stats = None, std: Stats = None, classes: int | None = None
+        cls, source: Any, mean: Stats = None, std: Stats = None, classes: int | None = None
     ) -> ImageData:
-        """From a torch Dataset of (image, label) pairs, read once, in order.
+        """From a torch Dataset of (image, label) pairs, or a DataLoader of one, read once.
 
-        Images: PIL, or uint8 or float tensors or arrays [C,...]; uint8 [H,W] has one channel.
-        Labels: ints, or numbers, tensors or arrays of one shape. Floats, as ToTensor or Normalize
-        give them, are used as they are. With mean and std given, floats k/255 and floats
-        normalised with these are held as bytes. Random transforms are refused: crops and flips
-        are made here (`views`).
+        The order is that of the dataset, however the loader shuffles. Images: PIL, or uint8 or
+        float tensors or arrays [C,...]; uint8 [H,W] has one channel. Labels: ints, or numbers,
+        tensors or arrays of one shape. mean, std: as for `from_arrays`. Random transforms are
+        refused: crops and flips are made here (`views`).
         """
-        if isinstance(dataset, TensorDataset) and len(dataset.tensors) == 2:
-            return cls.from_arrays(*dataset.tensors, mean=mean, std=std, classes=classes)
-        images, labels = arrays.read_dataset(dataset, mean, std)
-        return cls.from_arrays(images, labels, mean, std, classes=classes, layout="NC...")
+        items = Items(source)
+        if isinstance(items.dataset, TensorDataset) and len(items.dataset.tensors) == 2:
+            data = cls.from_arrays(*items.dataset.tensors, mean, std, classes)
+            return data if isinstance(items.positions, range) else data.subset(items.positions)
+        items.check_repeatable()
+        first, _ = items.item(0)
+        images = np.empty((len(items.positions), *first.shape), first.dtype)
+        targets = []
+        for number, (image, target) in enumerate(items):
+            images[number] = image
+            targets.append(target)
+        data = cls.from_arrays(images, np.stack(targets), mean, std, classes, layout="NC...")
+        return dataclasses.replace(data, ids=torch.tensor(items.positions))
 
     @classmethod
-    def from_loader(
-        cls, loader: Any, mean: Stats = None, std: Stats = None, classes: int | None = None
-    ) -> ImageData:
-        """From the dataset behind a DataLoader, in the dataset's order, whatever its shuffling."""
-        positions = arrays.sampled(loader)
-        data = cls.from_dataset(loader.dataset, mean, std, classes)
-        return data if positions is None else data.subset(positions)
+    def open(cls, path: str | Path) -> ImageData:
+        """Map what `fastbcd.pack` wrote: images are read when a batch needs them."""
+        try:
+            return cls(**read_packed(Path(path)), path=Path(path))
+        except (SafetensorError, TypeError, ValueError, KeyError, OverflowError, OSError) as error:
+            raise ValueError(
+                f"{path} is not a complete folder of fastbcd.pack ({error}): pack it again"
+            ) from error
 
     # ------------------------------------------------------------------ parts of it
 
@@ -163,47 +206,76 @@ class ImageData:
         return len(self.ids)
 
     def __repr__(self) -> str:
-        (_, *size), (_, *targets) = self.images.shape, self.labels.shape
-        what = f"targets {'×'.join(map(str, targets)) or 1} {str(self.labels.dtype)[6:]}"
-        what = what if self.classes is None else f"{self.classes} classes"
-        inputs = f"{'×'.join(map(str, size))} {str(self.images.dtype)[6:]}"
-        return f"{type(self).__name__}({len(self)} × {inputs}, {what}, {self.device})"
+        shape = "×".join(map(str, self.images.shape[1:]))
+        kind = str(self.images.dtype)[6:]
+        targets = f"{self.classes} classes"
+        if self.classes is None:
+            size = "×".join(map(str, self.labels.shape[1:])) or 1
+            targets = f"targets {size} {str(self.labels.dtype)[6:]}"
+        return f"ImageData({len(self)} × {shape} {kind}, {targets}, {self.device})"
 
     @property
     def device(self) -> torch.device:
-        """The device of images and labels."""
-        return self.images.device
+        """The device of labels and batches."""
+        return self.labels.device
+
+    @property
+    def where(self) -> str:
+        """Where the images lie, in words."""
+        if self.path is not None:
+            return f"mapped from {self.path}"
+        if self.images.device != self.device:
+            return "images in the host's memory"
+        return "in memory"
 
     def need_classes(self, what: str) -> int:
         """The number of classes; an error that names `what` needs it if there is none."""
         if self.classes is None:
-            found = f"the labels are {self.labels.dtype} {[len(self), *self.labels.shape[1:]]}"
-            way = "whole numbers [N] (one-hot labels: labels.argmax(1)), or pass metric="
-            raise ValueError(f"{what} needs class indices, but {found}: give {way}")
+            raise ValueError(
+                f"{what} needs class indices, but the labels are {self.labels.dtype} "
+                f"{list(self.labels.shape)}: give whole numbers [N] (one-hot labels: "
+                f"labels.argmax(1)), or pass metric="
+            )
         return self.classes
 
     def check_labels(self, classes: int, who: str) -> None:
         """Refuse labels outside 0 .. classes-1, the classes of `who`."""
-        check_range(self.labels, torch.arange(len(self)), classes, who)
+        arrays.check_labels(self.labels, classes, who)
 
     def identity(self, samples: int) -> dict[str, Tensor]:
         """What a run's digest is made of: about `samples` images, all labels and ids."""
-        some = self.images[:: max(1, len(self) // samples)]
-        return {"images": some, "labels": self.labels, "ids": self.ids}
+        positions = torch.arange(0, len(self), max(1, len(self) // samples))
+        return {"images": self._take(positions), "labels": self.labels, "ids": self.ids}
 
     def to(self, device: torch.device | str) -> ImageData:
-        """The same data on another device."""
-        return self._changed(lambda tensor: tensor.to(device))
+        """The same data with batches on another device.
+
+        The images go there, too, unless they would take more than half of the memory of a GPU.
+        """
+        device = torch.device(device)
+        labels = self.labels.to(device)
+        if labels.device == self.device:
+            return self
+        moved: dict[str, Any] = {"labels": labels, "ids": self.ids.to(device)}
+        if device.type == "cpu" or self._fits(device):
+            images = self.images.to(device)
+            moved |= {"images": images, "path": self.path if images is self.images else None}
+        return dataclasses.replace(self, **moved)
+
+    def _fits(self, device: torch.device) -> bool:
+        """Whether all images can lie on this GPU."""
+        on_gpu = self.images.device.type != "cpu"
+        return on_gpu or (self.rows is None and self.images.nbytes <= default_memory(device) // 2)
 
     def first(self, n: int) -> ImageData:
         """The first n samples, sharing memory."""
         if not 0 <= n <= len(self):
             raise ValueError(f"first({n}): there are {len(self)} samples")
-        return self._changed(lambda tensor: tensor[:n])
+        return self._slice(slice(0, n))
 
     def rest(self, n: int) -> ImageData:
         """All but the first n samples, sharing memory; none if there are no more."""
-        return self._changed(lambda tensor: tensor[max(n, 0) :])
+        return self._slice(slice(max(n, 0), None))
 
     def shard(self, rank: int, world: int) -> ImageData:
         """Part `rank` of `world` contiguous parts whose sizes differ by at most one.
@@ -212,76 +284,97 @@ class ImageData:
         >>> [data.shard(r, 3).ids.tolist() for r in range(3)]
         [[0, 1], [2, 3], [4, 5, 6]]
         """
-        part = _share(len(self), rank, world)
-        return self._changed(lambda tensor: tensor[part])
+        return self._slice(_share(len(self), rank, world))
+
+    def _slice(self, part: slice) -> ImageData:
+        parts = {"labels": self.labels[part], "ids": self.ids[part]}
+        if self.rows is None:
+            parts["images"] = self.images[part]
+        else:
+            parts["rows"] = self.rows[part]
+        return dataclasses.replace(self, **parts)  # type: ignore[arg-type]
 
     def subset(self, indices: Any) -> ImageData:
-        """The samples at these positions, copied; they keep their ids and so their views."""
+        """The samples at these positions; they keep their ids and so their views.
+
+        Images in memory on the data's device are copied; of others the positions are kept.
+        """
         index = target_tensor(indices, "indices").to(self.device)
         if not are_indices(index):
             raise TypeError(f"indices are {index.dtype} {list(index.shape)}, not whole numbers [n]")
-        low, high = (int(index.min()), int(index.max())) if len(index) else (0, -1)
-        if low < 0 or high >= len(self):
-            raise IndexError(f"indices go from {low} to {high}; there are {len(self)} samples")
-        return self._changed(lambda tensor: tensor[index])
-
-    def _changed(self, change: Callable[[Tensor], Tensor]) -> ImageData:
-        parts = {name: change(getattr(self, name)) for name in ("images", "labels", "ids")}
-        return dataclasses.replace(self, **parts)  # type: ignore[arg-type]
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(self):
+            raise IndexError(
+                f"indices go from {int(index.min())} to {int(index.max())}; there are {len(self)} "
+                f"samples"
+            )
+        part = {"labels": self.labels[index], "ids": self.ids[index]}
+        if self.path is None and self.rows is None and self.images.device == self.device:
+            part["images"] = self.images[index]
+        else:
+            part["rows"] = self._rows(index)
+        return dataclasses.replace(self, **part)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------------ batches
 
-    def normalise(
-        self, images: Tensor, out: Tensor | None = None, *,
-        memory_format: torch.memory_format = torch.contiguous_format,
-        dtype: torch.dtype = torch.float32,
-    ) -> Tensor:  # fmt: skip
-        """(images/255 - mean)/std in one pass, new or into `out`, whose dtype and layout stay.
+    def _rows(self, positions: Tensor) -> Tensor:
+        """Where in `images` these samples lie."""
+        positions = positions.to(self.images.device)
+        return positions if self.rows is None else self.rows[positions]
 
-        images [B,C,...] of this data's dtype; floats are not divided by 255. memory_format is for
-        images [B,C,H,W]; others are contiguous.
+    def _take(self, positions: Tensor) -> Tensor:
+        """The images of these samples, on the data's device."""
+        return self._deliver(self.images.index_select(0, self._rows(positions)))
+
+    def _deliver(self, images: Tensor) -> Tensor:
+        if images.device == self.device:
+            return images
+        # Pinned, so that the copy goes on while the GPU works on the batches before.
+        return images.pin_memory().to(self.device, non_blocking=True)
+
+    def normalise(self, images: Tensor, **options: Any) -> Tensor:
+        """(images/255 - mean)/std of [B,C,...]; floats are not divided by 255.
+
+        options: memory_format (torch.contiguous_format) and dtype (torch.float32).
         """
-        if out is None:
-            order = memory_format if images.ndim == 4 else torch.contiguous_format
-            out = torch.empty(images.shape, dtype=dtype, device=images.device, memory_format=order)
-        elif out.shape != images.shape:
-            raise ValueError(f"out has shape {tuple(out.shape)}, the images {tuple(images.shape)}")
-        return pixels.normalise(images, self.mean, self.std, out)
+        return pixels.normalise(images, self.mean, self.std, **options)
 
     def batches(self, batch_size: int, **options: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """(normalised images, labels) in order; options: memory_format, dtype of `normalise`."""
         check_whole("batch_size", batch_size, 1)
-        parts = zip(self.images.split(batch_size), self.labels.split(batch_size), strict=True)
-        return ((self.normalise(x, **options), y) for x, y in parts if len(y))
+        starts = range(0, len(self), batch_size)
+        return (self._batch(slice(start, start + batch_size), **options) for start in starts)
+
+    def _batch(self, part: slice, **options: Any) -> tuple[Tensor, Tensor]:
+        images = self.images[part] if self.rows is None else self.images[self.rows[part]]
+        return self.normalise(self._deliver(images), **options), self.labels[part]
 
     # ------------------------------------------------------------------ views
 
     def order(self, *, seed: int, step: int, epoch: int) -> Tensor:
         """A shuffle, int64 [N]. Part of the data keeps the order its samples have in the whole."""
-        keys = self._random(ORDER, seed=seed, step=step, epoch=epoch)
+        keys = _random(ORDER, self.ids, seed=seed, step=step, epoch=epoch)
         return torch.from_numpy(np.argsort(keys, kind="stable")).to(self.device)
 
     def uniform(self, *, seed: int, step: int) -> np.ndarray:
         """A random number above 0 and below 1 for each place, float64 [N], whatever is there."""
-        keys = self._random(PLACES, np.arange(len(self)), seed=seed, step=step, epoch=0)
+        keys = _random(PLACES, torch.arange(len(self)), seed=seed, step=step, epoch=0)
         return ((keys >> np.uint64(11)) + 0.5) * 2.0**-53
 
     def check_views(self, padding: int, flip: bool) -> None:
         """Refuse crops and flips of inputs that are not images, or with a map as the target."""
         check_whole("padding", padding, 0)
-        inputs, targets = ([len(self), *t.shape[1:]] for t in (self.images, self.labels))
+        if not padding and not flip:
+            return
+        inputs = [len(self), *self.images.shape[1:]]
+        targets = list(self.labels.shape)
         problem = None
-        if (padding or flip) and len(inputs) != 4:
+        if len(inputs) != 4:
             problem = f"is for images [N,C,H,W]; these inputs are {inputs}"
-        elif (padding or flip) and len(targets) > 2:
+        elif len(targets) > 2:
             problem = f"would move the images but not their targets {targets}"
-        elif padding and padding > max(inputs[2:]):
-            most = max(inputs[2:])
-            raise ValueError(
-                f"padding={padding} leaves most crops of {inputs[2]}×{inputs[3]} empty: use at "
-                f"most {most}"
-            )
-        if problem:
+        elif padding > max(inputs[2:]):  # the crop would be empty
+            problem = f"is larger than the images, {inputs[2]}×{inputs[3]}"
+        if problem is not None:
             raise ValueError(f"padding={padding}, flip={flip} {problem}: use padding=0, flip=False")
 
     def view_count(self, padding: int) -> int:
@@ -295,90 +388,116 @@ class ImageData:
         """The view each sample takes in this epoch, int64 [N]; without flip all are even."""
         self.check_views(padding, flip)
         count = np.uint64(self.view_count(padding))
-        views = self._random(VIEWS, seed=seed, step=step, epoch=epoch) % count
+        views = _random(VIEWS, self.ids, seed=seed, step=step, epoch=epoch) % count
         ids = torch.from_numpy(views.astype(np.int64))
-        return (ids if flip else ids - ids % 2).to(self.device)
-
-    def _random(self, stream: int, ids: np.ndarray | None = None, **numbers: int) -> np.ndarray:
-        """One 64-bit number per sample: the id-th of the stream (seed, step, epoch)."""
-        for name, value in numbers.items():
-            check_whole(name, value, 0)
-            if value >= 2**63:
-                raise ValueError(f"{name}={value}; it must be below 2^63")
-        key = np.array([stream, numbers["seed"]], np.uint64)
-        # Philox counts in the lowest word; raw numbers, as only these never change with numpy.
-        counter = np.array([0, 0, numbers["epoch"], numbers["step"]], np.uint64)
-        ids = self.ids.cpu().numpy() if ids is None else ids
-        generator = np.random.Philox(key=key, counter=counter)
-        return generator.random_raw(int(ids.max(initial=-1)) + 1)[ids]
+        if not flip:
+            ids -= ids % 2
+        return ids.to(self.device)
 
     def views(
-        self, indices: Tensor, view_ids: Tensor, *, padding: int = 4, out: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:  # fmt: skip
+        self, indices: Tensor, view_ids: Tensor, *, padding: int = 4, **options: Any
+    ) -> Tensor:
         """Samples `indices` under the views `view_ids` (both int64 [B]), normalised [B,C,...].
 
         Equivalent to RandomCrop((H, W), padding) and a flip on the raw image, then normalising.
-        out and options (memory_format, dtype): as for `normalise`.
+        options: memory_format and dtype, as for `normalise`.
         """
-        image = self.images.ndim == 4
-        last = self.view_count(padding) - 1 if image else 0
+        last = self.view_count(padding) - 1 if self.images.ndim == 4 else 0
         # On a GPU the check would wait for the device; train_batches makes only valid ids.
-        if view_ids.device.type == "cpu" and len(view_ids):
-            low, high = int(view_ids.min()), int(view_ids.max())
-            if low < 0 or high > last:
-                found = f"view_ids go from {low} to {high}"
-                raise ValueError(f"{found}; padding {padding} gives 0 to {last}")
-        x = self._take(indices)
-        return self.normalise(pixels.crop(x, view_ids, padding) if image else x, out, **options)
+        checked = view_ids.device.type == "cpu" and len(view_ids) > 0
+        if checked and not 0 <= int(view_ids.min()) <= int(view_ids.max()) <= last:
+            raise ValueError(
+                f"view_ids go from {int(view_ids.min())} to {int(view_ids.max())}; padding "
+                f"{padding} gives 0 to {last}"
+            )
+        return self.normalise(self._cropped(indices, view_ids, padding), **options)
 
-    def _take(self, indices: Tensor) -> Tensor:
-        return self.images.index_select(0, indices)
+    def _cropped(self, positions: Tensor, view_ids: Tensor, padding: int) -> Tensor:
+        images = self._take(positions)
+        if images.ndim != 4:
+            return images
+        return pixels.crop(images, view_ids, padding)
 
     def sizes(self, batch_size: int, smallest: int = 1) -> list[int]:
         """The sizes of an epoch's batches; a last one below `smallest` joins the one before it."""
-        return batch_sizes(len(self), batch_size, smallest)
+        count = len(self)
+        sizes = [min(batch_size, count - start) for start in range(0, count, batch_size)]
+        if len(sizes) > 1 and sizes[-1] < smallest:
+            sizes[-2:] = [sum(sizes[-2:])]
+        return sizes
 
     def train_batches(
-        self, batch_size: int, *, seed: int, step: int, epoch: int, padding: int = 4,
-        flip: bool = True, rank: int = 0, world: int = 1, smallest: int = 1, **options: Any,
-    ) -> TrainBatches:  # fmt: skip
+        self,
+        batch_size: int,
+        *,
+        seed: int,
+        step: int,
+        epoch: int,
+        padding: int = 4,
+        flip: bool = True,
+        augment: Augment | None = None,
+        rank: int = 0,
+        world: int = 1,
+        smallest: int = 1,
+        **options: Any,
+    ) -> TrainBatches:
         """One epoch: (images, labels, indices, view_ids), shuffled, each sample in its view.
 
         With `world` ranks each batch of batch_size is divided among them, so the batches are the
         same for any number of ranks; a last batch with fewer samples than ranks is left out. One
         with fewer than `smallest` samples joins the batch before it.
+        augment: called with the cropped images [B,C,...], uint8 or float, before normalising, and a
+        torch.Generator on their device, which (seed, step, epoch, batch, rank) determine; returns
+        images of the same shape and dtype.
         options: memory_format and dtype, as for `normalise`.
         """
         check_whole("batch_size", batch_size, 1)
-        order = self.order(seed=seed, step=step, epoch=epoch)
-        views = self.view_ids(seed=seed, step=step, epoch=epoch, padding=padding, flip=flip)
-        whole = order.split(self.sizes(batch_size, smallest))
-        mine = [batch[_share(len(batch), rank, world)] for batch in whole if len(batch) >= world]
-        return self._in_views(mine, views, padding, **options)
+        numbers = {"seed": seed, "step": step, "epoch": epoch}
+        order = self.order(**numbers)
+        views = self.view_ids(**numbers, padding=padding, flip=flip)
+        sizes = self.sizes(batch_size, smallest)
+        draws = _random(AUGMENT, torch.arange(len(sizes) * world)[rank::world], **numbers)
 
-    def _in_views(
-        self, parts: list[Tensor], views: Tensor, padding: int, **options: Any
-    ) -> TrainBatches:
-        return (
-            (self.views(i, views[i], padding=padding, **options), self.labels[i], i, views[i])
-            for i in parts
+        def batches() -> TrainBatches:
+            # Images that lie elsewhere are gathered there: the order is copied once.
+            parts = order.split(sizes)
+            positions = order.to(self.images.device).split(sizes)
+            for part, position, draw in zip(parts, positions, draws, strict=True):
+                if len(part) < world:
+                    continue
+                share = _share(len(part), rank, world)
+                part = part[share]
+                images = self._cropped(position[share], views[part], padding)
+                if augment is not None:
+                    images = _augmented(augment, images, int(draw))
+                inputs = self.normalise(images, **options)
+                yield inputs, self.labels[part], part, views[part]
+
+        return batches()
+
+
+def _random(stream: int, ids: Tensor, *, seed: int, step: int, epoch: int) -> np.ndarray:
+    """A 64-bit number for each id: the id-th of the stream (seed, step, epoch)."""
+    for name, value in (("seed", seed), ("step", step), ("epoch", epoch)):
+        check_whole(name, value, 0, most=2**63 - 1)
+    key = np.array([stream, seed], np.uint64)
+    # Philox counts in the lowest word; raw numbers, as only these never change with numpy.
+    counter = np.array([0, 0, epoch, step], np.uint64)
+    positions = ids.cpu().numpy()
+    generator = np.random.Philox(key=key, counter=counter)
+    return generator.random_raw(int(positions.max(initial=-1)) + 1)[positions]
+
+
+def _augmented(augment: Augment, images: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator(images.device)
+    generator.manual_seed(seed >> 1)  # torch takes 63 bits
+    changed = augment(images, generator)
+    if changed.shape != images.shape or changed.dtype != images.dtype:
+        raise ValueError(
+            f"augment= returned {changed.dtype} {list(changed.shape)} for {images.dtype} "
+            f"{list(images.shape)}; both must be alike"
         )
-
-
-def check_range(labels: Tensor, numbers: Tensor, classes: int, who: str) -> None:
-    """Refuse labels outside 0 .. classes-1; numbers: those of the images, for the error."""
-    for i in ((labels < 0) | (labels >= classes)).nonzero().flatten().tolist()[:1]:
-        what = f"label {int(labels[i])} of image {int(numbers[i])}"
-        raise ValueError(f"{what} is out of range: {who} has {classes} classes")
-
-
-def batch_sizes(samples: int, batch_size: int, smallest: int = 1) -> list[int]:
-    """The sizes of an epoch's batches; a last one below `smallest` joins the one before it."""
-    sizes = [min(batch_size, samples - i) for i in range(0, samples, batch_size)]
-    if len(sizes) > 1 and sizes[-1] < smallest:
-        sizes[-2:] = [sum(sizes[-2:])]
-    return sizes
+    return changed
 
 
 def _share(samples: int, rank: int, world: int) -> slice:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,27 +14,44 @@ from torch import Tensor
 Values = tuple[float, ...]
 
 
-def stats(
-    mean: Iterable[float] | None, std: Iterable[float] | None, shape: Sequence[int]
-) -> tuple[Values, Values]:
+def stats(mean: Any, std: Any, shape: Sequence[int]) -> tuple[Values, Values]:
     """A mean and std for inputs of this shape, without N: 0 and 1 where none is given."""
     channels = shape[0] if len(shape) > 1 else 1
-    found = []
-    for name, given, default in (("mean", mean, 0.0), ("std", std, 1.0)):
-        try:
-            values = (default,) * channels if given is None else tuple(map(float, given))
-        except (TypeError, ValueError):
-            raise TypeError(f"{name}={given!r}; it must have a number for each channel") from None
-        if len(values) != channels:
-            raise ValueError(f"{name} has {len(values)} values for {channels} channels")
-        if not np.isfinite(values).all() or (name == "std" and min(values) <= 0):
-            raise ValueError(f"{name} is {values}; it must be finite, and std above 0")
-        found.append(values)
-    return found[0], found[1]
+    means = _per_channel("mean", mean, [0.0] * channels)
+    stds = _per_channel("std", std, [1.0] * channels)
+    if min(stds) <= 0:
+        raise ValueError(f"std is {stds}; it must be above 0")
+    return means, stds
 
 
-def normalise(images: Tensor, mean: Values, std: Values, out: Tensor) -> Tensor:
-    """(images/255 - mean)/std into `out`, in one pass; floats are not divided by 255."""
+def _per_channel(name: str, values: Any, default: list[float]) -> Values:
+    if values is None:
+        return tuple(default)
+    try:
+        numbers = tuple(np.atleast_1d(values).astype(float).tolist())
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}={values!r}; it must have a number for each channel") from None
+    if len(numbers) != len(default):
+        raise ValueError(f"{name} has {len(numbers)} values for {len(default)} channels")
+    if not np.isfinite(numbers).all():
+        raise ValueError(f"{name} is {numbers}; it must be finite")
+    return numbers
+
+
+def normalise(
+    images: Tensor,
+    mean: Values,
+    std: Values,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """(images/255 - mean)/std in one pass; floats are not divided by 255.
+
+    memory_format: of images [B,C,H,W]; others are contiguous.
+    """
+    if images.ndim != 4:
+        memory_format = torch.contiguous_format
+    out = torch.empty_like(images, dtype=dtype, memory_format=memory_format)
     top = 1.0 if images.is_floating_point() else 255.0
     if top == 1.0 and not any(mean) and set(std) == {1.0}:
         return out.copy_(images)
@@ -47,34 +65,39 @@ def normalise(images: Tensor, mean: Values, std: Values, out: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _affine(
-    mean: Values, std: Values, top: float, shape: tuple[int, ...], dtype: torch.dtype,
+    mean: Values,
+    std: Values,
+    top: float,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
     device: torch.device,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """(x/top - mean)/std = x·scale + shift: scale and shift, [C,...].
 
     Spread over the shape, because then the arithmetic is vectorised: 2.5 times as fast on a CPU.
     """
     scale = [1 / (top * s) for s in std]
     shift = [-m / s for m, s in zip(mean, std, strict=True)]
-    both = torch.tensor([scale, shift], dtype=torch.float64).to(device, dtype)
-    scales, shifts = both.view(2, -1, *[1] * (len(shape) - 1)).expand(2, *shape).contiguous()
-    return scales, shifts
+    column = torch.tensor([scale, shift], dtype=torch.float64).to(device, dtype)
+    spread = column.view(2, -1, *[1] * (len(shape) - 1)).expand(2, *shape).contiguous()
+    return spread[0], spread[1]
 
 
 def crop(images: Tensor, views: Tensor, padding: int) -> Tensor:
     """Each image [B,C,H,W] padded with zeros, cropped to its size and flipped as its view says."""
-    batch, channels, height, width = images.shape
-    index = _crop_index(views, height, width, padding)
-    x = F.pad(images, (padding,) * 4).flatten(2)
-    x = x.gather(2, index.unsqueeze(1).expand(-1, channels, -1))
-    return x.view(batch, channels, height, width)
+    index = _crop_index(views, images.shape[2], images.shape[3], padding)
+    padded = F.pad(images, (padding,) * 4).flatten(2)
+    index = index.unsqueeze(1).expand(-1, images.shape[1], -1)
+    return padded.gather(2, index).view(images.shape)
 
 
 def _crop_index(views: Tensor, height: int, width: int, padding: int) -> Tensor:
     """Where in the padded, flattened image each pixel of a view comes from: [B, height·width]."""
-    side, stride = 2 * padding + 1, width + 2 * padding
-    top, left, flip = views // 2 // side, views // 2 % side, views % 2 == 1
+    side = 2 * padding + 1
+    top = views // 2 // side
+    left = views // 2 % side
+    flip = views % 2 == 1
     column = torch.arange(width, device=views.device)
     column = left[:, None] + torch.where(flip[:, None], width - 1 - column, column)
-    row = (top[:, None] + torch.arange(height, device=views.device)) * stride
-    return (row[:, :, None] + column[:, None, :]).flatten(1)
+    row = top[:, None] + torch.arange(height, device=views.device)
+    return (row[:, :, None] * (width + 2 * padding) + column[:, None, :]).flatten(1)

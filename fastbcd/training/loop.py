@@ -137,6 +137,7 @@ class Trainer:
             epoch=epoch,
             padding=self.settings.padding,
             flip=self.settings.flip,
+            augment=self.settings.augment,
             rank=ranks.rank(),
             world=ranks.world(),
             smallest=parallel.smallest_batch(self.net),

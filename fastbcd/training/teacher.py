@@ -35,6 +35,7 @@ from fastbcd.training.mismatch import direction, site_outputs, sites_of
 from fastbcd.training.settings import Finetune
 
 BATCH = 128  # images per batch of the teacher
+LARGE = 2**30  # bytes of an epoch's logits (ImageNet: 5.1 GB): beyond, the teacher runs per batch
 
 
 class Answer(NamedTuple):
@@ -70,7 +71,8 @@ class TeacherLogits:
             self.sites = sites_of(self.model)
         self.first = ranks.rank() * len(data) // ranks.world()
         self.samples = (ranks.rank() + 1) * len(data) // ranks.world() - self.first
-        self.per_batch = data.streamed or settings.mismatch > 0 or settings.augment is not None
+        large = 4 * len(data) * self.shape.numel() > LARGE
+        self.per_batch = large or settings.mismatch > 0 or settings.augment is not None
         if not self.per_batch:
             views = data.view_count(settings.padding)
             self.cache = ViewCache(self.samples, views, self.shape, settings.teacher_cache)

@@ -92,10 +92,15 @@ X = np.zeros((3, 3, 4, 4), np.uint8)
 @pytest.mark.parametrize(
     ("images", "labels", "options", "message"),
     [
-        (X, [0, 1, 7], {"classes": 5}, r"labels\[2\] is 7; with 5 classes labels are 0 to 4"),
-        (X, [0, -1, -2], {}, r"labels\[1\] is -1"),
+        (
+            X,
+            [0, 1, 7],
+            {"classes": 5},
+            "label 7 of image 2 is out of range: the data has 5 classes",
+        ),
+        (X, [0, -1, -2], {}, "label -1 of image 1 is out of range"),
         (X, [0, 1], {}, "labels are torch.int64 \\[2\\] beside 3 images"),
-        (X, ["a", "b", "c"], {}, "labels are <U1; they must be numbers"),
+        (X, ["a", "b", "c"], {}, "labels are <U1; they must be real numbers"),
         (X, torch.zeros(3, dtype=torch.complex64), {}, "labels are torch.complex64; .* real"),
         (X, torch.zeros(3), {"classes": 2}, r"float32 \[3\], not class indices, .*classes=2 must"),
         (X, torch.tensor(3), {}, r"labels are torch.int64 \[\] beside 3 images"),
@@ -106,16 +111,30 @@ X = np.zeros((3, 3, 4, 4), np.uint8)
         (X, [0, 1, 2], {"std": (0.1, 0.0, 1.0)}, r"std is \(0.1, 0.0, 1.0\); .* above 0"),
         (X, [0, 1, 2], {"mean": (0.1, float("nan"), 1.0)}, "mean is .*finite"),
         (X, [0, 1, 2], {"layout": "HWCN"}, "layout is 'HWCN'"),
-        (X, [0, 1, 2], {"layout": [1]}, r"layout is \[1\]"),
         (X, [0, 1, 2], {"mean": "x"}, "mean='x'; it must have a number for each channel"),
-        (X, [0, 1, 2], {"std": 3}, "std=3; it must have a number for each channel"),
-        (X, [0, 1, 2], {"classes": 10**70}, "labels are int64"),
+        (X, [0, 1, 2], {"std": 3}, "std has 1 values for 3 channels"),
+        (X, [0, 1, 2], {"classes": 10**70}, "classes=1000.*at most"),
         (X, [0, 1, 2], {"classes": 2.5}, "classes=2.5; it must be a whole number"),
         (X[:, :, :0], [0, 1, 2], {"layout": "NCHW"}, r"shape \[3, 3, 0, 4\], not .*at least 1"),
-        (torch.zeros(3, 3, 4, 4, device="meta"), [0, 1, 2], {}, "images are on the meta device"),
-        (torch.zeros(3, 3, 4, 4).to_sparse(), [0, 1, 2], {}, "images are torch.sparse_coo; give"),
-        (X, torch.tensor([0, 1, 2], device="meta"), {}, "labels are on the meta device"),
-        (X, torch.tensor([0, 1, 2]).to_sparse(), {}, "labels are torch.sparse_coo"),
+        (
+            torch.zeros(3, 3, 4, 4, device="meta"),
+            [0, 1, 2],
+            {},
+            "images are torch.float32, .*on the device meta",
+        ),
+        (
+            torch.zeros(3, 3, 4, 4).to_sparse(),
+            [0, 1, 2],
+            {},
+            "images are torch.float32, torch.sparse_coo.*to_dense",
+        ),
+        (
+            X,
+            torch.tensor([0, 1, 2], device="meta"),
+            {},
+            "labels are torch.int64, .*on the device meta",
+        ),
+        (X, torch.tensor([0, 1, 2]).to_sparse(), {}, "labels are torch.int64, torch.sparse_coo"),
         (torch.zeros(3, 3, 4, 4, dtype=torch.complex64), [0, 1, 2], {}, "images are torch.complex"),
     ],
 )
@@ -174,23 +193,14 @@ TRANSFORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_datasets(transform):
-    items = Items(RAW.images, RAW.labels, transform)
-    read = ImageData.from_dataset(items, MEAN, STD)
-    assert torch.equal(read.images, RAW.images)
-    assert torch.equal(read.labels, RAW.labels)
-    assert (read.mean, read.std) == (MEAN, STD)
-    loader = ImageData.from_loader(DataLoader(items, batch_size=5, shuffle=True), MEAN, STD)
-    assert torch.equal(loader.images, RAW.images)
-
-
-def test_normalised_items_that_look_like_k_over_255():
-    # Normalised with 0.5 and 0.5, bytes from 128 on become k/255 themselves.
-    images = RAW.images.clone()
-    images[1] |= 128
-    items = Items(images, RAW.labels, lambda x: (x / 255 - 0.5) / 0.5)
-    assert torch.equal(ImageData.from_dataset(items, (0.5,) * 3, (0.5,) * 3).images, images)
+@pytest.mark.parametrize("name", ["uint8 tensor", "array", "PIL"])
+def test_datasets_of_bytes(name):
+    items = Items(RAW.images, RAW.labels, TRANSFORMS[name])
+    for source in (items, DataLoader(items, batch_size=5, shuffle=True)):
+        read = ImageData.from_dataset(source, MEAN, STD)
+        assert torch.equal(read.images, RAW.images)
+        assert torch.equal(read.labels, RAW.labels)
+        assert (read.mean, read.std) == (MEAN, STD)
 
 
 def test_grey_pictures():
@@ -207,7 +217,7 @@ def test_tensor_dataset_shares_its_tensors():
 def test_subsets():
     items = Items(RAW.images, RAW.labels)
     picked = DataLoader(items, sampler=SubsetRandomSampler([9, 2, 5]))
-    part = ImageData.from_loader(picked, classes=4)
+    part = ImageData.from_dataset(picked, classes=4)
     assert part.ids.tolist() == [2, 5, 9]
     assert torch.equal(part.images, RAW.images[[2, 5, 9]])
     assert torch.equal(as_data(Subset(items, [4, 1])).images, RAW.images[[4, 1]])
@@ -219,8 +229,8 @@ def random_flip(x):
     return x.flip(-1) if torch.rand(()) < 0.5 else x
 
 
-def refuse(transform=lambda x: x, images=RAW.images, labels=RAW.labels, mean=None, std=None):
-    return lambda: ImageData.from_dataset(Items(images, labels, transform), mean, std)
+def refuse(transform=lambda x: x, images=RAW.images, labels=RAW.labels):
+    return lambda: ImageData.from_dataset(Items(images, labels, transform))
 
 
 class Stream(IterableDataset):
@@ -231,19 +241,14 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("read", "message"),
     [
-        (
-            refuse(TRANSFORMS["Normalize"], mean=STD, std=MEAN),
-            "item 0.*neither k/255 nor undone by the mean and std given; leave both out",
-        ),
         (refuse(random_flip), "another image each time.*without its random transforms"),
         (
             refuse(images=[RAW.images[0], RAW.images[1, :, 1:]]),
             r"item 1 .*uint8 \(3, 5, 5\), that of item 0 uint8 \(3, 6",
         ),
         (refuse(labels=["cat"] * 12), "label of item 0 .* is 'cat', not an int"),
-        (refuse(lambda x: x * torch.nan, mean=MEAN, std=STD), "item 0 .*from nan to nan: neither"),
-        (refuse(lambda x: x.to("meta")), "item 0 .*on the meta device"),
-        (refuse(lambda x: x.float().to_sparse()), r"item 0 .*torch.sparse_coo; give"),
+        (refuse(lambda x: x.to("meta")), "item 0 .*on the device meta"),
+        (refuse(lambda x: x.float().to_sparse()), "item 0 .*torch.sparse_coo.*to_dense"),
         (refuse(lambda x: x.long()), r"item 0 .*int64 \[3, 6, 5\]"),
         (refuse(lambda x: None), "item 0 .*NoneType"),
         (refuse(lambda x: Picture(x[0].numpy(), "P")), r"item 0 .*mode 'P'.*convert\('RGB'\)"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from fastbcd.data import pixels
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data
 from helpers.image_cases import make
@@ -71,18 +72,6 @@ def test_normalise_does_not_depend_on_the_batch(memory_format, device):
         assert torch.equal(torch.cat(parts), whole)
 
 
-@pytest.mark.parametrize("memory_format", FORMATS)
-def test_normalise_into_a_buffer(memory_format):
-    images = make()
-    out = torch.full((10, 3, 6, 5), torch.nan).contiguous(memory_format=memory_format)
-    x = images.normalise(images.images, out)
-    assert x.data_ptr() == out.data_ptr()
-    assert out.is_contiguous(memory_format=memory_format)
-    assert torch.equal(out, images.normalise(images.images))
-    with pytest.raises(ValueError, match=r"out has shape \(9, .*the images \(10, "):
-        images.normalise(images.images, out[:9])
-
-
 def test_floats_pass_as_they_are():
     x = torch.randn(4, 3, 5, 5)
     held = as_data((x, torch.tensor([0, 1, 2, 1])))
@@ -144,9 +133,6 @@ def test_views(shape, padding, memory_format, device):
     x = images.views(*where, padding=padding, memory_format=memory_format)
     assert x.is_contiguous(memory_format=memory_format)
     close(x, naive_normalise(expected, images.mean, images.std))
-    out = torch.full_like(x, torch.nan)
-    assert images.views(*where, padding=padding, out=out).data_ptr() == out.data_ptr()
-    assert torch.equal(out, x)
 
 
 def test_all_views_of_torchvision(torchvision):
@@ -250,6 +236,29 @@ def test_train_batches(options, device):
         assert torch.equal(x, images.views(indices, ids, **padding))
         seen.append(indices)
     assert torch.equal(torch.cat(seen), order)
+
+
+def test_augmentation_of_ones_own():
+    images = make(21)
+    drawn = []
+
+    def darker(batch, generator):
+        assert batch.dtype == torch.uint8
+        drawn.append(torch.rand((), generator=generator).item())
+        return batch // 2
+
+    batches = list(images.train_batches(8, **EPOCH, augment=darker))
+    for x, _, indices, ids in batches:
+        cropped = images.normalise(pixels.crop(images.images[indices], ids, 4) // 2)
+        assert torch.equal(x, cropped)
+    list(images.train_batches(8, **EPOCH, augment=darker))
+    for rank in (0, 1):
+        list(images.train_batches(8, **EPOCH, augment=darker, rank=rank, world=2))
+    assert drawn[:3] == drawn[3:6]  # the same in every process
+    assert len(set(drawn[6:])) == 6  # of ranks and batches
+    for wrong in (lambda x, _: x.float(), lambda x, _: x[:, :, 1:]):
+        with pytest.raises(ValueError, match=r"augment= returned .*both must be alike"):
+            next(images.train_batches(8, **EPOCH, augment=wrong))
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import sys
-from types import SimpleNamespace
+import zipfile
 
 import numpy as np
 import pytest
 import torch
 
-from fastbcd.data import cifar
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data, load
 from helpers.image_cases import make
@@ -19,10 +19,8 @@ EMBEDDED = ["1ed5c7bf87e37567", "6e8f8a41ac407232"]  # sha256 of images and labe
 X = np.zeros((3, 3, 4, 4), np.uint8)
 
 
-def digest(images):
-    return hashlib.sha256(
-        images.images.numpy().tobytes() + images.labels.numpy().tobytes()
-    ).hexdigest()
+def digest(data):
+    return hashlib.sha256(data.images.numpy().tobytes() + data.labels.numpy().tobytes()).hexdigest()
 
 
 def test_embedded_data_is_whole():
@@ -30,6 +28,26 @@ def test_embedded_data_is_whole():
     assert (len(train), len(test), train.classes) == (8000, 2000, 10)
     assert (train.mean, train.std) == (test.mean, test.std) == ((0.2860,), (0.3530,))
     assert [digest(train)[:16], digest(test)[:16]] == EMBEDDED
+
+
+def test_load_refuses(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"no data is called 'cifar11'; there are .*, cifar100"):
+        load("cifar11")
+    with pytest.raises(ValueError, match="split is 'val'; cifar10 has 'train' and 'test'"):
+        load("cifar10", "val")
+    monkeypatch.setenv("FASTBCD_DATA", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=f"no whole Tiny ImageNet in {tmp_path}.*unpack"):
+        load("tiny-imagenet")
+
+
+def test_the_name_stays_with_parts_of_the_data() -> None:
+    data = load("fashion-mnist-mini", "test")
+    parts = data, data.first(5), data.rest(5), data.shard(0, 2), data.subset([1, 2]), data.to("cpu")
+    assert {part.name for part in parts} == {"fashion-mnist-mini"}
+    assert as_data((data.images[:5], data.labels[:5])).name is None
+
+
+# ------------------------------------------------------------------ .npz files
 
 
 def test_npz_splits_are_treated_alike(tmp_path):
@@ -60,12 +78,13 @@ def test_npz_splits_are_treated_alike(tmp_path):
     [
         ({"train_images": X}, r"own.npz has no array 'train_labels'; it has train_images"),
         ({"x": X}, r"own.npz has no array 'train_images'; it has x"),
-        ({"images": X, "labels": [0, 1, -4]}, r"own.npz, split 'train': labels\[2\] is -4"),
+        ({"images": X, "labels": [0, 1, -4]}, r"own.npz, split 'train': label -4 of image 2"),
         (
             {"images": X.astype(float), "labels": [[0]]},
             r"own.npz, split 'train': labels are torch.int64 \[1, 1\] beside 3",
         ),
         ({"images": X.astype(np.int16), "labels": [0] * 3}, "own.npz.*images are torch.int16"),
+        ({"images": np.array([{}]), "labels": [0]}, r"own.npz: the array 'images' cannot be read"),
     ],
 )
 def test_npz_refused(tmp_path, arrays, message):
@@ -74,44 +93,155 @@ def test_npz_refused(tmp_path, arrays, message):
         load(tmp_path / "own.npz")
 
 
-def test_load_refuses(tmp_path, monkeypatch):
-    with pytest.raises(
-        ValueError, match=r"no data is called 'cifar11'; there are .*cifar10, cifar100"
-    ):
-        load("cifar11")
-    with pytest.raises(ValueError, match="split is 'val'; cifar10 has 'train' and 'test'"):
-        load("cifar10", "val")
-    monkeypatch.setenv("FASTBCD_DATA", str(tmp_path))
-    with pytest.raises(
-        FileNotFoundError, match=f"no CIFAR-100 in {tmp_path}.*cifar-100-python.tar.gz"
-    ):
-        load("cifar100")
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path}/wnids.txt.*tiny-imagenet-200.zip"):
-        load("tiny-imagenet")
+def test_damaged_npz(tmp_path):
+    path = tmp_path / "x.npz"
+    with pytest.raises(FileNotFoundError, match=r"no file .*x\.npz"):
+        load(path)
+    np.savez(path, images=np.arange(1000), labels=np.arange(10))
+    whole = path.read_bytes()
+    damaged = [whole[:length] for length in (0, 1, 100, len(whole) // 2, len(whole) - 1)]
+    damaged.append(whole[:2000] + b"\xff" + whole[2001:])
+    np.save(tmp_path / "one.npy", np.zeros(10, np.uint8))
+    one = (tmp_path / "one.npy").read_bytes()
+    claims = one.replace(b"(10,), }".ljust(15), b"(10000000000,), }"[:15].ljust(15))
+    with zipfile.ZipFile(tmp_path / "claims.npz", "w") as archive:
+        archive.writestr("images.npy", claims)  # more than the file holds
+    damaged += [one, (tmp_path / "claims.npz").read_bytes()]
+    for raw in damaged:
+        path.write_bytes(raw)
+        with pytest.raises(ValueError, match=r"x\.npz: the array .*damaged, cut short"):
+            load(path)
 
 
-def test_download_goes_through_torchvision(tmp_path, monkeypatch):
+# ------------------------------------------------------------------ CIFAR
+
+
+def cifar(root, monkeypatch, datasets):
+    """A small CIFAR-10 in which torchvision believes; returns the images and labels of train."""
+    folder = root / datasets.CIFAR10.base_folder
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (6, 3, 32, 32), dtype=np.uint8)
+    batch = {"data": pixels.reshape(6, -1), "labels": [0, 3, 9, 1, 2, 5]}
+    contents = {"train": batch, "test": batch, "meta": {"label_names": list("0123456789")}}
+    marks = {}
+    for name, content in contents.items():
+        raw = pickle.dumps(content)
+        (folder / name).write_bytes(raw)
+        marks[name] = hashlib.md5(raw).hexdigest()
+    monkeypatch.setattr(datasets.CIFAR10, "train_list", [["train", marks["train"]]])
+    monkeypatch.setattr(datasets.CIFAR10, "test_list", [["test", marks["test"]]])
+    meta = {"filename": "meta", "key": "label_names", "md5": marks["meta"]}
+    monkeypatch.setattr(datasets.CIFAR10, "meta", meta)
+    return folder, pixels, batch["labels"]
+
+
+def test_cifar(tmp_path, monkeypatch, torchvision):
+    _, pixels, labels = cifar(tmp_path, monkeypatch, torchvision.datasets)
+    for split in ("train", "test"):
+        data = load("cifar10", split, tmp_path)
+        assert np.array_equal(data.images, pixels)
+        assert data.labels.tolist() == labels
+        assert (data.classes, data.std, data.name) == (10, (0.2023, 0.1994, 0.2010), "cifar10")
+
+
+class Attack:
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return exec, (f"open({str(self.mark)!r}, 'w')",)
+
+
+def test_other_cifar_files_are_refused_and_not_run(tmp_path, monkeypatch, torchvision):
+    folder, *_ = cifar(tmp_path, monkeypatch, torchvision.datasets)
+    whole = (folder / "train").read_bytes()
+    for raw in (whole[:-1], whole + b" ", b"", pickle.dumps({"data": Attack(tmp_path / "run")})):
+        (folder / "train").write_bytes(raw)
+        with pytest.raises(FileNotFoundError, match=f"no cifar10 in {tmp_path}, or .*damaged"):
+            load("cifar10", root=tmp_path)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(FileNotFoundError, match=rf"no cifar100 in {tmp_path}.*download=True"):
+        load("cifar100", root=tmp_path)
+
+
+def test_cifar_needs_torchvision(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
     with pytest.raises(
-        ImportError, match=f"pip install torchvision.*cifar-10-python.tar.gz.*{tmp_path}"
+        ImportError, match=r"cifar10 is read through torchvision.*fastbcd\[vision\]"
     ):
-        load("cifar10", root=tmp_path, download=True)
-
-    def fetch(root, download):
-        assert download
-        folder = tmp_path / "cifar-10-batches-bin"
-        folder.mkdir()
-        (folder / "test_batch.bin").write_bytes((b"\x07" + bytes(3072)) * 3)
-
-    monkeypatch.setitem(sys.modules, "torchvision.datasets", SimpleNamespace(CIFAR10=fetch))
-    monkeypatch.setitem(cifar.PUBLISHED, "test", 3)
-    read = load("cifar10", "test", root=tmp_path, download=True)
-    assert read.labels.tolist() == [7, 7, 7]
-    assert (read.mean, read.classes) == ((0.4914, 0.4822, 0.4465), 10)
+        load("cifar10", root=tmp_path)
 
 
-def test_the_name_stays_with_parts_of_the_data() -> None:
-    data = load("fashion-mnist-mini", "test")
-    parts = data, data.first(5), data.rest(5), data.shard(0, 2), data.subset([1, 2]), data.to("cpu")
-    assert {part.name for part in parts} == {"fashion-mnist-mini"}
-    assert as_data((data.images[:5], data.labels[:5])).name is None
+# ------------------------------------------------------------------ Tiny ImageNet
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """Two train images of each of three classes, of grey 10·class + number; two val images."""
+    pil = pytest.importorskip("PIL.Image")
+
+    def write(path, grey):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pil.new("L" if grey % 2 else "RGB", (8, 8), grey if grey % 2 else (grey,) * 3).save(path)
+
+    root = tmp_path / "tiny-imagenet-200"
+    for wnid in ("n03", "n01", "n02"):
+        for i in range(2):
+            write(root / "train" / wnid / "images" / f"{wnid}_{i}.JPEG", 10 * int(wnid[1:]) + i)
+    for i in range(2):
+        write(root / "val" / "images" / f"val_{i}.JPEG", 100 + i)
+    table = "val_1.JPEG\tn02\t0\t0\t62\t57\nval_0.JPEG\tn03\t0\t0\t62\t57\n"
+    (root / "val" / "val_annotations.txt").write_text(table)
+    return root
+
+
+def test_tiny_imagenet(tiny):
+    # One of each class in turn.
+    expected = {
+        "train": ([10, 20, 30, 11, 21, 31], [0, 1, 2, 0, 1, 2]),
+        "test": ([101, 100], [1, 2]),
+    }
+    for root in (tiny, tiny.parent):
+        for split, (greys, labels) in expected.items():
+            data = load("tiny-imagenet", split, root)
+            assert data.images.shape[1:] == (3, 8, 8)
+            assert (data.images[:, :, 4, 4].int() - torch.tensor(greys)[:, None]).abs().max() <= 2
+            assert data.labels.tolist() == labels
+            assert data.classes == 200
+
+
+def other_size(tiny):
+    pil = pytest.importorskip("PIL.Image")
+    pil.new("RGB", (9, 8)).save(tiny / "train" / "n02" / "images" / "n02_1.JPEG")
+
+
+DAMAGES = {
+    "no whole Tiny ImageNet.*val_annotations.txt": lambda tiny: (
+        tiny / "val" / "val_annotations.txt"
+    ).unlink(),
+    "no whole Tiny ImageNet.*n77": lambda tiny: (tiny / "val" / "val_annotations.txt").write_text(
+        "val_0.JPEG\tn77\n"
+    ),
+    "no whole Tiny ImageNet.*not enough values": lambda tiny: (
+        tiny / "val" / "val_annotations.txt"
+    ).write_text("val_0.JPEG\n"),
+    "val_1.JPEG cannot be decoded": lambda tiny: (tiny / "val" / "images" / "val_1.JPEG").unlink(),
+    "n02_1.JPEG cannot be decoded": lambda tiny: (
+        tiny / "train" / "n02" / "images" / "n02_1.JPEG"
+    ).write_bytes(b"x"),
+    r"image of item 4 .*\(3, 8, 9\)": other_size,
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_damaged_tiny_imagenet(message, tiny):
+    DAMAGES[message](tiny)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        [load("tiny-imagenet", split, tiny) for split in ("train", "test")]
+
+
+def test_tiny_imagenet_needs_pillow(tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ImportError, match=r"Pillow: pip install 'fastbcd\[vision\]'"):
+        load("tiny-imagenet", root=tiny)

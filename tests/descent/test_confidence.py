@@ -81,14 +81,6 @@ def test_the_test_set_is_measured_every_n_steps_and_at_the_end() -> None:
         run(net, data, test_every=0)
 
 
-def test_streamed_data_is_read_in_the_random_order() -> None:
-    net, (x, labels) = net_and_data(200)
-    stream = fastbcd.StreamData(torch.utils.data.TensorDataset(x, labels), classes=5)
-    one, other = (run(net, data, drc=6) for data in ((x, labels), stream))
-    assert torch.equal(one.masks.bits, other.masks.bits)
-    assert [s.images for s in one.history] == [s.images for s in other.history]
-
-
 def test_the_loop_of_ones_own_takes_a_confidence() -> None:
     net, data = net_and_data(200)
     budget = fastbcd.masks(net).count() - 6

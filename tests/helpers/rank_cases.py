@@ -166,7 +166,7 @@ def trained(folder: Path) -> Any:
 
 
 class Pairs(torch.utils.data.Dataset):
-    """A Dataset that is not a TensorDataset, so that it may be streamed."""
+    """A Dataset that is not a TensorDataset."""
 
     def __init__(self, x: torch.Tensor, labels: torch.Tensor) -> None:
         self.x, self.labels = x, labels
@@ -178,17 +178,10 @@ class Pairs(torch.utils.data.Dataset):
         return self.x[i], int(self.labels[i])
 
 
-def streamed(folder: Path) -> Any:
-    """A run on a Dataset for which rank 0 has no memory; the last step's weights."""
+def large(folder: Path) -> Any:
+    """A Dataset for which rank 0 has no memory."""
     sources.default_memory = lambda device: 2**40 if ranks.rank() else 0
-    net, data = problem("mlp", 25)
-    teacher, dataset = problem("mlp", 25)[0].eval(), Pairs(*data)
-    tuning = fastbcd.Finetune(epochs=1, batch_size=10, padding=0, flip=False)
-    options = {"drc": 7, "rt": 4, "finetune": tuning, "teacher": teacher}
-    run = fastbcd.bcd(net, dataset, 4, test=dataset, **options)
-    chosen = [(s.chosen, s.test_accuracy) for s in run.history]
-    state = ranks.digest(snapshots.take(run.model)).hex()
-    return {"kind": type(sources.as_data(dataset)).__name__, "state": state, "chosen": chosen}
+    return said(lambda: sources.as_data(Pairs(*problem("mlp", 25)[1])))
 
 
 def different(folder: Path) -> Any:
@@ -297,7 +290,7 @@ def all_cases(folder: Path) -> dict[str, Any]:
     found = {c.__name__: on_ranks(c, folder, 2) for c in (collectives, different, late, full_disk)}
     for case in (scores, choices, untrained, salient, trained):
         found[case.__name__] = on_ranks(case, folder, 2) + on_ranks(case, folder, 1)
-    found["streamed"] = on_ranks(streamed, folder, 2)
+    found["large"] = on_ranks(large, folder, 2)
     found["dies"] = on_ranks(dies, folder, 2)
     found["stood"] = len(read_state(folder / "died").history)
     small_run(folder / "died")  # on one rank, from the two ranks' directory

@@ -8,7 +8,6 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import fastbcd
 from fastbcd import Finetune, Finetuner
@@ -87,18 +86,6 @@ def test_mixed_precision_trains_about_the_same(amp) -> None:
         s = dataclasses.replace(MATCHED, amp=mode)
         losses.append(Finetuner(net, pair(), s, make("mlp")).run(step=0)["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
-
-
-def test_streamed_images_train_as_those_in_memory() -> None:
-    x, labels = images(40)
-    s = dataclasses.replace(MATCHED, padding=0, flip=False)
-    results = []
-    for given in ((x, labels), fastbcd.StreamData(TensorDataset(x, labels))):
-        net = thinned(make("mlp"))
-        Finetuner(net, given, s, make("mlp")).run(step=0)
-        results.append(weights(net))
-    for key, value in results[0].items():
-        torch.testing.assert_close(results[1][key], value)
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

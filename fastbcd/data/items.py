@@ -1,0 +1,143 @@
+"""The items of a torch Dataset or DataLoader as arrays of one shape, read one after the other."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import data as torch_data
+
+from fastbcd.data.arrays import HALVES, channels_last, check_values
+
+Item = tuple[np.ndarray, np.ndarray]  # an input [C,...] and its target
+READ_TWICE = 8  # items that show whether a dataset gives the same images again
+# Samplers that draw all of their dataset, in any order.
+WHOLE = (torch_data.SequentialSampler, torch_data.RandomSampler, torch_data.DistributedSampler)
+
+
+class Items:
+    """The items of a Dataset, or of the dataset behind a DataLoader, read by its workers.
+
+    They come in the order of the dataset, however the loader shuffles.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.dataset = source
+        self.loading: dict[str, Any] = {}
+        self.positions: Any = None  # in the dataset, a range if all; None: it is iterated over
+        if isinstance(source, torch_data.DataLoader):
+            self.dataset = source.dataset
+            names = ("num_workers", "worker_init_fn", "multiprocessing_context")
+            self.loading = {name: getattr(source, name) for name in names}
+        if isinstance(self.dataset, torch_data.IterableDataset):
+            return
+        self.positions = range(len(self.dataset))
+        if isinstance(source, torch_data.DataLoader):
+            sampler: Any = getattr(source.batch_sampler, "sampler", source.sampler)
+            if isinstance(sampler, torch_data.SubsetRandomSampler):
+                self.positions = sorted(sampler.indices)
+            elif not isinstance(sampler, WHOLE):
+                raise TypeError(
+                    f"the loader's {type(sampler).__name__} may leave samples out or repeat them; "
+                    f"give the Dataset itself, or a torch.utils.data.Subset of it"
+                )
+        if not self.positions:
+            raise ValueError("the dataset has no items, so its images have no shape")
+
+    def item(self, number: int) -> Item:
+        """One item, read in this process."""
+        return read_item(self.dataset[self.positions[number]], number)
+
+    def check_repeatable(self) -> None:
+        """Refuse a Dataset whose first items change from reading to reading."""
+        for number in range(min(READ_TWICE, len(self.positions or ()))):
+            image = self.item(number)[0]
+            again = self.item(number)[0]
+            if not np.array_equal(image, again, equal_nan=image.dtype.kind == "f"):
+                raise ValueError(
+                    f"item {number} of the dataset is another image each time it is read; give "
+                    f"the dataset without its random transforms: fastbcd makes crops and flips "
+                    f"itself"
+                )
+
+    def __iter__(self) -> Iterator[Item]:
+        loader: torch_data.DataLoader[Any] = torch_data.DataLoader(
+            self.dataset,
+            batch_size=None,
+            sampler=self.positions,
+            collate_fn=_unchanged,
+            generator=torch.Generator(),  # reading does not change torch's random numbers
+            **self.loading,
+        )
+        first: Item | None = None
+        for number, raw in enumerate(loader):
+            item = read_item(raw, number)
+            first = first or item
+            _check_alike(number, item, first)
+            yield item
+
+
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+def read_item(item: Any, number: int) -> Item:
+    """The input, uint8 or float [C,...], and the target of an item of a Dataset."""
+    if not isinstance(item, tuple | list) or len(item) < 2:
+        kind = type(item).__name__
+        raise TypeError(f"item {number} of the dataset is a {kind}, not (image, label)")
+    image = _read_image(item[0], f"the image of item {number} of the dataset")
+    return image, _read_target(item[1], f"the label of item {number} of the dataset")
+
+
+def _read_image(image: Any, who: str) -> np.ndarray:
+    mode = getattr(image, "mode", None)  # of a PIL image; a tensor has a method of that name
+    if isinstance(mode, str) and mode not in ("L", "RGB"):
+        raise TypeError(f"{who} has mode {mode!r}; convert it: image.convert('RGB')")
+    array = _array(image, who)
+    if (
+        array.size == 0
+        or array.ndim == 0
+        or not (array.dtype == np.uint8 or array.dtype.kind == "f")
+    ):
+        raise TypeError(
+            f"{who} is a {type(image).__name__}: {array.dtype} {list(array.shape)}; it must be a "
+            f"PIL image, or uint8 or float [C,H,W] or [C,...]"
+        )
+    if array.dtype == np.uint8 and array.ndim == 2:
+        return array[None]
+    if not isinstance(image, Tensor) and array.ndim == 3 and channels_last(array.shape):
+        return array.transpose(2, 0, 1)
+    return array
+
+
+def _read_target(label: Any, who: str) -> np.ndarray:
+    try:
+        return np.asarray(operator.index(label), np.int64)
+    except (TypeError, ValueError):
+        target = _array(label, who)
+    if target.dtype.kind not in "iufb":
+        raise TypeError(f"{who} is {label!r}, not an int, nor an array of numbers")
+    return target
+
+
+def _array(value: Any, who: str) -> np.ndarray:
+    if not isinstance(value, Tensor):
+        return np.asarray(value)
+    check_values(who, value)
+    if value.dtype in HALVES:
+        value = value.float()
+    return value.numpy(force=True)
+
+
+def _check_alike(number: int, item: Item, first: Item) -> None:
+    for part, now, before in zip(("image", "target"), item, first, strict=True):
+        if now.shape != before.shape or now.dtype != before.dtype:
+            raise ValueError(
+                f"the {part} of item {number} of the dataset is {now.dtype} {now.shape}, that of "
+                f"item 0 {before.dtype} {before.shape}; bring all to one size and dtype"
+            )
