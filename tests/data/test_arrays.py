@@ -390,4 +390,4 @@ def test_bcd_on_inputs_of_any_shape(shape, layer, tmp_path):
         assert run.masks.count() == size - 4
     with pytest.raises(ValueError, match="padding=4, flip=True is for images"):
         fastbcd.bcd(net, data, **{**options, "run_dir": None, "budget": 1})
-    assert fastbcd.load_run(tmp_path / "run", model=net).config["data"]["shape"] == list(shape)
+    assert fastbcd.load_run(tmp_path / "run", model=net).config.data.shape == list(shape)
