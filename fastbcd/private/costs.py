@@ -87,10 +87,11 @@ class Cost:
     @cached_property
     def total(self) -> SiteCost:
         """The sum of the sites, without the set-up."""
-        totals = zip(Totals(0, 0, 0, 0), *(site.totals for site in self.sites), strict=True)
+        nothing = Totals(0, 0, 0, 0)
+        columns = zip(nothing, *(site.totals for site in self.sites), strict=True)
         return _priced(
             Channel(self.protocol, self.bandwidth, self.rtt),
-            Totals(*map(sum, totals)),
+            Totals(*map(sum, columns)),
             name="total",
             units=sum(site.units for site in self.sites),
             saved_rounds=_sum(site.saved_rounds for site in self.sites),
@@ -200,8 +201,15 @@ def cost(
         relus = masks.counts()[site.name]
         squares = (site.numel - relus) * (site.name in poly)
         saved = 0 if relus else channel.protocol.relu_rounds.value
-        totals = Totals(relus, squares, relus > 0, squares > 0)
-        sites.append(_priced(channel, totals, name=site.name, units=site.numel, saved_rounds=saved))
+        sites.append(
+            _priced(
+                channel,
+                Totals(relus, squares, relus > 0, squares > 0),
+                name=site.name,
+                units=site.numel,
+                saved_rounds=saved,
+            )
+        )
     return Cost(*channel, tuple(sites), tuple(others))
 
 
@@ -233,9 +241,11 @@ def _rows(cost: Cost) -> list[list[str]]:
     """A row per site and one of the total; squares have a column if there are any."""
     rows = [["site", "ReLUs", "of", "squares", "bytes", "rounds", *TERMS, "seconds"]]
     for site in (*cost.sites, cost.total):
-        counts = [f"{count:,}" for count in (site.relus, site.units, site.squares)]
-        times = [si(seconds, "s") for seconds in (*site.terms, site.seconds)]
-        rows.append([site.name, *counts, si(site.bytes, "B"), si(site.rounds), *times])
+        row = [site.name, f"{site.relus:,}", f"{site.units:,}", f"{site.squares:,}"]
+        row += [si(site.bytes, "B"), si(site.rounds)]
+        row += [si(seconds, "s") for seconds in site.terms]
+        row.append(si(site.seconds, "s"))
+        rows.append(row)
     rows[-1][-1] = seconds_text(cost)  # with the set-up
     if not cost.total.squares:
         rows = [row[:3] + row[4:] for row in rows]

@@ -39,7 +39,8 @@ def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> flo
     path = Path(path)
     _check(path, example)
     masked = any(isinstance(module, MaskedActivation) for module in net.modules())
-    model = (gather_form(net) if masked else copy.deepcopy(net)).eval()
+    model = gather_form(net) if masked else copy.deepcopy(net)
+    model.eval()
     with torch.no_grad():
         logits = model(example)
         if not bool(logits.isfinite().all()):
@@ -52,7 +53,8 @@ def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> flo
         again = _run(path, example)
     if again is None:
         return None
-    difference = float((again - logits).abs().max() / logits.abs().max().clamp_min(1e-30))
+    largest = logits.abs().max().clamp_min(1e-30)
+    difference = float((again - logits).abs().max() / largest)
     if not difference <= TOLERANCE:  # NaN, too
         path.unlink()
         raise RuntimeError(
@@ -110,5 +112,6 @@ def _run(path: Path, example: Tensor) -> Tensor | None:
     except ImportError:
         return None
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    (logits,) = session.run(None, {session.get_inputs()[0].name: example.cpu().numpy()})
+    name = session.get_inputs()[0].name
+    (logits,) = session.run(None, {name: example.cpu().numpy()})
     return torch.from_numpy(logits).to(example.device)

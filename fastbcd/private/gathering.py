@@ -28,16 +28,15 @@ from fastbcd.masking.masks import mask_modules
 class GatheredReLU(nn.Module):
     """ReLU at the positions `kept` [n] of a flattened sample, the identity elsewhere."""
 
-    kept: Tensor
-
     def __init__(self, mask: Tensor) -> None:
         super().__init__()
-        self.register_buffer("kept", mask.flatten().nonzero().flatten())
+        self.kept = nn.Buffer(_units(mask))
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(1)
         relus = torch.relu(flat.index_select(1, self.kept))
-        return flat.index_copy(1, self.kept, relus).reshape(x.shape)
+        y = flat.index_copy(1, self.kept, relus)
+        return y.reshape(x.shape)
 
     def extra_repr(self) -> str:
         return f"{len(self.kept):,} ReLUs"
@@ -46,20 +45,19 @@ class GatheredReLU(nn.Module):
 class GatheredPoly(GatheredReLU):
     """ReLU at `kept`, c2*z² + c1*z + c0 at `removed`, coef [2 or 3, C] by the unit's `channel`."""
 
-    removed: Tensor
-    channel: Tensor
-
     def __init__(self, mask: Tensor, coef: nn.Parameter) -> None:
         super().__init__(mask)
         self.coef = coef
-        self.register_buffer("removed", mask.logical_not().flatten().nonzero().flatten())
-        self.register_buffer("channel", self.removed // mask[0].numel())
+        self.removed = nn.Buffer(_units(~mask))
+        self.channel = nn.Buffer(self.removed // mask[0].numel())
 
     def forward(self, x: Tensor) -> Tensor:
-        flat, small = x.flatten(1), compute_dtype(x.dtype)
-        z = flat.index_select(1, self.removed).to(small)
-        values = polynomial(z, self.coef.to(small).index_select(1, self.channel))
-        y = flat.index_copy(1, self.removed, values.to(x.dtype))
+        flat = x.flatten(1)
+        wide = compute_dtype(x.dtype)
+        coef = self.coef.to(wide).index_select(1, self.channel)
+        z = flat.index_select(1, self.removed).to(wide)
+        values = polynomial(z, coef).to(x.dtype)
+        y = flat.index_copy(1, self.removed, values)
         return super().forward(y).reshape(x.shape)
 
 
@@ -71,9 +69,10 @@ class Polynomial(nn.Module):
         self.coef = coef
 
     def forward(self, x: Tensor) -> Tensor:
-        small = compute_dtype(x.dtype)
-        coef = self.coef.to(small).view(len(self.coef), -1, *(1,) * (x.ndim - 2))
-        return polynomial(x.to(small), coef).to(x.dtype)
+        wide = compute_dtype(x.dtype)
+        coef = self.coef.to(wide)
+        coef = coef.view(*coef.shape, *[1] * (x.ndim - 2))
+        return polynomial(x.to(wide), coef).to(x.dtype)
 
 
 def polynomial(z: Tensor, coef: Tensor) -> Tensor:
@@ -82,6 +81,11 @@ def polynomial(z: Tensor, coef: Tensor) -> Tensor:
     for c in lower[::-1]:
         y = y * z + c
     return y
+
+
+def _units(mask: Tensor) -> Tensor:
+    """The flat positions where the mask is 1."""
+    return mask.flatten().nonzero().flatten()
 
 
 class Copied(nn.Module):
@@ -125,11 +129,12 @@ def gather_form(net: nn.Module) -> nn.Module:
 
 def _gathered(act: MaskedActivation) -> nn.Module:
     mask = act.mask.bool()
+    coef = getattr(act, "coef", None)
     if mask.all():
         return nn.ReLU()
-    if isinstance(act, MaskedLine | MaskedPoly):
-        return GatheredPoly(mask, act.coef) if mask.any() else Polynomial(act.coef)
-    return GatheredReLU(mask) if mask.any() else nn.Identity()
+    if mask.any():
+        return GatheredReLU(mask) if coef is None else GatheredPoly(mask, coef)
+    return nn.Identity() if coef is None else Polynomial(coef)
 
 
 def _drop(net: nn.Module, dropped: dict[Any, nn.Module]) -> None:
@@ -152,7 +157,8 @@ def _replace(net: nn.Module, new: dict[Any, nn.Module]) -> None:
     for name, module in list(net.named_modules(remove_duplicate=False)):
         if module in new:
             owner, _, leaf = name.rpartition(".")
-            net.get_submodule(owner).register_module(leaf, new[module].train(module.training))
+            twin = new[module].train(module.training)
+            net.get_submodule(owner).register_module(leaf, twin)
 
 
 def _recorded(function: Any) -> Any:

@@ -113,8 +113,10 @@ class Amounts(NamedTuple):
 
     def known(self) -> dict[str, float | None]:
         """Numbers by name; None: unknown."""
-        numbers = {name: float(value) for name, value in self._asdict().items()}
-        return {name: None if math.isnan(value) else value for name, value in numbers.items()}
+        numbers: dict[str, float | None] = {}
+        for name, value in self._asdict().items():
+            numbers[name] = None if math.isnan(value) else float(value)
+        return numbers
 
 
 class Channel(NamedTuple):
@@ -135,11 +137,13 @@ class Channel(NamedTuple):
 
     def amounts(self, totals: Totals) -> Amounts:
         """What so many ReLUs and squares, in so many sites, spend; without the set-up."""
-        cost = self.protocol
-        size = cost.relu_bytes.times(totals.relus) + cost.square_bytes.times(totals.squares)
-        rounds = cost.relu_rounds.times(totals.relu_sites)
-        rounds = rounds + cost.square_rounds.times(totals.square_sites)
-        compute = cost.relu_seconds.times(totals.relus) + cost.square_seconds.times(totals.squares)
+        price = self.protocol
+        size = price.relu_bytes.times(totals.relus)
+        size = size + price.square_bytes.times(totals.squares)
+        rounds = price.relu_rounds.times(totals.relu_sites)
+        rounds = rounds + price.square_rounds.times(totals.square_sites)
+        compute = price.relu_seconds.times(totals.relus)
+        compute = compute + price.square_seconds.times(totals.squares)
         return Amounts(
             bytes=size,
             rounds=rounds,

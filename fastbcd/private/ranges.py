@@ -79,8 +79,10 @@ class Ranges:
     def __str__(self) -> str:
         rows = [["site", "min", "max", *(f"|z| {share:.1%}" for share in QUANTILES)]]
         for site in self.sites:
-            values = (site.low, site.high, *site.quantiles)
-            rows.append([site.name, *(f"{value:.4g}" for value in values), f"  {site.mark}"])
+            row = [site.name]
+            for value in (site.low, site.high, *site.quantiles):
+                row.append(f"{value:.4g}")
+            rows.append([*row, f"  {site.mark}"])
         return "\n".join(columns(rows, width=12))
 
 
@@ -112,9 +114,10 @@ def activation_ranges(
     sites = tuple(values[name].summary(name, limit) for name, limit in limits.items())
     outside = [site for site in sites if not site.fits]
     if outside:
-        worst = max(outside, key=lambda site: (not math.isfinite(site.largest), site.largest))
+        infinite = [site for site in outside if not math.isfinite(site.largest)]
+        worst = max(infinite or outside, key=lambda site: site.largest)
         way = "use fewer fraction bits or more bits, or fine-tune with more weight decay"
-        if not math.isfinite(worst.largest):
+        if infinite:
             way = "the net itself overflows; look at its weights and batch norms"
         seen = f"site {worst.name!r} sees values from {worst.low:.4g} to {worst.high:.4g}"
         text = f"{len(outside)} sites leave the range; {seen}, {worst.mark}: {way}"
@@ -152,7 +155,8 @@ class _Values:
         z = inputs[0].detach().float().flatten()
         self.low = torch.minimum(self.low, z.min())
         self.high = torch.maximum(self.high, z.max())
-        self.counts += torch.bincount(z.abs().view(torch.int32) >> _SHIFT, minlength=_BINS)
+        bins = z.abs().view(torch.int32) >> _SHIFT
+        self.counts += torch.bincount(bins, minlength=_BINS)
 
     def summary(self, name: str, limit: float | None) -> SiteRange:
         """All that was counted."""
@@ -161,9 +165,10 @@ class _Values:
         if low > high:
             raise ValueError(f"site {name!r} was not reached by any image; is it used in forward?")
         below = self.counts.cumsum(0).cpu()
-        ranks = torch.tensor([math.ceil(share * int(below[-1])) for share in QUANTILES])
+        total = int(below[-1])
+        ranks = torch.tensor([math.ceil(share * total) for share in QUANTILES])
         bins = torch.searchsorted(below, ranks).to(torch.int32)
-        # The largest value of a bin, but at most the largest value counted.
-        edges = ((bins + 1 << _SHIFT) - 1).view(torch.float32).double()
-        quantiles = tuple(min(edge, max(abs(low), abs(high))) for edge in edges.tolist())
-        return SiteRange(name, low, high, quantiles, limit)
+        edges = (bins + 1 << _SHIFT) - 1  # the largest float32 of each bin, as bits
+        quantiles = edges.view(torch.float32).double()
+        quantiles = quantiles.clamp(max=max(abs(low), abs(high)))
+        return SiteRange(name, low, high, tuple(quantiles.tolist()), limit)

@@ -17,7 +17,7 @@ from fastbcd.private.units import in_bytes, in_seconds, si
 from fastbcd.runtime.validate import check_number, check_whole
 
 # The values of a protocol that a quantity depends on, for ReLUs and for squares.
-NEEDS = {"seconds": ("bytes", "seconds", "rounds"), "bytes": ("bytes",), "rounds": ("rounds",)}
+NEEDS = {"seconds": ["bytes", "seconds", "rounds"], "bytes": ["bytes"], "rounds": ["rounds"]}
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,12 +86,13 @@ class Target(Budget):
 
     def cost(self, masks: MaskSet | nn.Module, poly: Any = ()) -> float:
         """What masks or a net cost now, as `private.cost` computes it."""
-        spent = cost(masks, self.protocol, bandwidth=self.bandwidth, rtt=self.rtt, poly=poly)
+        spent = cost(masks, **self.channel._asdict(), poly=poly)
         return getattr(spent, self.quantity)
 
     def met(self, net: nn.Module) -> bool:
         """Whether the net's cost, and its number of ReLUs, are within the target."""
-        return bool(limits_of(self, net).met(counts_of(masks(net))))
+        limits = limits_of(self, net)
+        return bool(limits.met(counts_of(masks(net))))
 
     def measure(self, totals: Totals) -> Any:
         """The cost of a mask's totals, or of arrays of them."""

@@ -6,8 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-_FACTORS = {"n": 1e-9, "u": 1e-6, "µ": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-_PREFIXES = {-3: "n", -2: "µ", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T"}  # of 1000 ** power
+PREFIXES = "nµm kMGT"  # of 1000 ** -3, …, 1000 ** 4
 
 
 def bits_per_second(value: float | str, name: str = "bandwidth") -> float:
@@ -65,8 +64,9 @@ def si(value: float | None, unit: str = "") -> str:
     power = math.floor(math.log10(value) / 3 + 1e-12)
     power = max(-3, min(highest, power))
     scaled = value / 1000.0**power
-    digits = min(2, max(0, 2 - int(math.log10(scaled))))
-    return f"{scaled:,.{digits}f} {_PREFIXES[power]}{unit}"
+    digits = max(0, 2 - math.floor(math.log10(scaled)))
+    prefix = PREFIXES[power + 3].strip()
+    return f"{scaled:,.{digits}f} {prefix}{unit}"
 
 
 def columns(rows: Sequence[Sequence[str]], width: int) -> list[str]:
@@ -75,19 +75,25 @@ def columns(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     >>> columns([["site", "ReLUs"], ["layer1", "64"]], width=8)
     ['site     ReLUs', 'layer1      64']
     """
-    longest = max(len(name) for name, *_ in rows)
-    return [
-        (name.ljust(longest) + "".join(cell.rjust(width) for cell in cells)).rstrip()
-        for name, *cells in rows
-    ]
+    longest = max(len(row[0]) for row in rows)
+    lines = []
+    for name, *cells in rows:
+        line = name.ljust(longest)
+        for cell in cells:
+            line += cell.rjust(width)
+        lines.append(line.rstrip())
+    return lines
 
 
 def _read(value: float | str, units: str) -> tuple[float, str | None]:
     """The number in the unit without a prefix, NaN if there is none, and the unit."""
     if isinstance(value, str):
         text = re.fullmatch(rf"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*{units}", value.strip())
-        if text is not None:
-            return float(text[1]) * _FACTORS.get(text["prefix"], 1.0), text["unit"]
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value), None
-    return math.nan, None
+        if text is None:
+            return math.nan, None
+        prefix = (text["prefix"] or " ").replace("u", "µ")
+        power = PREFIXES.index(prefix) - 3
+        return float(text[1]) * 1000.0**power, text["unit"]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan, None
+    return float(value), None

@@ -25,11 +25,12 @@ def accuracy(results: Sequence[Result], published: Sequence[Curve]) -> Any:
 
     The large mark is the net as it is now.
     """
-    figure, axes = canvas(4.2 + 0.17 * (len(results) + len(published)))
+    lines = len(results) + len(published)
+    figure, axes = canvas(4.2 + 0.17 * lines)
     for curve in published:
+        look = LOOKS["methods"].get(curve.method, LOOKS["other method"])
         relus, percent = zip(*curve.points, strict=True)
-        look = {**look_of(curve.method), "dashes": _look(curve.method)["dashes"]}
-        axes.plot(relus, percent, linewidth=0.9, label=f"paper: {curve.method}", **look)
+        axes.plot(relus, percent, label=f"paper: {curve.method}", linewidth=0.9, **look)
     measured = results[0].measured
     drawn = [result for result in results if result.points and result.measured == measured]
     for number, result in enumerate(drawn):
@@ -44,8 +45,9 @@ def accuracy(results: Sequence[Result], published: Sequence[Curve]) -> Any:
             zorder=5,
             **look,
         )
-        color = look["color"]
-        axes.plot(relus[-1:], percent[-1:], markersize=8, markerfacecolor=color, zorder=6, **look)
+        axes.plot(
+            relus[-1], percent[-1], markersize=8, markerfacecolor=look["color"], zorder=6, **look
+        )
     log_axis(axes, "ReLUs kept")
     axes.set_ylabel(f"{measured}, %")
     return with_legend(figure)
@@ -53,19 +55,21 @@ def accuracy(results: Sequence[Result], published: Sequence[Curve]) -> Any:
 
 def sites(result: Result) -> Any:
     """The share of its ReLUs that each site had at the start (hatched) and keeps now (black)."""
-    before = result.before.sites
     figure, axes = site_canvas(result.after)
-    units = [site.units for site in before]
-    counts = {"full net": units, "start": [site.relus for site in before]}
-    counts["now"] = [site.relus for site in result.after.sites]
-    if counts["start"] == units:
-        del counts["start"]
-    for name, relus in counts.items():
-        shares = [100 * kept / total for kept, total in zip(relus, units, strict=True)]
-        axes.barh(range(len(units)), shares, label=name, **LOOKS["shares"][name])
-    for place, (kept, total) in enumerate(zip(counts["now"], units, strict=True)):
-        annotate(axes, f"{kept:,} of {total:,}", (100, place))
-    axes.set(xlabel="ReLUs kept, % of the site", xlim=(0, 145), xticks=range(0, 101, 20))
+    places = range(len(result.after.sites))
+    units = np.array([site.units for site in result.before.sites])
+    start = np.array([site.relus for site in result.before.sites])
+    now = np.array([site.relus for site in result.after.sites])
+    for name, relus in {"full net": units, "start": start, "now": now}.items():
+        if name == "start" and np.array_equal(start, units):
+            continue
+        look = LOOKS["shares"][name]
+        axes.barh(places, 100 * relus / units, label=name, **look)
+    for place in places:
+        annotate(axes, f"{now[place]:,} of {units[place]:,}", (100, place))
+    axes.set_xlabel("ReLUs kept, % of the site")
+    axes.set_xlim(0, 145)
+    axes.set_xticks(range(0, 101, 20))
     return with_legend(figure)
 
 
@@ -113,16 +117,18 @@ def canvas(height: float) -> Any:
 
 def site_canvas(cost: Cost) -> Any:
     """A figure with one row per site, in execution order from the top."""
-    figure, axes = canvas(1.6 + 0.27 * len(cost.sites))
-    axes.set_yticks(range(len(cost.sites)), [site.name for site in cost.sites])
-    axes.set_ylim(len(cost.sites) - 0.4, -0.6)
+    names = [site.name for site in cost.sites]
+    figure, axes = canvas(1.6 + 0.27 * len(names))
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(False, axis="y")
     return figure, axes
 
 
 def look_of(method: str) -> dict[str, Any]:
     """Colour and mark of a method."""
-    return {name: _look(method)[name] for name in ("color", "marker")}
+    look = LOOKS["methods"].get(method, LOOKS["other method"])
+    return {"color": look["color"], "marker": look["marker"]}
 
 
 def log_axis(axes: Any, label: str) -> None:
@@ -131,7 +137,8 @@ def log_axis(axes: Any, label: str) -> None:
 
     axes.set_xlabel(f"{label} (log axis)")
     if axes.dataLim.x0 <= 0:
-        axes.set_xscale("symlog", linthresh=min(1, axes.dataLim.minposx), linscale=0.4)
+        smallest = min(1, axes.dataLim.minposx)
+        axes.set_xscale("symlog", linthresh=smallest, linscale=0.4)
     else:
         axes.set_xscale("log")
         low, high = axes.get_xlim()
@@ -147,7 +154,8 @@ def log_axis(axes: Any, label: str) -> None:
 
 def annotate(axes: Any, text: str, point: tuple[float, float]) -> None:
     """Small text to the right of a point."""
-    axes.annotate(text, point, (4, 0), textcoords="offset points", va="center", size=8)
+    shift = {"xytext": (4, 0), "textcoords": "offset points"}
+    axes.annotate(text, point, **shift, va="center", size=8)
 
 
 def with_legend(figure: Any) -> Any:
@@ -157,10 +165,6 @@ def with_legend(figure: Any) -> Any:
         width = max(16, *map(len, labels))
         figure.legend(loc="outside lower center", ncols=max(1, 48 // width))
     return figure
-
-
-def _look(method: str) -> dict[str, Any]:
-    return LOOKS["methods"].get(method, LOOKS["other method"])
 
 
 def _short(name: str) -> str:

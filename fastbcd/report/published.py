@@ -50,4 +50,5 @@ def every_curve() -> tuple[Curve, ...]:
     ['resnet18', 'wide_resnet22_8']
     """
     file = resources.files("fastbcd.report") / "published.json"
-    return msgspec.convert(msgspec.json.decode(file.read_bytes())["curves"], tuple[Curve, ...])
+    content = msgspec.json.decode(file.read_bytes())
+    return msgspec.convert(content["curves"], tuple[Curve, ...])

@@ -33,15 +33,16 @@ def result_of(path: str | os.PathLike[str], **connection: Any) -> Result:
     """A run directory, and its cost under this protocol and connection."""
     run = load_run(path)
     masks = run.start if run.masks is None else run.masks
+    metric = _text(run.settings.get("metric") or "accuracy")
     points = _tested(run)
-    measured = "test accuracy"
+    images = "test"
     if not points:
-        points = [(s.before, s.base_accuracy) for s in run.history if isinstance(s, Step)]
-        measured = "train accuracy"
+        points = _trained(run)
+        images = "train"
     return Result(
         name=run.path.resolve().name,
         run=run,
-        measured=measured.replace("accuracy", _text(run.settings.get("metric") or "accuracy")),
+        measured=f"{images} {metric}",
         points=_ends(points),
         before=private.cost(run.start, poly=run.poly, **connection),
         after=private.cost(masks, poly=run.poly, **connection),
@@ -67,8 +68,8 @@ def facts(result: Result) -> dict[str, str]:
     after = result.after
     data = run.config.data
     shape = "×".join(map(str, data.shape))
-    seconds = sum(sum(record.seconds.values()) for record in run.history)
-    settings = {name: _text(value) for name, value in run.settings.items() if value is not None}
+    seconds = [sum(record.seconds.values()) for record in run.history]
+    used = [str(len(cost.sites) - len(cost.emptied)) for cost in (before, after)]
     return {
         "state": "finished" if run.done else "not finished",
         "method": run.title,
@@ -80,10 +81,10 @@ def facts(result: Result) -> dict[str, str]:
         "round trip": si(after.rtt, "s"),
         "bytes": _change(si(before.bytes, "B"), si(after.bytes, "B")),
         "rounds": _change(si(before.rounds), si(after.rounds)),
-        "sites in use": _change(*(str(len(c.sites) - len(c.emptied)) for c in (before, after))),
+        "sites in use": _change(*used),
         "steps": f"{len(run.history):,}",
-        "time": duration(seconds),
-        **settings,
+        "time": duration(sum(seconds)),
+        **_texts(run.settings),
     }
 
 
@@ -111,6 +112,12 @@ def _tested(run: SavedRun) -> list[tuple[int, float]]:
     return [(relus, accuracy) for relus, accuracy in accuracies if accuracy is not None]
 
 
+def _trained(run: SavedRun) -> list[tuple[int, float]]:
+    """The accuracies on train images, before each step."""
+    steps = [step for step in run.history if isinstance(step, Step)]
+    return [(step.before, step.base_accuracy) for step in steps]
+
+
 def _ends(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """The first and the last of consecutive points with one number of ReLUs.
 
@@ -133,6 +140,12 @@ def _change(before: str = "not measured", after: str = "") -> str:
     return f"{before} → {after}"
 
 
+def _texts(settings: dict[str, Any]) -> dict[str, str]:
+    """The settings that are not None."""
+    known = {name: value for name, value in settings.items() if value is not None}
+    return {name: _text(value) for name, value in known.items()}
+
+
 def _text(value: Any) -> str:
     """A setting of config.json; a function by its name.
 
@@ -140,8 +153,7 @@ def _text(value: Any) -> str:
     ('name Fraction, share 0.3333', '20,000', 'overlap')
     """
     if isinstance(value, dict):
-        known = {name: _text(inner) for name, inner in value.items() if inner is not None}
-        return ", ".join(f"{name} {text}" for name, text in known.items())
+        return ", ".join(f"{name} {text}" for name, text in _texts(value).items())
     if isinstance(value, list):
         return ", ".join(map(_text, value))
     if isinstance(value, bool) or not isinstance(value, int | float):

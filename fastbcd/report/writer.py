@@ -112,11 +112,12 @@ def _published(result: Result, arch: str | None, data: str | None) -> list[Curve
     named = arch is not None or data is not None
     if not named and result.measured != "test accuracy":
         return []
-    recorded = config.net.arch or {}
-    found = curves(arch or recorded.get("name", ""), data or config.data.name or "")
-    if named and not found:
+    arch = arch or (config.net.arch or {}).get("name")
+    data = data or config.data.name
+    chosen = curves(arch or "", data or "")
+    if named and not chosen:
         raise ValueError(f"nothing is published of arch={arch!r} on data={data!r}")
-    return found
+    return chosen
 
 
 def _unfinished(result: Result) -> str:
