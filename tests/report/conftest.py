@@ -9,7 +9,7 @@ import pytest
 
 from fastbcd import report
 from fastbcd.report import writer
-from helpers.report_pages import PNG, Page, large_run
+from helpers.report_pages import PNG, Page
 
 
 @pytest.fixture
@@ -26,11 +26,6 @@ def quick(request, monkeypatch) -> None:
 
     if "drawn" not in request.fixturenames:
         monkeypatch.setattr(writer, "_png", stand_in)
-
-
-@pytest.fixture(scope="session")
-def resnet18(tmp_path_factory) -> Path:
-    return large_run(tmp_path_factory.mktemp("runs") / "r18", "resnet18", "cifar100")
 
 
 @pytest.fixture

@@ -21,26 +21,25 @@ def style():
         yield
 
 
-def result(name: str, method: str, points: list[tuple[int, float]]) -> Result:
-    """A result of which only the accuracies are drawn."""
-    run: Any = SimpleNamespace(title=method)
-    cost: Any = None
-    return Result(name, run, "test accuracy", points, before=cost, after=cost)
+def result(name: str, method: str, arch: str | None = None) -> Result:
+    """A result on CIFAR-100 of which only the accuracies are drawn."""
+    facts = SimpleNamespace(net=SimpleNamespace(arch=arch and {"name": arch}))
+    facts.data = SimpleNamespace(name="cifar100")
+    run: Any = SimpleNamespace(title=method, config=facts)
+    nothing: Any = None
+    return Result(name, run, "test accuracy", [(99, 2.0), (9, 1.0)], nothing, nothing)
 
 
-def published_of(*arguments: Any) -> list[str]:
-    return [curve.method for curve in writer._published(*arguments)]
-
-
-def test_published_curves_are_those_of_the_net_and_data(resnet18, finished) -> None:
-    known, other = result_of(resnet18), result_of(finished)
-    expected = [curve.method for curve in published.curves("resnet18", "cifar100")]
-    assert published_of(known, None, None) == expected
-    assert published_of(other, None, None) == []
-    assert published_of(other, "resnet18", "cifar100") == expected
-    tiny = published_of(known, None, "tiny-imagenet")
-    assert tiny == [curve.method for curve in published.curves("resnet18", "tiny-imagenet")]
-    assert published_of(known._replace(measured="train accuracy"), None, None) == []
+def test_published_curves_are_those_of_the_net_and_data() -> None:
+    curves = published.curves("resnet18", "cifar100")
+    known = result("run", "BCD", "resnet18")
+    assert writer._published(known, None, None) == curves
+    assert writer._published(known._replace(measured="train accuracy"), None, None) == []
+    tiny = published.curves("resnet18", "tiny-imagenet")
+    assert writer._published(known, None, "tiny-imagenet") == tiny
+    own = result("run", "BCD")
+    assert writer._published(own, None, None) == []
+    assert writer._published(own, "resnet18", None) == curves
 
 
 def test_a_method_has_one_colour_and_mark() -> None:
@@ -50,7 +49,7 @@ def test_a_method_has_one_colour_and_mark() -> None:
     assert len({look["marker"] for look in looks.values()}) == len(looks)
     curves = published.every_curve()
     assert {*TITLES.values(), "linearize", *(curve.method for curve in curves)} <= {*looks}
-    runs = [result(name, "BCD", [(99, 2.0), (9, 1.0)]) for name in "ab"]
+    runs = [result(name, "BCD") for name in "ab"]
     (axes,) = figures.accuracy(runs, published.curves("resnet18", "cifar10")).axes
     lines = {line.get_label(): line for line in axes.lines if line.get_label()[0] != "_"}
     ours = [line for label, line in lines.items() if "BCD" in label]
@@ -100,7 +99,7 @@ def test_labels_of_a_log_axis_have_room(counts) -> None:
 @pytest.mark.parametrize("length", [5, 25, 45, 400])
 def test_a_legend_is_within_the_figure(length) -> None:
     """With names such as linearize-resnet18-cifar100-15000; the axes keep their room."""
-    runs = [result("n" * length, name, [(99, 2.0), (9, 1.0)]) for name in ("BCD", "linearize")]
+    runs = [result("n" * length, method) for method in ("BCD", "linearize")]
     curves = published.curves("resnet18", "cifar100")
     figure = figures.accuracy(runs, curves)
     figure.draw_without_rendering()
