@@ -39,7 +39,7 @@ class Search(Settings):
     adt: float = setting(
         0.3, "drop of accuracy that a step accepts, in percentage points", finite=False
     )
-    proposal: str | Proposal | None = setting(
+    proposal: str | Callable[..., Any] | None = setting(
         None,
         'how hypotheses are drawn: "uniform", as in the paper; "saliency", ReLUs of small '
         'first-order effect; "blocks", ReLUs or whole sites of small effect per second saved; or a '

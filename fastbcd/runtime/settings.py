@@ -26,6 +26,10 @@ from fastbcd.runtime.validate import check_choice, check_number, check_whole
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+# What kinds of values are called in errors.
+WORDS = {Callable: "a callable", str: "a text", int: "a whole number", bool: "True or False"}
+
+
 def setting(
     default: Any,
     help: str,
@@ -78,7 +82,11 @@ class Settings:
     def __post_init__(self) -> None:
         kinds = kinds_of(type(self))
         for field in dataclasses.fields(self):
-            _check(field.name, getattr(self, field.name), kinds[field.name], field.metadata)
+            value = getattr(self, field.name)
+            if int in kinds[field.name] and not isinstance(value, int) and hasattr(value, "item"):
+                value = value.item()  # a number of NumPy or torch
+                object.__setattr__(self, field.name, value)
+            _check(field.name, value, kinds[field.name], field.metadata)
 
     def describe(self) -> dict[str, Any]:
         """What config.json records: all settings that can change the outcome."""
@@ -206,19 +214,19 @@ def _check(name: str, value: Any, kinds: frozenset[Any], limits: Mapping[str, An
     """Refuse a value that is of no kind that the field takes, or outside its limits."""
     if value is None and type(None) in kinds:
         return
-    if limits["choices"]:
-        if isinstance(value, str) or not isinstance(value, tuple(kinds)):
-            check_choice(name, value, limits["choices"])
+    if limits["choices"] and (isinstance(value, str) or kinds <= {str, type(None)}):
+        check_choice(name, value, limits["choices"])
     elif isinstance(value, bool) and bool in kinds:
         return
-    elif float in kinds:
-        _check_float(name, value, limits)
-    elif kinds <= {int, type(None)} or (int in kinds and isinstance(value, int)):
-        check_whole(name, value, limits["least"], most=limits["most"])
     elif kinds <= {bool, type(None)}:
         raise TypeError(f"{name}={value!r}; it must be True or False")
-    elif kinds <= {Callable, type(None)} and not callable(value):
-        raise TypeError(f"{name}={value!r}; it must be a function")
+    elif float in kinds and not isinstance(value, tuple(kinds - {float, int})):
+        _check_float(name, value, limits)
+    elif int in kinds and (isinstance(value, int) or kinds <= {int, type(None)}):
+        check_whole(name, value, limits["least"], most=limits["most"])
+    elif not isinstance(value, tuple(kinds)):
+        words = [WORDS.get(kind, kind.__name__) for kind in kinds if kind is not type(None)]
+        raise TypeError(f"{name}={value!r}; it must be {' or '.join(sorted(words))}")
 
 
 def _check_float(name: str, value: Any, limits: Mapping[str, Any]) -> None:

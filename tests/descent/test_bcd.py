@@ -14,6 +14,7 @@ from torch import nn
 
 import fastbcd
 from fastbcd.runs import fingerprint as snapshots
+from fastbcd.runs.step import decode, encode
 from fastbcd.scoring.engine import ENGINES
 from fastbcd.training.settings import Finetune
 from helpers.nets import images, make, thinned
@@ -145,7 +146,7 @@ def test_the_record_of_a_step() -> None:
     assert first.drops[first.chosen] == pytest.approx(scores.drop.min().item())
     assert first.test_accuracy is not None
     assert set(first.seconds) == {"propose", "score", "finetune", "test"}
-    assert fastbcd.Step.from_json(first.as_json()) == first
+    assert decode(fastbcd.Step, encode(first), "here") == first
     assert "exhausted after 3" in str(first)
 
 
@@ -213,9 +214,7 @@ def test_a_budget_that_is_met_is_done_at_once(capsys) -> None:
     count = fastbcd.masks(net).count()
     run = fastbcd.bcd(net, data, budget=count, finetune=shake)
     assert run.history == []
-    assert (
-        f"{count} ReLUs are kept, the budget is {count}: nothing to do" in capsys.readouterr().out
-    )
+    assert f"the run is done: 0 steps, {count} ReLUs kept" in capsys.readouterr().out
     assert all(torch.equal(before[k], v) for k, v in snapshots.take(net).items())
 
 
@@ -231,14 +230,14 @@ def test_a_budget_that_is_met_is_done_at_once(capsys) -> None:
         ({"drc": lambda count: count / 2}, TypeError, r"drc\(30\)=15.0"),
         ({"rt": 0}, ValueError, "rt=0"),
         ({"adt": math.nan}, ValueError, "adt=nan; it must be finite"),
-        ({"adt": "0.3"}, TypeError, "adt='0.3'.*a number, in percentage points"),
+        ({"adt": "0.3"}, TypeError, "adt='0.3'.*a number"),
         ({"seed": -1}, ValueError, "seed=-1"),
         ({"samples": 0}, ValueError, "samples=0"),
         ({"samples": 41}, ValueError, "samples=41; there are 40 train images"),
         ({"finetune_when": "never"}, ValueError, "finetune_when='never'; choose from every_step"),
         ({"proposal": "gradient"}, ValueError, "proposal='gradient'; choose from uniform"),
         ({"engine": "magic"}, ValueError, "engine='magic'; choose from"),
-        ({"engine": None}, TypeError, "engine=None; pass a name"),
+        ({"engine": None}, TypeError, "engine=None; it must be"),
         ({"resume": "maybe"}, ValueError, "resume='maybe'"),
         ({"finetune": 3}, TypeError, "finetune is a int"),
         ({"teacher": nn.Sequential(nn.Flatten(), nn.Linear(192, 7))}, ValueError, "7 classes"),

@@ -63,8 +63,8 @@ def test_what_is_recorded(tmp_path) -> None:
                for name in ("exact", "sampled")]  # fmt: skip
     configs = [json.loads((tmp_path / name / "config.json").read_text())["settings"]
                for name in ("exact", "sampled")]  # fmt: skip
-    assert "images" not in records[0]
-    assert "confidence" not in configs[0]
+    assert records[0]["images"] is None
+    assert configs[0]["confidence"] is None
     assert configs[1]["confidence"] == 0.9
     assert set(records[1]["images"]) >= {"-1", "0"}
     step = found.history[1]

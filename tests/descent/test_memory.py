@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fastbcd
-from fastbcd.descent import bcd as descent
-from fastbcd.runs.directory import read_state
+from fastbcd.descent import job as descent
+from fastbcd.runs.directory import read_start, read_state
 from fastbcd.scoring import score as scoring
 from helpers.nets import images, make, thinned
 from helpers.run_cases import records
@@ -96,4 +96,4 @@ def test_another_device_or_an_engine_with_memory_goes_first(machine, tmp_path) -
         with pytest.raises(Killed):
             run(tmp_path, stop, engine)
         assert {plan[3] for plan in machine.plans} == {expected}
-    assert read_state(tmp_path / "start.safetensors").record["memory"] == {"cpu": FIRST}
+    assert read_start(tmp_path).start["memory"] == {"cpu": FIRST}

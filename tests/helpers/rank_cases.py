@@ -24,7 +24,7 @@ from tqdm import tqdm
 import fastbcd
 from fastbcd.data import sources
 from fastbcd.data.images import ImageData
-from fastbcd.descent import bcd as descent
+from fastbcd.descent import problem as descent
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.directory import read_state
 from fastbcd.runtime import ranks

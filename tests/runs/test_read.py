@@ -5,53 +5,41 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 import fastbcd
-from fastbcd.runs.stages import read
+from fastbcd.runs.read import load_run
+from fastbcd.runs.step import encode
 from helpers.run_cases import records, small_net, small_run
 
 
 def test_a_finished_run(finished) -> None:
-    found = read(finished)
-    stage = found.bcd
-    assert stage is not None
-    assert (found.name, stage.done, stage.count, stage.steps_to_go()) == ("whole", True, 8, 0)
-    assert stage.start.count() == 98
-    assert stage.history == records(finished)
-    steps = [(r["after"], r["test_accuracy"]) for r in records(finished)]
-    assert [point[:2] for point in found.curve()] == [(98, stage.start_accuracy), *steps]
-    assert [point.sites for point in found.curve()] == [[98], [78], [58], [38], [18], [8]]
+    run = load_run(finished)
+    assert (run.kind, run.title, run.done, run.count) == ("bcd", "BCD", True, 8)
+    assert run.start.count() == 98
+    assert [encode(step) for step in run.history] == records(finished)
+    assert run.accuracy == run.history[-1].test_accuracy
+    assert run.begin.test_accuracy is not None
 
 
 def test_an_unfinished_run(cut_short) -> None:
-    found = read(cut_short)
-    stage = found.bcd
-    assert stage is not None
-    assert (stage.done, stage.count, len(stage.history), stage.steps_to_go()) == (False, 58, 2, 3)
+    run = load_run(cut_short)
+    assert (run.done, run.count, len(run.history)) == (False, 58, 2)
 
 
 def test_reading_changes_nothing_and_follows_the_state(finished, tmp_path) -> None:
-    """A run that is at work: its history may be ahead of the state, behind it, or cut short."""
+    """A run that is at work: its history file may be behind the state, or cut short."""
     place = tmp_path / "copy"
     shutil.copytree(finished, place)
-    lines = (finished / "history.jsonl").read_bytes().splitlines(keepends=True)
-    for history in (b"".join(lines[:-1]), b"".join(lines[:-1]) + lines[-1][:20]):
+    for history in (b"", (finished / "history.jsonl").read_bytes()[:-20]):
         (place / "history.jsonl").write_bytes(history)
         before = {p.name: p.read_bytes() for p in place.iterdir()}
-        stage = read(place).bcd
-        assert stage is not None
-        found = [{**r, "seconds": None} for r in stage.history]
-        assert found == [{**r, "seconds": None} for r in records(finished)]
+        assert load_run(place).history == load_run(finished).history
         assert {p.name: p.read_bytes() for p in place.iterdir()} == before
-    (place / "history.jsonl").write_bytes(b"".join(lines))
     (place / "state.previous.safetensors").replace(place / "state.safetensors")
-    stage = read(place).bcd
-    assert stage is not None
-    assert len(stage.history) == 4
+    assert len(load_run(place).history) == 4
 
 
 def test_a_run_that_has_only_begun(tmp_path) -> None:
@@ -60,39 +48,8 @@ def test_a_run_that_has_only_begun(tmp_path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         small_run(tmp_path / "new", finetune=interrupted)
-    found = read(tmp_path / "new")
-    assert (found.last.count, found.last.history, found.curve()) == (98, [], [])
-
-
-@pytest.mark.parametrize(("budget", "steps"), [(501, 1), (500, 1), (499, 2), (250, 2), (0, 10)])
-def test_steps_to_go_by_the_last_share(finished, budget, steps) -> None:
-    """Of 2,000 ReLUs the last step left 1,000; 1000/2^10 is the first below 1."""
-    settings = {"budget": budget, "drc": {"schedule": "Fraction", "share": 0.5}}
-    history = [{"before": 2000, "drc": 1000, "count": 1000}]
-    stage = dataclasses.replace(
-        read(finished).last, masks=None, history=history, config={"settings": settings}
-    )
-    assert stage.steps_to_go() == steps
-
-
-@pytest.mark.parametrize("sites", ["[3, 2]", '["3"]', "[1.5]"])
-def test_sites_of_a_step_that_are_none(sites, tmp_path) -> None:
-    """Records of version 1 have no digest."""
-    shutil.copytree(Path(__file__).parent / "old_run" / "bcd", tmp_path / "bcd")
-    path = tmp_path / "bcd" / "history.jsonl"
-    path.write_text(path.read_text().replace('"after": 13', f'"sites": {sites}, "after": 13'))
-    with pytest.raises(ValueError, match=r"history\.jsonl, line 1: sites is .* expected 1 whole"):
-        read(tmp_path / "bcd")
-
-
-def test_stages_of_a_chain(stages) -> None:
-    found = read(stages)
-    assert [stage.kind for stage in found.stages] == ["dense", "snl", "bcd"]
-    assert all(stage.done for stage in found.stages)
-    assert found.dense is not None
-    final = records(stages / "2-snl")[-1]["accuracy"]["final"]
-    assert found.curve()[0] == (60, final, [60])
-    assert found.dense.accuracy == records(stages / "1-dense")[-1]["test_accuracy"]
+    run = load_run(tmp_path / "new")
+    assert (run.count, run.history, run.done) == (98, [], False)
 
 
 def test_masks_of_another_run_are_refused(finished, tmp_path) -> None:
@@ -101,10 +58,16 @@ def test_masks_of_another_run_are_refused(finished, tmp_path) -> None:
     shutil.copytree(finished, place)
     (place / "state.safetensors").replace(place / "start.safetensors")
     (place / "state.previous.safetensors").replace(place / "state.safetensors")
-    with pytest.raises(
-        ValueError, match=r"start\.safetensors: previous is not the digest of config\.json"
-    ):
-        read(place)
+    with pytest.raises(ValueError, match=r"was not written beside this start\.safetensors"):
+        load_run(place)
+
+
+@pytest.mark.parametrize("place", ["nothing", "file", "empty"])
+def test_what_is_no_run_is_refused(place, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises((ValueError, OSError), match=r"there is nothing|is a file|holds no run"):
+        load_run(tmp_path / place)
 
 
 # ------------------------------------------------------------------------------------ load_run
@@ -130,7 +93,7 @@ def test_the_net_of_a_run_is_built_again(tmp_path) -> None:
         )  # fmt: skip
     for kind, of in (("snl", net), ("autorep", poly)):
         run = fastbcd.load_run(tmp_path / kind)
-        assert run.config["net"]["arch"]["name"] == "resnet20"
+        assert run.config.net.arch["name"] == "resnet20"
         assert run.masks == fastbcd.masks(of)
         assert bool(run.poly) == (kind == "autorep")
         x = next(data.batches(4))[0]
@@ -157,11 +120,6 @@ def test_a_given_net_is_filled(finished) -> None:
         fastbcd.load_run(finished, model=torch.nn.Linear(2, 2))
 
 
-def test_the_last_stage_of_a_recipe_is_loaded(stages) -> None:
-    run = fastbcd.load_run(stages, model=small_net())
-    assert (run.kind, run.path.name, run.masks.count()) == ("bcd", "3-bcd", 20)
-
-
 def test_a_recorded_net_that_does_not_fit_is_refused(tmp_path) -> None:
     """Also one that would take more memory than there is."""
     net = fastbcd.models.resnet20(10, image_size=28, in_channels=1, width=2, blocks=1)
@@ -171,7 +129,8 @@ def test_a_recorded_net_that_does_not_fit_is_refused(tmp_path) -> None:
     run = fastbcd.load_run(tmp_path)
     for wrong in ({"width": 10**6}, {"blocks": 2}, {"evil": 1}, {"name": "resnet99"}):
         arch = {**net.arch, **wrong}
-        config = {**run.config, "net": {**run.config["net"], "arch": arch}}
+        net_facts = dataclasses.replace(run.config.net, arch=arch)
+        config = dataclasses.replace(run.config, net=net_facts)
         with pytest.raises(ValueError, match=r"the recorded net .* does not fit"):
             dataclasses.replace(run, config=config).model  # noqa: B018
 
@@ -190,4 +149,4 @@ def test_an_attribute_arch_of_a_users_net_is_not_taken_for_ours(arch, tmp_path) 
     net, data = small_net(), fastbcd.load("fashion-mnist-mini").first(20)
     net.arch = arch
     fastbcd.bcd(net, data, 90, drc=10, rt=1, finetune=None, run_dir=tmp_path)
-    assert fastbcd.load_run(tmp_path).config["net"]["arch"] is None
+    assert fastbcd.load_run(tmp_path).config.net.arch is None
