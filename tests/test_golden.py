@@ -34,11 +34,13 @@ def actual() -> dict[str, Any]:
 @pytest.mark.parametrize("name", EXPECTED["runs"])
 def test_a_run_ends_as_recorded(actual, name) -> None:
     before, now = EXPECTED["runs"][name], actual["runs"][name]
-    assert now["config"] == before["config"]
-    assert len(now["history"]) == len(before["history"])
     if actual["machine"] == EXPECTED["machine"]:
         assert now == before
-    else:  # another CPU rounds sums differently, so that a step may choose differently
+    else:  # another CPU rounds sums differently: other weights, and a step may choose differently
+        for run in (before, now):
+            run["config"]["settings"].pop("teacher", None)  # a digest of weights
+        assert now["config"] == before["config"]
+        assert len(now["history"]) == len(before["history"])
         assert [sorted(step) for step in now["history"]] == [
             sorted(step) for step in before["history"]
         ]
