@@ -15,16 +15,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from fastbcd.masking.activations import MaskedActivation, activation_type
+from fastbcd.masking.conversion_report import ConversionReport, NonlinearOp
 from fastbcd.masking.converted_net import ConvertedNet
 from fastbcd.masking.find_relus import Skip, checked_skips, find_relus, require
-from fastbcd.masking.missed_relus import (
-    ConversionReport,
-    NonlinearOp,
-    Op,
-    Watch,
-    repeatable,
-    run_watched,
-)
+from fastbcd.masking.missed_relus import Op, Watch, repeatable, run_watched
 from fastbcd.masking.tracing import BY_HAND, ConversionError, call_path, replace_call, same_values
 from fastbcd.masking.tracing import trace_both_modes as trace
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastbcd.masking.activations import MaskedActivation
+from fastbcd.masking.conversion_report import NonlinearOp
 from fastbcd.masking.tracing import call_path
 
 # The operators of a ReLU with their further arguments; maximum(x, 0) is one, too.
@@ -26,34 +27,8 @@ _ZEROS = {torch.zeros, torch.zeros_like, "new_zeros"}  # calls that make a tenso
 # if one tensor depends on it), "linear in the first" (if the second does not depend on it), "batch
 # norm" (linear in eval mode), "constant". Views are linear, all others nonlinear.
 _TABLE = json.loads(Path(__file__).with_name("operators.json").read_text())
+_COMPARISONS = _TABLE.pop("comparisons")  # of one element, by operator
 _RULES = {name: rule for rule, names in _TABLE.items() for name in names}
-
-
-@dataclass(frozen=True)
-class NonlinearOp:
-    """An operation that `convert` left as it is."""
-
-    name: str  # the module, or the function with the module that calls it
-    kind: str  # the operator
-    elements: int  # of its result, per image
-
-    def __str__(self) -> str:
-        kind = "" if self.name.rpartition(".")[2] == self.kind else f" ({self.kind})"
-        return f"{self.name}{kind}: {self.elements:,} elements per image"
-
-
-@dataclass(frozen=True)
-class ConversionReport:
-    """What `convert` masked and what it left, as `net.conversion_report`."""
-
-    sites: int
-    relus: int  # per image
-    nonlinear: tuple[NonlinearOp, ...]  # operations that stay, those of skip= included
-
-    def __str__(self) -> str:
-        stays = f"{len(self.nonlinear)} other nonlinear operations stay as they are"
-        head = f"{self.relus:,} ReLUs at {self.sites} sites have masks; {stays}"
-        return "\n  ".join([head, *map(str, self.nonlinear)])
 
 
 class Op(NamedTuple):
@@ -63,6 +38,7 @@ class Op(NamedTuple):
     relu: type[nn.Module] | None  # nn.ReLU or nn.ReLU6 if it is one
     inplace: bool
     nonlinear: int  # the elements of its result per image; 0 if it is linear
+    comparisons: int  # per image
 
 
 class Watch(TorchDispatchMode):
@@ -83,11 +59,13 @@ class Watch(TorchDispatchMode):
     def nonlinear(self, without: Container[fx.Node]) -> tuple[NonlinearOp, ...]:
         """The nonlinear operations of all nodes except some."""
         elements: Counter[tuple[str, str]] = Counter()
+        comparisons: Counter[tuple[str, str]] = Counter()
         for node, ops in self.ops.items():
             for op in ops:
                 if op.nonlinear and node not in without:
                     elements[call_path(node), op.name] += op.nonlinear
-        return tuple(NonlinearOp(*key, count) for key, count in elements.items())
+                    comparisons[call_path(node), op.name] += op.comparisons
+        return tuple(NonlinearOp(*key, n, comparisons[key]) for key, n in elements.items())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -108,12 +86,14 @@ class Watch(TorchDispatchMode):
     def _op(self, func: Any, args: Any, result: Tensor, values: int) -> Op:
         space, name = _name(func)
         elements = 0
+        comparisons = 0
         if not self._is_linear(_rule(func), args, result, values):
             elements = -(-result.numel() // self.batch)
+            comparisons = -(-_comparisons(name, args, result) // self.batch)
         kind = f"{space}::{name}"
         if space == "aten":
             kind = name.lstrip("_").removesuffix("_with_indices").removesuffix("_kernel")
-        return Op(kind, self._relu(name, args), func._schema.is_mutable, elements)
+        return Op(kind, self._relu(name, args), func._schema.is_mutable, elements, comparisons)
 
     def _is_linear(self, rule: str | None, args: Any, result: Tensor, values: int) -> bool:
         if values == 0:  # logic on comparisons, or a choice by them
@@ -152,6 +132,17 @@ class Watch(TorchDispatchMode):
             n in self.shapes or n.target in _ZEROS or "_tensor_constant" in str(n.target)
             for n in self.node.all_input_nodes
         )
+
+
+def _comparisons(name: str, args: Any, result: Tensor) -> int:
+    """How many numbers the operator compares with another one to compute its result."""
+    if name.startswith(("max_pool", "fractional_max_pool")):
+        return result.numel() * (math.prod(args[1]) - 1)
+    if name in ("max", "min", "amax", "amin", "argmax", "argmin") or "max_pool" in name:
+        return args[0].numel() - result.numel()
+    if name == "clamp":
+        return result.numel() * sum(bound is not None for bound in args[1:])
+    return result.numel() * _COMPARISONS.get(name, 0)
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -143,7 +143,7 @@ def _extra_inputs(node: fx.Node, match: dict[fx.Node, fx.Node]) -> list[fx.Node]
 
 
 def _is_switched(theirs: fx.Node, ours: fx.Node, match: dict[fx.Node, fx.Node]) -> bool:
-    """Are two calls that differ equal but for training=True in training?"""
+    """Do two calls differ in nothing except training=True in training?"""
     if ours.target not in _SWITCHED or _extra_inputs(theirs, match):
         return False
     in_training = {**_bound(ours.target, ours.args, ours.kwargs), "training": True}

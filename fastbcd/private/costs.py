@@ -22,9 +22,9 @@ from torch import nn
 
 from fastbcd.descent.limits import Totals
 from fastbcd.masking.activations import MaskedPoly
+from fastbcd.masking.conversion_report import NonlinearOp, nonlinear_of
 from fastbcd.masking.masks import MaskSet, mask_modules
 from fastbcd.masking.masks import masks as masks_of
-from fastbcd.masking.missed_relus import NonlinearOp
 from fastbcd.private.protocols import LAN_BANDWIDTH, LAN_RTT, Channel, Protocol
 from fastbcd.private.units import columns, si
 
@@ -182,14 +182,13 @@ def cost(
     (475136.0, 9.0, [('b', 9)])
     """
     channel = Channel.of(protocol, bandwidth, rtt)
-    others: list[NonlinearOp] = []
+    others: tuple[NonlinearOp, ...] = ()
     if isinstance(masks, nn.Module):
         if poly:
             raise ValueError("poly= is for masks without a net; leave it out")
         acts = mask_modules(masks)
         poly = [name for name, act in acts.items() if isinstance(act, MaskedPoly)]
-        for module in masks.modules():
-            others += getattr(getattr(module, "conversion_report", None), "nonlinear", ())
+        others = nonlinear_of(masks)
         masks = masks_of(masks)
     if not isinstance(masks, MaskSet):
         raise TypeError(f"masks is a {type(masks).__name__}; give a MaskSet or a net with masks")
@@ -210,7 +209,7 @@ def cost(
                 saved_rounds=saved,
             )
         )
-    return Cost(*channel, tuple(sites), tuple(others))
+    return Cost(*channel, tuple(sites), others)
 
 
 def _priced(channel: Channel, totals: Totals, **facts: Any) -> SiteCost:

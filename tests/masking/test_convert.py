@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 import fastbcd
 from fastbcd import ConversionError, MaskedReLU, convert
 from fastbcd.masking.activations import REPLACEMENTS
+from fastbcd.masking.conversion_report import comparisons_of
 from helpers.nets import randomize
 
 LARGE = ("resnet50", "wide_resnet50_2", "vgg11_bn", "shufflenet_v2_x0_5", "mnasnet0_5")
@@ -116,13 +117,23 @@ def test_relu6_is_refused_unless_skipped(torchvision) -> None:
         assert [s.name for s in fastbcd.masks(net).sites] == ["relu"]
 
 
-class Functional(nn.Module):
+class Function(nn.Module):
     """A module around a function, for odd calls."""
 
-    def __init__(self, function, features: int = 3) -> None:
+    def __init__(self, function) -> None:
         super().__init__()
-        self.linear = nn.Linear(features, features)
         self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class Functional(Function):
+    """A function after a linear layer."""
+
+    def __init__(self, function, features: int = 3) -> None:
+        super().__init__(function)
+        self.linear = nn.Linear(features, features)
 
     def forward(self, x):
         return self.function(self.linear(x))
@@ -626,7 +637,8 @@ def test_nonlinear_operations_that_stay_are_reported(function, op) -> None:
     with pytest.warns(UserWarning, match=f"^1 nonlinear operation.*{name}.*conversion_report") as w:
         net = convert(model, x)
     assert len(w) == 1
-    assert [tuple(vars(o).values()) for o in net.conversion_report.nonlinear] == [(name, *op[1:])]
+    listed = net.conversion_report.nonlinear
+    assert [(o.name, o.kind, o.elements) for o in listed] == [(name, *op[1:])]
     assert torch.equal(net(x), model(x))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -640,6 +652,35 @@ def test_nonlinear_operations_that_stay_are_reported(function, op) -> None:
     assert listed.not_included == net.conversion_report.nonlinear
     assert f"not included, besides linear layers:\n    {name}" in str(listed)
     assert listed.as_dict()["not_included"][0]["kind"] == op[1]
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "comparisons"),
+    [
+        (nn.MaxPool2d(3, 2, 1), (8, 8), 4 * 4 * 8),
+        (nn.MaxPool2d(2, ceil_mode=True), (5, 5), 3 * 3 * 3),
+        (nn.MaxPool2d((3, 1), 1), (5, 4), 3 * 4 * 2),
+        (nn.AdaptiveMaxPool2d(2), (8, 8), 64 - 4),
+        (lambda x: F.max_pool2d(x, 4, return_indices=True)[0], (8, 8), 4 * 15),
+        (lambda x: x.amax((2, 3)), (8, 8), 63),
+        (lambda x: x.max(3).values, (8, 8), 64 - 8),
+        (lambda x: x.clamp(0, 1), (2, 2), 8),
+        (lambda x: x.clamp(max=1), (2, 2), 4),
+        (nn.LeakyReLU(), (2, 2), 4),
+        (nn.Hardswish(), (2, 2), 8),
+        (nn.GELU(), (2, 2), 0),
+    ],
+)
+def test_comparisons_are_counted(function, shape, comparisons) -> None:
+    model = nn.Sequential(nn.ReLU(), Function(function))
+    with pytest.warns(UserWarning, match="1 nonlinear"):
+        net = convert(model, torch.randn(3, 1, *shape))
+    assert net.conversion_report.comparisons == comparisons
+    assert comparisons_of(nn.Sequential(net, nn.Flatten())) == comparisons
+    assert (f", with {comparisons} comparisons" in str(net.conversion_report)) == (comparisons > 0)
+    (op,) = fastbcd.private.cost(net).not_included
+    assert op.comparisons == comparisons
+    assert (f", {comparisons} comparisons per image" in str(op)) == (comparisons > 0)
 
 
 def test_a_relu_of_a_relu() -> None:
