@@ -135,9 +135,20 @@ def unit(read: Callable[[str], float]) -> Callable[[str], float]:
     return reader
 
 
+def kept(read: Callable[[str], float]) -> Callable[[str], str]:
+    """The same, and the argument stays a text."""
+
+    def checked(text: str) -> str:
+        unit(read)(text)
+        return text
+
+    return checked
+
+
 TABLES: dict[str, Mapping[str, Any]] = {  # what the names in commands.json mean
     "type": {"int": int, "float": float, "str": str, "list": str, "path": Path, "drc": drc,
-             "temperature": temperature, "bandwidth": unit(units.bits_per_second),
+             "temperature": temperature, "bandwidth": kept(units.bits_per_second),
+             "rtt": kept(units.round_trip),
              "time": unit(units.in_seconds), "size": unit(units.in_bytes)},
     "choices": CHOICES,
 }  # fmt: skip

@@ -1,6 +1,6 @@
 """Private inference: the cost of the ReLUs kept, and nets that evaluate only those.
 
-cost = fastbcd.private.cost(fastbcd.masks(net), "crypten", bandwidth=1e9, rtt=1e-3)
+cost = fastbcd.private.cost(fastbcd.masks(net), "crypten", bandwidth="1Gbit", rtt="1ms")
 small = fastbcd.private.gather_form(net)                # evaluates exactly the kept ReLUs
 fastbcd.private.export(small, images, "net.onnx")       # or .pt2
 target = fastbcd.private.Target(seconds=1.5, protocol="crypten", bandwidth="100Mbit", rtt="40ms")

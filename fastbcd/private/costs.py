@@ -73,7 +73,7 @@ class Cost:
 
     A total is None if the value of one site is; `known_seconds` is the sum of what is known.
 
-    >>> c = cost(fastbcd.MaskSet.full({"a": (16, 8, 8)}), "spu-semi2k", bandwidth=1e9)
+    >>> c = cost(fastbcd.MaskSet.full({"a": (16, 8, 8)}), "spu-semi2k", bandwidth="1Gbit")
     >>> c.bytes, c.rounds, round(c.known_seconds, 4)
     (147456.0, None, 0.0045)
     """
@@ -171,13 +171,12 @@ def cost(
     Args:
         masks: the ReLUs kept, or a net with masks.
         protocol: "delphi-gc", "crypten", "spu-semi2k", "spu-cheetah" or a `Protocol`.
-        bandwidth: bits per second or "100Mbit", both directions together. rtt: round trip in
-            seconds or "40ms"; a round counts as a whole one, an upper bound where both parties
-            send at the same time.
+        bandwidth: such as "100Mbit", both directions together. rtt: a round trip, such as "40ms";
+            a round counts as a whole one, an upper bound where both parties send at the same time.
         poly: names of the sites whose removed ReLUs are quadratics, if `masks` is not a net.
 
     >>> masks = fastbcd.MaskSet.full({"a": (16, 8, 8), "b": (10,)}).without(range(1024, 1034))
-    >>> c = cost(masks, "crypten", bandwidth=1e9, rtt=1e-3)
+    >>> c = cost(masks, "crypten", bandwidth="1Gbit", rtt="1ms")
     >>> c.bytes, c.rounds, [(s.name, s.saved_rounds) for s in c.emptied]
     (475136.0, 9.0, [('b', 9)])
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import io
 import os
 import warnings
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.private.gathering import gather_form
 from fastbcd.runtime.atomic_files import write_atomically
 
-NEEDS = {".pt2": (), ".onnx": ("onnx", "onnxscript")}  # packages by the end of a file's name
-TOLERANCE = 1e-4  # of exported logits: another program may sum a convolution in another order
+PACKAGES = {".pt2": (), ".onnx": ("onnx", "onnxscript")}  # by the end of a file's name
+# Of exported logits, by dtype: another program may sum a convolution in another order.
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> float | None:
@@ -29,6 +32,7 @@ def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> flo
 
     Returns the largest difference between the logits of the file and of the net on the example,
     relative to the largest logit; None if the file was not compared (.onnx without onnxruntime).
+    A file at path stays as it is unless the new one is right.
 
     >>> import tempfile
     >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3), nn.Linear(3, 2))
@@ -42,38 +46,43 @@ def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> flo
     model = gather_form(net) if masked else copy.deepcopy(net)
     model.eval()
     with torch.no_grad():
-        logits = model(example)
-        if not bool(logits.isfinite().all()):
+        outputs = _numbers(model(example))
+        if not all(bool(output.isfinite().all()) for output in outputs):
             raise ValueError(
                 "the net's own logits on the example are not finite, so the file could not be "
                 "checked: give images like those of its data, and see activation_ranges"
             )
-        program = _program(model, example)
-        write_atomically(path, lambda file: _write(program, file, path.suffix))
-        again = _run(path, example)
-    if again is None:
-        return None
-    largest = logits.abs().max().clamp_min(1e-30)
-    difference = float((again - logits).abs().max() / largest)
-    if not difference <= TOLERANCE:  # NaN, too
-        path.unlink()
-        raise RuntimeError(
-            f"{path} gave other logits than the net, by {difference:.2g} of the largest, and was "
-            f"deleted; please report this with the net"
-        )
-    return difference
+        written = _written(_program(model, example), path.suffix)
+        again = _run(written, path.suffix, example)
+    differences = list(map(_difference, again or (), outputs))
+    for difference in differences:
+        if not difference <= TOLERANCES[example.dtype]:  # NaN, too
+            raise RuntimeError(
+                f"{path} was not written: it would give other logits than the net, by "
+                f"{difference:.2g} of the largest; please report this with the net"
+            )
+    write_atomically(path, lambda file: file.write(written))
+    return max(differences, default=None)
 
 
 def _check(path: Path, example: Tensor) -> None:
     """Refuse what cannot be written, before any work is done."""
-    if path.suffix not in NEEDS:
-        raise ValueError(f"{path} must end in {' or '.join(NEEDS)}")
+    if path.suffix not in PACKAGES:
+        raise ValueError(f"{path} must end in {' or '.join(PACKAGES)}")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} into")
     if len(example) < 2:
         why = "torch.export treats a batch of one as a constant"
         raise ValueError(f"example has a batch of {len(example)}; give two or more images: {why}")
-    for package in NEEDS[path.suffix]:
+    kinds = list(TOLERANCES)
+    if path.suffix == ".onnx":
+        kinds = [torch.float32, torch.float16]  # what onnxruntime has convolutions of
+    if example.dtype not in kinds:
+        raise ValueError(
+            f"example is {example.dtype}; a {path.suffix} file can be checked for "
+            f"{' and '.join(map(str, kinds))}: give net.float() and example.float(), or .pt2"
+        )
+    for package in PACKAGES[path.suffix]:
         try:
             importlib.import_module(package)
         except ImportError as error:
@@ -93,25 +102,39 @@ def _program(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
         ) from error
 
 
-def _write(program: torch.export.ExportedProgram, file: Any, suffix: str) -> None:
+def _written(program: torch.export.ExportedProgram, suffix: str) -> bytes:
+    """The file."""
     if suffix == ".pt2":
+        file = io.BytesIO()
         torch.export.save(program, file)
-        return
+        return file.getvalue()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch deprecates parts of itself
         onnx: Any = torch.onnx.export(program, dynamo=True, verbose=False)
-    file.write(onnx.model_proto.SerializeToString())
+    return onnx.model_proto.SerializeToString()
 
 
-def _run(path: Path, example: Tensor) -> Tensor | None:
-    """The logits of the file; None without onnxruntime."""
-    if path.suffix == ".pt2":
-        return torch.export.load(path).module()(example)
+def _run(written: bytes, suffix: str, example: Tensor) -> list[Tensor] | None:
+    """What the file computes; None without onnxruntime."""
+    if suffix == ".pt2":
+        return _numbers(torch.export.load(io.BytesIO(written)).module()(example))
     try:
         runtime = importlib.import_module("onnxruntime")
     except ImportError:
         return None
-    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    session = runtime.InferenceSession(written, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
-    (logits,) = session.run(None, {name: example.cpu().numpy()})
-    return torch.from_numpy(logits).to(example.device)
+    outputs = session.run(None, {name: example.cpu().numpy()})
+    return [torch.from_numpy(output).to(example.device) for output in outputs]
+
+
+def _numbers(outputs: Any) -> list[Tensor]:
+    """The tensors of what a net returns: logits, or a dict of them."""
+    tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
+
+
+def _difference(again: Tensor, logits: Tensor) -> float:
+    """Relative to the largest logit."""
+    largest = logits.abs().max().clamp_min(torch.finfo(logits.dtype).tiny)
+    return float((again - logits).abs().max() / largest)

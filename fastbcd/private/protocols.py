@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastbcd.descent.limits import Totals
-from fastbcd.private.units import bits_per_second, in_seconds
+from fastbcd.private.units import bits_per_second, round_trip
 
-LAN_BANDWIDTH: float = 1e9  # bits per second
-LAN_RTT: float = 1e-3  # seconds
+LAN_BANDWIDTH = "1Gbit"
+LAN_RTT = "1ms"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Channel(NamedTuple):
     @classmethod
     def of(cls, protocol: str | Protocol, bandwidth: float | str, rtt: float | str) -> Channel:
         """With texts read and checked."""
-        return cls(_protocol_of(protocol), bits_per_second(bandwidth), in_seconds(rtt))
+        return cls(_protocol_of(protocol), bits_per_second(bandwidth), round_trip(rtt))
 
     def amounts(self, totals: Totals) -> Amounts:
         """What so many ReLUs and squares, in so many sites, spend; without the set-up."""

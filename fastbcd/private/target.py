@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ class Target(Budget):
         seconds, bytes, rounds: one of them; texts such as "800ms" and "20MB" are read.
         protocol: a name or a `Protocol` of your own. One with an unknown value that the cost
             depends on is refused.
-        bandwidth, rtt: as in `private.cost`: numbers, or texts such as "100Mbit" and "40ms".
+        bandwidth, rtt: with their units, such as "100Mbit" and "40ms".
         relus: keep at most so many ReLUs as well.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
@@ -40,7 +41,7 @@ class Target(Budget):
     >>> run.masks.count(), target.cost(net), target.met(net)
     (2, 928.0, True)
     >>> Target(seconds=1.5, protocol="crypten", bandwidth="100Mbit", rtt="40ms")
-    Target(seconds=1.5, protocol='crypten', bandwidth=100000000.0, rtt=0.04)
+    Target(seconds=1.5, protocol='crypten', bandwidth='100Mbit', rtt='40ms')
     """
 
     seconds: float | str | None = None
@@ -57,19 +58,19 @@ class Target(Budget):
         if len(named) != 1:
             wrong = f"{' and '.join(named) or 'nothing'} was given"
             raise ValueError(f"a Target is one of {', '.join(NEEDS)}; {wrong}")
-        read = self.channel._asdict()
+        numbers: dict[str, Any] = {"protocol": self.channel.protocol}
         if self.seconds is not None:
-            read["seconds"] = in_seconds(self.seconds, "seconds")
+            numbers["seconds"] = in_seconds(self.seconds)
         if self.bytes is not None:
-            read["bytes"] = in_bytes(self.bytes)
+            numbers["bytes"] = in_bytes(self.bytes)
         if self.rounds is not None:
             check_number("rounds", self.rounds, 0)
         check_whole("relus", self.relus, 0, optional=True)
-        for name, value in read.items():
+        for name, value in numbers.items():
             object.__setattr__(self, name, value)
         self._check_known("relu")
 
-    @property
+    @cached_property
     def channel(self) -> Channel:
         """Protocol, bits per second, round trip in seconds."""
         return Channel.of(self.protocol, self.bandwidth, self.rtt)
@@ -86,7 +87,7 @@ class Target(Budget):
 
     def cost(self, masks: MaskSet | nn.Module, poly: Any = ()) -> float:
         """What masks or a net cost now, as `private.cost` computes it."""
-        spent = cost(masks, **self.channel._asdict(), poly=poly)
+        spent = cost(masks, self.protocol, bandwidth=self.bandwidth, rtt=self.rtt, poly=poly)
         return getattr(spent, self.quantity)
 
     def met(self, net: nn.Module) -> bool:
@@ -130,7 +131,8 @@ class Target(Budget):
         """What config.json records: all that the costs depend on."""
         constants = self.channel.protocol.constants()
         figures = {name: constant.value for name, constant in constants.items()}
-        return {**self._settings(), "figures": figures}
+        _, bandwidth, rtt = self.channel
+        return {**self._settings(), "bandwidth": bandwidth, "rtt": rtt, "figures": figures}
 
     def _check_known(self, unit: str) -> None:
         """Refuse a protocol that does not state what ReLUs, or squares, cost."""
@@ -147,8 +149,12 @@ class Target(Budget):
                 )
 
     def _settings(self) -> dict[str, Any]:
-        settings = {self.quantity: self.most, **self.channel._asdict()}
-        settings["protocol"] = self.channel.protocol.name
+        settings = {
+            self.quantity: self.most,
+            "protocol": self.channel.protocol.name,
+            "bandwidth": self.bandwidth,
+            "rtt": self.rtt,
+        }
         if self.relus is not None:
             settings["relus"] = self.relus
         return settings

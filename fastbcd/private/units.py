@@ -1,42 +1,57 @@
-"""Units: bandwidths, times and sizes as numbers or as texts such as 100Mbit, 40ms and 20MB."""
+"""Units: texts such as 100Mbit, 40ms and 20MB as numbers, and numbers as texts."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Sequence
+from reprlib import repr as shortened
 
 PREFIXES = "nµm kMGT"  # of 1000 ** -3, …, 1000 ** 4
+_TIME = r"(?:(?P<prefix>[muµn]?)(?P<unit>s))?"
 
 
-def bits_per_second(value: float | str, name: str = "bandwidth") -> float:
-    """A bandwidth above 0; bits per second if there is no unit.
+def bits_per_second(value: float | str) -> float:
+    """A bandwidth with its unit.
 
-    >>> bits_per_second("100Mbit"), bits_per_second("40 MB/s"), bits_per_second(1e9)
-    (100000000.0, 320000000.0, 1000000000.0)
+    >>> bits_per_second("100Mbit"), bits_per_second("40 MB/s")
+    (100000000.0, 320000000.0)
     """
-    number, unit = _read(value, r"(?P<prefix>[kMGT]?)(?P<unit>bit|b|B)?(?:/s|ps)?")
-    if not number > 0:
-        wanted = "give bits per second, above 0, or a text such as 100Mbit or 40MB/s"
-        raise ValueError(f"{name}={value!r}; {wanted}")
+    number, unit = _read(value, r"(?P<prefix>[kMGT]?)(?P<unit>bit|b|B)(?:/s|ps)?")
+    if value == math.inf:
+        return math.inf
+    if not (unit and 0 < number < math.inf):
+        raise ValueError(f"bandwidth={shortened(value)}; give it with its unit, such as '100Mbit'")
     if unit == "B":
         return 8 * number
     return number
 
 
-def in_seconds(value: float | str, name: str = "rtt") -> float:
+def round_trip(value: float | str) -> float:
+    """A time with its unit, in seconds; 0 needs none.
+
+    >>> round_trip("40ms"), round_trip(0)
+    (0.04, 0.0)
+    """
+    number, unit = _read(value, _TIME)
+    if not 0 <= number < math.inf or (number and unit is None):
+        raise ValueError(f"rtt={shortened(value)}; give it with its unit, such as '40ms'")
+    return number
+
+
+def in_seconds(value: float | str) -> float:
     """A time of 0 or more; seconds if there is no unit.
 
     >>> in_seconds("40ms"), in_seconds("2"), in_seconds(0.5)
     (0.04, 2.0, 0.5)
     """
-    number, _ = _read(value, r"(?:(?P<prefix>[muµn]?)(?P<unit>s))?")
+    number, _ = _read(value, _TIME)
     if not 0 <= number < math.inf:
-        raise ValueError(f"{name}={value!r}; give seconds, 0 or more, or a text such as 40ms")
+        raise ValueError(f"seconds={shortened(value)}; give seconds, 0 or more, or '800ms'")
     return number
 
 
-def in_bytes(value: float | str, name: str = "bytes") -> float:
+def in_bytes(value: float | str) -> float:
     """A number of bytes, 0 or more.
 
     >>> in_bytes("20MB"), in_bytes(1000)
@@ -44,7 +59,7 @@ def in_bytes(value: float | str, name: str = "bytes") -> float:
     """
     number, _ = _read(value, r"(?P<prefix>[kMGT]?)(?P<unit>B?)")
     if not 0 <= number < math.inf:
-        raise ValueError(f"{name}={value!r}; give bytes, 0 or more, or a text such as 20MB")
+        raise ValueError(f"bytes={shortened(value)}; give bytes, 0 or more, or '20MB'")
     return number
 
 
@@ -96,4 +111,7 @@ def _read(value: float | str, units: str) -> tuple[float, str | None]:
         return float(text[1]) * 1000.0**power, text["unit"]
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan, None
-    return float(value), None
+    try:
+        return float(value), None
+    except OverflowError:  # an int with more than 308 digits
+        return math.inf, None

@@ -35,8 +35,8 @@ def write(
     arch: str | None = None,
     data: str | None = None,
     protocol: str | Protocol = "crypten",
-    bandwidth: float | str = LAN_BANDWIDTH,
-    rtt: float | str = LAN_RTT,
+    bandwidth: str = LAN_BANDWIDTH,
+    rtt: str = LAN_RTT,
 ) -> Path:
     """Write the report on some runs into the folder `out`; returns the path of the page.
 

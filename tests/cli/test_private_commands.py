@@ -55,7 +55,7 @@ def fastbcd_(line: str) -> int:
 def test_cost_command(run, capsys) -> None:
     assert fastbcd_("cost out --json --bandwidth 100Mbit --rtt 40ms") == 0
     (found,) = json.loads(capsys.readouterr().out)
-    expected = private.cost(run, "crypten", bandwidth=1e8, rtt=0.04)
+    expected = private.cost(run, "crypten", bandwidth="100Mbit", rtt="40ms")
     assert found == json.loads(json.dumps(expected.as_dict()))
     assert [s["name"] for s in found["sites"]] == [s.name for s in fastbcd.masks(run).sites]
     assert found["total"]["squares"] == 116

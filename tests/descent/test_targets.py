@@ -125,7 +125,7 @@ def test_where_rounds_are_constant_a_target_finds_the_nets_of_the_count() -> Non
     by_count = net_of(*[fastbcd.MaskedReLU] * 3)
     options: dict[str, Any] = {**QUICK, "rt": 4, "adt": -1.0, "finetune": nudge}
     counted = fastbcd.bcd(by_count, data(), 25, proposal="saliency", **options)
-    target = Target(cost(by_count, CONSTANT, rtt=0.04).seconds, protocol=CONSTANT, rtt=0.04)
+    target = Target(cost(by_count, CONSTANT, rtt="40ms").seconds, protocol=CONSTANT, rtt="40ms")
     for drc in (options["drc"], 13):
         counted = fastbcd.bcd(plain(), data(), 25, proposal="saliency", **{**options, "drc": drc})
         net = plain()

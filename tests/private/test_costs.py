@@ -43,7 +43,7 @@ def test_crypten_as_measured(relus, measured_mb, added_bytes) -> None:
 
 def test_terms_of_a_second() -> None:
     masks = MaskSet.full({"a": (4, 5, 5), "b": (50,)}).without(range(100, 150))
-    cost = private.cost(masks, "crypten", bandwidth=1e6, rtt=0.02)
+    cost = private.cost(masks, "crypten", bandwidth="1Mbit", rtt="20ms")
     site, empty = cost.sites
     assert (site.bytes, site.rounds) == (46_400, 9)
     assert site.compute == pytest.approx(100 * 2.2e-6)
@@ -55,7 +55,7 @@ def test_terms_of_a_second() -> None:
 
 
 def test_delphi_by_hand() -> None:
-    cost = private.cost(MaskSet.full({"a": (10,)}), "delphi-gc", bandwidth=8e6, rtt=0.1)
+    cost = private.cost(MaskSet.full({"a": (10,)}), "delphi-gc", bandwidth="8Mbit", rtt="100ms")
     assert (cost.bytes, cost.rounds) == (182_480, 1)
     assert cost.seconds == pytest.approx(10 * 158.2e-6 + 0.18248 + 0.1)
 
@@ -63,7 +63,7 @@ def test_delphi_by_hand() -> None:
 @pytest.mark.parametrize(("name", "size", "micro"), [("semi2k", 144, 3.2), ("cheetah", 98, 4)])
 def test_unknown_is_not_zero(name, size, micro) -> None:
     masks = MaskSet.full({"a": (10,), "b": (10,)}).without(range(10))
-    cost = private.cost(masks, f"spu-{name}", bandwidth=8e6)
+    cost = private.cost(masks, f"spu-{name}", bandwidth="8Mbit")
     setup = 6 if name == "cheetah" else 0
     assert cost.bytes == 10 * size
     assert cost.rounds is cost.seconds is cost.saved_rounds is None
@@ -91,7 +91,7 @@ def test_quadratics_cost_squares() -> None:
 
 def test_a_protocol_of_ones_own() -> None:
     mine = Protocol("mine", *(Constant(v, "prototype") for v in (100, 1e-6, 4)))
-    cost = private.cost(MaskSet.full({"a": (10,), "b": (5,)}), mine, bandwidth=1e9, rtt=0)
+    cost = private.cost(MaskSet.full({"a": (10,), "b": (5,)}), mine, bandwidth="1Gbit", rtt=0)
     assert (cost.bytes, cost.rounds) == (1500, 8)
     assert cost.seconds == pytest.approx(15e-6 + 12e-6)
     assert "100 (prototype)" in str(cost)
@@ -105,7 +105,7 @@ def test_every_constant_has_a_source() -> None:
 
 def test_the_table() -> None:
     masks = MaskSet.full({"first": (1000,), "second": (10,)}).without(range(1000, 1010))
-    text = str(private.cost(masks, "crypten", bandwidth=1e9, rtt=0.01))
+    text = str(private.cost(masks, "crypten", bandwidth="1Gbit", rtt="10ms"))
     lines = text.splitlines()
     assert lines[0].startswith("crypten, 1.00 Gbit/s, round trip 10.0 ms: 1,000 ReLUs")
     assert lines[4].split() == ["total", "1,000", "1,010", "464", "kB", "9", "2.20", "ms", "3.71",
@@ -119,7 +119,7 @@ def test_the_table() -> None:
     ("arguments", "message"),
     [
         ({"protocol": "crypton"}, "did you mean 'crypten'"),
-        ({"bandwidth": 0}, "bandwidth=0; give bits per second"),
+        ({"bandwidth": 0}, "bandwidth=0; give it with its unit"),
         ({"rtt": -1}, "rtt=-1"),
         ({"rtt": math.nan}, "rtt=nan"),
         ({"poly": ["b"]}, "poly names 'b', which is no site"),
@@ -145,7 +145,8 @@ def test_a_target_under_a_protocol_that_knows_no_squares(quantity) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 9), fastbcd.MaskedReLU(9), nn.Linear(9, 3))
     data = torch.randn(30, 1, 2, 2), torch.arange(30) % 3
     one = MaskSet.full({"a": (9,)}).without(range(1, 9))
-    most = getattr(private.cost(one, "delphi-gc", bandwidth=1e8, rtt=0.04), quantity)
-    target = private.Target(**{quantity: most}, protocol="delphi-gc", bandwidth=1e8, rtt=0.04)
+    wan = {"protocol": "delphi-gc", "bandwidth": "100Mbit", "rtt": "40ms"}
+    most = getattr(private.cost(one, **wan), quantity)
+    target = private.Target(**{quantity: most}, **wan)
     run = fastbcd.bcd(net, data, target, drc=3, rt=2, finetune=None)
     assert run.masks.count() == (9 if quantity == "rounds" else 1)

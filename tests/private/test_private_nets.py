@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastbcd
 from fastbcd import MaskedLine, MaskedPoly, MaskedReLU, private
+from fastbcd.private import exporting
 from fastbcd.private.gathering import Copied, GatheredPoly, GatheredReLU, Polynomial
 from fastbcd.starts.snl import SoftReLU
 from helpers import nets
@@ -245,11 +246,15 @@ def test_squares_of_sites_without_relus_are_exported(tmp_path) -> None:
         ("mlp", 2, "no/net.pt2", "there is no folder"),
         ("mlp", 1, "net.pt2", "example has a batch of 1"),
         ("untraceable", 2, "net.pt2", "torch.export cannot take Untraceable"),
+        ("double", 2, "net.onnx", "example is torch.float64; a .onnx file can be checked for"),
     ],
 )
 def test_export_refuses(name, batch, file, message, tmp_path) -> None:
+    net, images = nets.make(name.replace("double", "mlp")), nets.images(batch)[0]
+    if name == "double":
+        images = images.double()
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        private.export(nets.make(name), nets.images(batch)[0], tmp_path / file)
+        private.export(net, images, tmp_path / file)
     assert not list(tmp_path.iterdir())
 
 
@@ -258,6 +263,48 @@ def test_export_refuses_a_net_that_overflows(tmp_path) -> None:
     net.get_parameter("1.weight").data[0, 0] = math.nan
     with pytest.raises(ValueError, match="own logits on the example are not finite"):
         private.export(net, nets.images(2)[0], tmp_path / "net.pt2")
+
+
+class TwoOutputs(nn.Module):
+    """A net that returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nets.make("mlp")
+
+    def forward(self, x):
+        return {"logits": self.net(x), "brightness": x.mean((1, 2, 3))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_export_of_a_dict_in_any_precision(dtype, tmp_path) -> None:
+    net, x = TwoOutputs().to(dtype).eval(), nets.images(2)[0].to(dtype)
+    assert private.export(net, x, tmp_path / "net.pt2") == 0
+    again = torch.export.load(tmp_path / "net.pt2").module()(x)
+    assert torch.equal(again["logits"], net(x)["logits"])
+
+
+@pytest.mark.parametrize("difference", [1e-3, math.nan])
+def test_a_file_that_is_right_stays_if_the_new_one_is_wrong(
+    difference, tmp_path, monkeypatch
+) -> None:
+    net, x, path = nets.make("mlp").eval(), nets.images(2)[0], tmp_path / "net.pt2"
+    private.export(net, x, path)
+    before = path.read_bytes()
+    logits = net(x).detach()
+    wrong = logits + difference * logits.abs().max()
+    monkeypatch.setattr(exporting, "_run", lambda *_: [wrong])
+    with pytest.raises(RuntimeError, match=r"net\.pt2 was not written: it would give other logits"):
+        private.export(net, x, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_half_net_may_differ_by_its_own_rounding(tmp_path, monkeypatch) -> None:
+    net, x = nets.make("mlp").half().eval(), nets.images(2)[0].half()
+    near = [net(x).detach() * (1 + 2e-3)]
+    monkeypatch.setattr(exporting, "_run", lambda *_: near)
+    assert private.export(net, x, tmp_path / "net.pt2") > 3e-4
 
 
 def test_export_names_a_package_that_is_missing(tmp_path, monkeypatch) -> None:

@@ -71,7 +71,8 @@ def some_limits(sites_, seed, share, mixed, bounded) -> tuple[Limits, np.ndarray
     poly = np.array([p and mixed for _, p in sites_])
     random = np.random.default_rng(seed)
     counts = random.integers(0, sizes + 1)
-    target = Target(1e9, protocol="crypten", bandwidth=1e6, rtt=random.choice([0, 1e-3, 4e-2]))
+    rtt = str(random.choice(["0ms", "1ms", "40ms"]))
+    target = Target(1e9, protocol="crypten", bandwidth="1Mbit", rtt=rtt)
     limits = Limits(sizes, poly, target.bounds(sizes, poly))
     value = limits.least() + share * max(limits.value(counts) - limits.least(), 0)
     return limits.at_most(value, (sites(2),) if bounded else None), counts
@@ -159,6 +160,20 @@ def test_a_step_saves_the_share_of_its_relus() -> None:
     assert by_count.size(counts) == 10
 
 
+def test_savings_are_differences_of_the_value() -> None:
+    """Of one ReLU less, and of emptying a site, where quadratics are, will be and cannot be."""
+    sizes, poly = np.array([5, 6, 7]), np.array([True, True, False])
+    limits = Limits(sizes, poly, Target(9, **WAN).bounds(sizes, poly))
+    counts = np.array([5, 3, 4])  # the first site has no square yet
+    single, emptying = limits.savings(counts)
+    for site in range(3):
+        without = np.where(np.arange(3) == site, 0, counts)
+        saved = limits.value(counts) - limits.value(without)
+        assert saved == pytest.approx(counts[site] * single[site] + emptying[site])
+    one_less = np.array([5, 2, 4])
+    assert limits.value(counts) - limits.value(one_less) == pytest.approx(single[1])
+
+
 def test_the_bound_on_sites_falls_evenly_with_the_logarithm() -> None:
     net = net_of([1000] * 8, [False] * 8)
     limits, counts = limits_of(1000, net, max_sites=2), counts_of(fastbcd.masks(net))
@@ -184,9 +199,14 @@ def test_the_bound_on_sites_falls_evenly_with_the_logarithm() -> None:
         ({"seconds": "1 hour"}, "seconds='1 hour'; give seconds"),
         ({"bytes": "20bit"}, "bytes='20bit'; give bytes"),
         ({"rounds": -1}, "rounds=-1"),
-        ({"seconds": 1, "bandwidth": "100"}, None),
-        ({"seconds": 1, "bandwidth": "fast"}, "bandwidth='fast'; give bits per second"),
-        ({"seconds": 1, "rtt": True}, "rtt=True; give seconds"),
+        ({"bytes": 10**400}, r"bytes=100000\d*\.\.\.0+; give bytes"),
+        ({"seconds": 1, "bandwidth": "100"}, "bandwidth='100'; give it with its unit"),
+        ({"seconds": 1, "bandwidth": 1e9}, "bandwidth=1000000000.0; give it with its unit"),
+        ({"seconds": 1, "bandwidth": "fast"}, "bandwidth='fast'; give it with its unit"),
+        ({"seconds": 1, "rtt": "40"}, "rtt='40'; give it with its unit, such as '40ms'"),
+        ({"seconds": 1, "rtt": 0.04}, "rtt=0.04; give it with its unit"),
+        ({"seconds": 1, "rtt": True}, "rtt=True; give it with its unit"),
+        ({"seconds": 1, "bandwidth": math.inf, "rtt": 0}, None),
         ({"seconds": 1, "protocol": "crypton"}, "did you mean 'crypten'"),
         ({"seconds": 1, "protocol": "spu-semi2k"},
          "seconds cannot be a target under 'spu-semi2k': its relu_rounds is unknown"),
@@ -222,9 +242,9 @@ def test_targets_refuse_a_net() -> None:
 def test_units() -> None:
     assert units.bits_per_second("1Gbit") == units.bits_per_second("1 Gbps") == 1e9
     assert units.bits_per_second("40MB/s") == 3.2e8
-    assert units.in_seconds("250us") == units.in_seconds("250µs") == pytest.approx(2.5e-4)
+    assert units.round_trip("250us") == units.round_trip("250µs") == pytest.approx(2.5e-4)
     assert units.in_bytes("1.5kB") == units.in_bytes(1500) == 1500
-    for read in (units.bits_per_second, units.in_seconds, units.in_bytes):
+    for read in (units.bits_per_second, units.round_trip, units.in_seconds, units.in_bytes):
         with pytest.raises(ValueError, match="give"):
             read(math.nan)
     same = private.cost(fastbcd.MaskSet.full({"a": (9,)}), bandwidth="1Mbit", rtt="2ms")

@@ -70,7 +70,7 @@ def test_shares_have_linear_bars(finished) -> None:
 
 def test_the_time_of_each_site_is_a_bar_of_rounds_bytes_and_computation() -> None:
     kept = fastbcd.MaskSet.full({"a": (100,), "b": (50,), "c": (10,)}).without(range(60, 150))
-    cost = private.cost(kept, "crypten", bandwidth=1e6, rtt=0.01)
+    cost = private.cost(kept, "crypten", bandwidth="1Mbit", rtt="10ms")
     figure = figures.seconds(cost)
     (axes,) = figure.axes
     for bars, term in zip(axes.containers, ("latency", "transfer", "compute"), strict=True):

@@ -120,7 +120,7 @@ def test_dense_nets_and_starting_points(stages, page_of) -> None:
 
 
 def test_a_budget_that_is_a_cost(tmp_path, page_of) -> None:
-    target = private.Target(bytes=20_000, bandwidth="100Mbit", rtt=1 / 3, relus=30)
+    target = private.Target(bytes=20_000, bandwidth="100Mbit", rtt="333.333ms", relus=30)
     small_run(tmp_path / "run", budget=target, max_sites=1, finetune=None)
     page = page_of(tmp_path / "run")
     assert page.row("budget")[1].startswith(
