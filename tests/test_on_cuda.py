@@ -94,7 +94,7 @@ def test_cudnn_is_deterministic_while_scoring(gpu, monkeypatch, engine, fast) ->
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
 def test_a_run_records_its_precision(gpu, tmp_path, monkeypatch, precision) -> None:
-    """It can change a decision; a run in float32 has no such entry."""
+    """It can change a decision."""
     seen, plain = set(), torch.nn.functional.conv2d
 
     def conv2d(x, weight, *rest):
@@ -117,7 +117,7 @@ def test_a_run_records_its_precision(gpu, tmp_path, monkeypatch, precision) -> N
         assert seen == {(half, "tf32") if name == "low" else (torch.float32, "ieee")}
         seen.clear()
         settings = json.loads((tmp_path / name / "config.json").read_text())["settings"]
-        assert settings.get("precision") == (precision if name == "low" else None)
+        assert settings["precision"] == (precision if name == "low" else "float32")
     with pytest.raises(ValueError, match="precision"):
         fastbcd.bcd(net, images(40), budget, run_dir=tmp_path / "low", **options)
 
@@ -258,7 +258,7 @@ def test_train(gpu, tmp_path) -> None:
     found = fastbcd.train(make("resnet").cuda(), images(64), run_dir=tmp_path, **options)
     expected = fastbcd.train(make("resnet"), images(64), **options)
     for a, b in zip(found.history, expected.history, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+        assert a.loss == pytest.approx(b.loss, rel=1e-3)
     check_device(found.model)
     assert fastbcd.load_run(tmp_path).weights["0.weight"].device.type == "cpu"
 

@@ -14,5 +14,5 @@ def work(options: argparse.Namespace) -> None:
     data, test = inputs.load_data(options)
     net = inputs.given_net(options, data, options.weights)
     trained = call(fastbcd.train, options, net=net, data=data, test=test)
-    last = trained.history[-1]["test_accuracy"] if trained.history else float("nan")
+    last = trained.history[-1].test_accuracy if trained.history else float("nan")
     inputs.say(f"{len(trained.history)} epochs, test {last:.2f} %; weights: {options.run_dir}")

@@ -13,6 +13,13 @@ import numpy as np
 
 def read_cifar(name: str, root: Path, split: str, download: bool) -> tuple[np.ndarray, list[int]]:
     """Images, uint8 [N,32,32,3], and labels of "cifar10" or "cifar100"; root: around the folder."""
+    missing = FileNotFoundError(
+        f"there is no {name} in {root}, or its files are damaged: unpack the python archive of "
+        f"https://www.cs.toronto.edu/~kriz/cifar.html there, pass root=..., set FASTBCD_DATA, "
+        f"or pass download=True"
+    )
+    if not (download or root.is_dir()):
+        raise missing
     try:
         datasets = importlib.import_module("torchvision.datasets")
     except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
@@ -23,9 +30,5 @@ def read_cifar(name: str, root: Path, split: str, download: bool) -> tuple[np.nd
     try:
         data = getattr(datasets, name.upper())(root, split == "train", download=download)
     except RuntimeError as error:
-        raise FileNotFoundError(
-            f"there is no {name} in {root}, or its files are damaged: unpack the python archive of "
-            f"https://www.cs.toronto.edu/~kriz/cifar.html there, pass root=..., set FASTBCD_DATA, "
-            f"or pass download=True"
-        ) from error
+        raise missing from error
     return data.data, data.targets

@@ -208,13 +208,13 @@ class MaskTraining:
             over=lambda history: bool(history) and history[-1].phase == FINAL,
             run_dir=self.run_dir, resume=self.resume,
         )  # fmt: skip
-        with opened as self.journal:
-            self.history = [_as_dict(epoch) for epoch in self.journal.history]
-            try:
+        try:
+            with opened as self.journal:
+                self.history = [_as_dict(epoch) for epoch in self.journal.history]
                 return self._train(given)
-            except BaseException:
-                snapshots.restore(self.net, given)
-                raise
+        except BaseException:
+            snapshots.restore(self.net, given)
+            raise
 
     def _train(self, given: Tensors) -> StartingPoint:
         if self.history and not self._phase(FINAL):

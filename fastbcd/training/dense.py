@@ -109,6 +109,7 @@ def _train(
     """The epochs that are left, each seeded by its number."""
     last: Epoch | None = None
     with trainer.session() as session:
+        run.undo()  # the saved weights are those of the session, which may be wider than the net's
         session.load_optimizer(run.extra)
         for epoch in range(len(run.history), chosen.epochs):
             last = _epoch(session, chosen, epoch, test, progress)

@@ -106,6 +106,6 @@ def test_the_stages(name, tmp_path, capsys, monkeypatch) -> None:
     folders = ["1-dense", f"2-{row.start}", "3-bcd"]
     assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == folders
     cut, whole = (fastbcd.load_run(tmp_path / folder / "3-bcd") for folder in ("cut", "whole"))
-    assert [step["before"] for step in whole.history] == [1_700, 1_640]
+    assert [step.before for step in whole.history] == [1_700, 1_640]
     assert whole.masks.count() == 1_600
     assert all(torch.equal(cut.weights[name], tensor) for name, tensor in whole.weights.items())

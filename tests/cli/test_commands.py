@@ -22,8 +22,8 @@ import fastbcd
 from fastbcd.cli import demo, inputs
 from fastbcd.cli import main as cli
 from fastbcd.cli.options import parser_of
-from fastbcd.descent import bcd as descent
 from fastbcd.runs.directory import read_state
+from fastbcd.runs.journal import Journal
 from helpers import published_nets
 from helpers.start_cases import write_images
 
@@ -119,7 +119,7 @@ def test_train_then_bcd(capsys) -> None:
 
 
 def test_ctrl_c_leaves_a_resumable_run_and_says_how_to_go_on(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(descent, "accuracy", interrupted_at(3, descent.accuracy))
+    monkeypatch.setattr(Journal, "finish", interrupted_at(2, Journal.finish))
     assert fastbcd_(f"{BCD} --quiet") == 130
     run_dir = "runs/bcd-my_nets.small-tiny-30"
     out = capsys.readouterr().out
@@ -191,7 +191,7 @@ def test_a_share_of_what_is_left_can_be_the_drc() -> None:
 def test_saliency_and_a_share_run_and_resume(monkeypatch, capsys) -> None:
     line = f"{BCD} --quiet --proposal saliency --saliency-temperature 0.5 --drc 40% --run-dir"
     with monkeypatch.context() as broken:
-        broken.setattr(descent, "accuracy", interrupted_at(3, descent.accuracy))
+        broken.setattr(Journal, "finish", interrupted_at(2, Journal.finish))
         assert fastbcd_(f"{line} cut") == 130
     assert len(records("cut")) == 1
     assert fastbcd_(f"{line} cut") == 0
@@ -204,9 +204,9 @@ def test_saliency_and_a_share_run_and_resume(monkeypatch, capsys) -> None:
     capsys.readouterr()
     for other, message in (
         ("--saliency-temperature 0.25", "proposal.temperature is 0.5 there and 0.25 now"),
-        ("--drc 30%", "settings.drc.share is 0.4 there and 0.3 now"),
-        ("--drc adaptive", 'settings.drc.schedule is "Fraction" there and "Adaptive" now'),
-        ("--drc 40", "settings.drc is {"),
+        ("--drc 30%", "drc.share is 0.4 there and 0.3 now"),
+        ("--drc adaptive", 'drc.schedule is "Fraction" there and "Adaptive" now'),
+        ("--drc 40", "drc is {"),
     ):
         assert fastbcd_(f"{line} cut {other}") == 2
         assert message in capsys.readouterr().err
@@ -232,7 +232,7 @@ def test_every_setting_of_the_fine_tuning_is_an_option() -> None:
     }  # fmt: skip
     options = vars(parser_of("bcd").parse_args(["--budget", "3"]))
     fields = {field.name for field in dataclasses.fields(fastbcd.Finetune)}
-    assert fields - options.keys() == {"teacher_cache"}
+    assert fields - options.keys() == {"augment", "teacher_cache"}
 
 
 def test_settings_of_the_engine_are_options(monkeypatch) -> None:

@@ -18,8 +18,7 @@ import fastbcd
 from fastbcd import MaskSet, private
 from fastbcd.cli import inputs
 from fastbcd.cli import main as cli
-from fastbcd.runs import fingerprint
-from fastbcd.runs.files import State, config_digest, state_bytes
+from fastbcd.runs import directory
 from fastbcd.training.loop import Session
 from helpers import start_cases
 
@@ -171,12 +170,13 @@ def test_a_recorded_net_that_is_none(run, arch, message, capsys) -> None:
     path = Path("out/config.json")
     config = json.loads(path.read_text())
     config["net"]["arch"] = arch
-    path.write_text(json.dumps({**config, "format": "fastbcd.run 2"}))
+    start = directory.read_start(Path("out"))
+    path.write_text(json.dumps(config))
     for file in Path("out").glob("*.safetensors"):  # bound to the other config.json
         file.unlink()
     Path("out/history.jsonl").unlink()
-    state = State(0, fingerprint.take(run), {}, config_digest(Path("out")))
-    Path("out/start.safetensors").write_bytes(state_bytes(state))
+    content = directory._encoded(start, directory._sha256(path), "")
+    Path("out/start.safetensors").write_bytes(content)
     assert fastbcd_("export out --out net.pt2") == 2
     error = capsys.readouterr().err
     assert message in error

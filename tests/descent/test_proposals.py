@@ -218,12 +218,7 @@ def test_what_config_says(tmp_path) -> None:
     given = fastbcd.Saliency(temperature=math.inf), fastbcd.Adaptive(20, most=40)
     small_run(tmp_path / "a", proposal=given[0], drc=given[1])
     settings = json.loads((tmp_path / "a" / "config.json").read_text())["settings"]
-    assert settings["proposal"] == {
-        "name": "saliency",
-        "temperature": "inf",
-        "kind": "mean_abs",
-        "distilled": False,
-    }
+    assert settings["proposal"] == {"name": "saliency", "temperature": "inf", "kind": "mean_abs"}
     assert settings["drc"] == {
         "schedule": "Adaptive", "start": 20, "grow": 1.25, "shrink": 0.5, "least": 1, "most": 40,
     }  # fmt: skip

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import fastbcd
-from fastbcd.runs.directory import RunDirectory
-from fastbcd.runs.fingerprint import run_config
+from fastbcd.runs.config import Config
+from fastbcd.runs.directory import RunDirectory, State
+from fastbcd.runs.step import encode
 from helpers.faults import WHEN, Ended, Faults
 from helpers.run_cases import contents, nudge, small_net, small_run
 
@@ -25,31 +26,31 @@ SHORT = {"budget": 38, "finetune": nudge}
 
 
 @pytest.fixture(scope="module")
-def config() -> dict[str, Any]:
-    search = {"budget": 0, "drc": 1, "rt": 1, "adt": 0.3, "samples": None, "seed": 0}
+def config() -> Config:
     data = fastbcd.load("fashion-mnist-mini").first(4)
-    return run_config("run", {**search, "proposal": "uniform"}, small_net(), data=data, test=None)
+    return Config.of("bcd", {"budget": 0, "drc": 1}, small_net(), data=data, test=None)
 
 
-def tiny_run(folder: Path, config: dict[str, Any]) -> None:
+def tiny_run(folder: Path, config: Config) -> None:
     """The files of a run of three steps; a step's tensor depends on the one before."""
     with closing(RunDirectory(folder, config, "auto")) as run:
-        if run.state is None:
-            run.save(0, {"w": torch.arange(4.0)}, {})
-            w = torch.arange(4.0)
-        else:
-            w = run.state.tensors["w"]
-        for number in range(len(run.history) + 1, STEPS + 1):
-            w = w * 3 + number
+        state = run.newest()
+        if state is None:
+            state = State({"w": torch.arange(4.0)}, {}, [], done=False)
+            run.write(state)
+        for number in range(len(state.history) + 1, STEPS + 1):
+            w = state.tensors["w"] * 3 + number
             record = fastbcd.Step(
                 number=number, before=98 - number, after=97 - number, drc=1, tried=1, chosen=0,
                 accepted=True, drops={0: 0.5}, base_accuracy=50.0, base_loss=1.0,
                 chosen_accuracy=49.5, chosen_loss=float(w.sum()), engine="stacked",
             )  # fmt: skip
-            run.save(number, {"w": w}, record.as_json())
+            history = [*state.history, encode(record)]
+            state = State({"w": w}, {}, history, done=number == STEPS)
+            run.write(state)
 
 
-def points(folder: Path, config: dict[str, Any], when: str, kind: str) -> Iterator[Path]:
+def points(folder: Path, config: Config, when: str, kind: str) -> Iterator[Path]:
     """A run directory for each operation at which a run had a fault."""
     for at in count(1):
         run_dir = folder / f"{at}"

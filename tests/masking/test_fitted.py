@@ -121,9 +121,11 @@ def test_lines_are_trained_slower_than_weights() -> None:
     net, data = thinned(fastbcd.to_line(make("resnet"), images(40))), images(40)
     tune = fastbcd.Finetune(epochs=1, lr=0.01, batch_size=10, padding=1)
     tuner = fastbcd.Finetuner(net, data, tune)
-    with tuner.session():
-        tuner.epoch(0, 0.01)
-        rates = {p: group["lr"] for group in tuner.optimizer.param_groups for p in group["params"]}
+    with tuner.session() as session:
+        session.epoch(0, 0.01)
+        rates = {
+            p: group["lr"] for group in session.optimizer.param_groups for p in group["params"]
+        }
     slow = {m.coef for m in net.modules() if isinstance(m, fastbcd.MaskedLine)}
     assert all(rate == pytest.approx(0.001 if p in slow else 0.01) for p, rate in rates.items())
     assert set(net.parameters()) == set(rates)

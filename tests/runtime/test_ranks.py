@@ -71,8 +71,8 @@ def test_ranks_that_were_given_different_arguments(found) -> None:
     """Every rank names the first difference; none waits for another."""
     expected = {
         "weights": "the digest of the weights and masks is ",
-        "labels": "the digest of data.labels is ",
-        "pixels": "the digest of data.images is ",
+        "labels": "data.digest is ",
+        "pixels": "data.digest is ",
         "normalisation": "data.mean is [0.0, 0.0, 0.0] on rank 0 and [0.5, 0.5, 0.5] on",
         "test": "the digest of test.labels is ",
         "no test": "test is null on rank 0 and missing",

@@ -35,8 +35,8 @@ def test_equals_a_plain_loop(name) -> None:
         schedule.step()
     trained = fastbcd.train(net, data, seed=2, test=pair(20), **QUICK)
     assert trained.model is net
-    assert [r["lr"] for r in trained.history] == pytest.approx(rates)
-    assert all(0 <= r["test_accuracy"] <= 100 for r in trained.history)
+    assert [r.lr for r in trained.history] == pytest.approx(rates)
+    assert all(0 <= r.test_accuracy <= 100 for r in trained.history)
     for key, value in weights(net).items():
         torch.testing.assert_close(value, weights(plain)[key], rtol=1e-3, atol=1e-4)
     assert not net.training
@@ -52,10 +52,10 @@ def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, monkeypatch, ep
             fastbcd.train(net, pair(), run_dir=tmp_path, **QUICK)
     resumed = fastbcd.train(make("resnet"), pair(), run_dir=tmp_path, **QUICK)
     assert_same(weights(straight.model), weights(resumed.model))
-    assert [r["loss"] for r in straight.history] == [r["loss"] for r in resumed.history]
+    assert [r.loss for r in straight.history] == [r.loss for r in resumed.history]
     again = fastbcd.train(make("resnet"), pair(), run_dir=tmp_path, **QUICK)
     assert_same(weights(straight.model), weights(again.model))
-    with pytest.raises(ValueError, match=r"settings\.lr is 0\.05 there and 0\.1 now"):
+    with pytest.raises(ValueError, match=r"lr is 0\.05 there and 0\.1 now"):
         fastbcd.train(net, pair(), run_dir=tmp_path, **{**QUICK, "lr": 0.1})
 
 

@@ -118,7 +118,7 @@ def test_snl_trains_with_these_algorithms(gpu, fast, monkeypatch) -> None:
 
 @pytest.mark.parametrize("amp", [0, 1.0, "fp8"])
 def test_amp_is_none_of_these(amp) -> None:
-    with pytest.raises(ValueError, match="choose from None, True, False, bf16, fp16"):
+    with pytest.raises((TypeError, ValueError), match=f"amp={amp!r}"):
         Finetune(amp=amp)
 
 

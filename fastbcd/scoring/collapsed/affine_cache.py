@@ -27,7 +27,7 @@ class AffineCache:
 
     def __init__(self) -> None:
         self.limit = 0  # bytes
-        self.example: Tensor | None = None  # the first images of the data
+        self.example: Tensor | None = None  # the first images of the data, on the CPU
         self.precision = ""  # of the values
         self.clear()
 
@@ -44,6 +44,7 @@ class AffineCache:
 
     def begin(self, example: Tensor, precision: str, limit: int) -> None:
         """Store at most `limit` bytes, only of the data that begins with this example."""
+        example = example.cpu()
         same_data = self.example is not None and torch.equal(self.example, example)
         if not same_data or precision != self.precision:
             self.clear()
