@@ -12,39 +12,20 @@ from torch import Tensor
 Stats = Sequence[float] | np.ndarray | None
 DTYPES = (torch.uint8, torch.float32, torch.float64)
 HALVES = (torch.float16, torch.bfloat16)
-LAYOUTS = {"NCHW": 4, "NHWC": 4, "NHW": 3}  # and their number of dimensions
 
 
-def input_tensor(images: Any, layout: str | None) -> Tensor:
-    """uint8 or float inputs [N,C,...] from what the user has; `layout` as in from_arrays."""
+def input_tensor(images: Any) -> Tensor:
+    """Inputs [N,C,...] from what the user has; the layout of bytes is guessed by their shape."""
     if not isinstance(images, Tensor):
         images = torch.from_numpy(np.require(images, requirements=("C", "W")))
     check_values("images", images)
     if images.dtype in HALVES:
         images = images.float()
-    if images.dtype not in DTYPES:
-        raise TypeError(f"images are {images.dtype}; give uint8 (0 to 255), or normalised floats")
-    if layout is None:
-        layout = _likely_layout(images)
-    if layout != "NC..." and LAYOUTS.get(layout) != images.ndim:
-        raise ValueError(
-            f"layout is {layout!r} for images {list(images.shape)}; give 'NCHW', 'NHWC' (4 "
-            f"dimensions), 'NHW' (3) or 'NC...' (inputs of any shape, taken as they are)"
-        )
-    if layout == "NHW":
+    if images.dtype == torch.uint8 and images.ndim == 3:
         images = images.unsqueeze(1)
-    if layout == "NHWC":
+    if images.dtype == torch.uint8 and images.ndim == 4 and channels_last(images.shape[1:]):
         images = images.permute(0, 3, 1, 2)
     return images.contiguous()
-
-
-def _likely_layout(images: Tensor) -> str:
-    """The layout of bytes by their shape; that of floats is not guessed."""
-    if images.dtype == torch.uint8 and images.ndim == 3:
-        return "NHW"
-    if images.dtype == torch.uint8 and images.ndim == 4 and channels_last(images.shape[1:]):
-        return "NHWC"
-    return "NC..."
 
 
 def channels_last(shape: Sequence[int]) -> bool:

@@ -80,13 +80,14 @@ class ImageData:
 
     def __post_init__(self) -> None:
         images = self.images
-        arrays.check_values("images", images)
         if images.dtype not in arrays.DTYPES:
             raise TypeError(f"images are {images.dtype}; they must be uint8, float32 or float64")
         shape = list(images.shape)
         if len(shape) < 2 or 0 in shape[1:]:
             raise ValueError(f"images have shape {shape}, not [N,C,H,W] or [N,C,...] of at least 1")
-        count = len(images if self.rows is None else self.rows)
+        count = len(images)
+        if self.rows is not None:
+            count = len(self.rows)
         if self.labels.shape[:1] != (count,):
             raise ValueError(
                 f"labels are {self.labels.dtype} {list(self.labels.shape)} beside {count} images; "
@@ -113,19 +114,17 @@ class ImageData:
         mean: Stats = None,
         std: Stats = None,
         classes: int | None = None,
-        layout: str | None = None,
     ) -> ImageData:
         """From numpy arrays or tensors, without copying what already fits.
 
-        images: uint8 or float, [N,C,H,W] or any other [N,C,...]; uint8 [N,H,W,C] and [N,H,W] too.
-        layout: None takes uint8 [N,H,W] as images of one channel, and uint8 with only the last of
-        four dimensions 1 or 3 as [N,H,W,C]; all else stays as it is: floats [N,3,64] are signals
-        of 3 channels. "NHW", "NHWC" or "NCHW" say it for any dtype; "NC..." keeps any shape.
+        images: uint8 or float, [N,C,H,W] or any other [N,C,...]. uint8 [N,H,W] are images of one
+        channel, and uint8 with only the last of four dimensions 1 or 3 are [N,H,W,C]; all else
+        stays as it is: floats [N,3,64] are signals of 3 channels.
         labels: class indices, whole numbers [N]; or targets of another shape or dtype.
         mean, std: per channel, for (x - mean)/std, where x is uint8/255, or the floats themselves;
         0 and 1 if not given. classes: largest label + 1 if not given.
         """
-        x = arrays.input_tensor(images, layout)
+        x = arrays.input_tensor(images)
         y = target_tensor(labels).to(x.device)
         return cls(x, y, mean, std, arrays.count_classes(y, classes))  # type: ignore[arg-type]
 
@@ -151,17 +150,16 @@ class ImageData:
             if name not in stored:
                 names = ", ".join(stored) or "none"
                 raise ValueError(f"{path} has no array {name!r}; it has {names}")
+        if mean is None:
+            mean = stored.get("mean")
+        if std is None:
+            std = stored.get("std")
         try:
             targets = [target_tensor(stored[name]) for name in stored if name.endswith("labels")]
             if all(map(are_indices, targets)):
                 classes = arrays.count_classes(torch.cat(targets), classes)
-            return cls.from_arrays(
-                images=stored[f"{prefix}images"],
-                labels=stored[f"{prefix}labels"],
-                mean=stored.get("mean") if mean is None else mean,
-                std=stored.get("std") if std is None else std,
-                classes=classes,
-            )
+            images = stored[f"{prefix}images"]
+            return cls.from_arrays(images, stored[f"{prefix}labels"], mean, std, classes)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{path}, split {split!r}: {error}") from error
 
@@ -187,8 +185,10 @@ class ImageData:
         for number, (image, target) in enumerate(items):
             images[number] = image
             targets.append(target)
-        data = cls.from_arrays(images, np.stack(targets), mean, std, classes, layout="NC...")
-        return dataclasses.replace(data, ids=torch.tensor(items.positions))
+        labels = target_tensor(np.stack(targets))
+        ids = torch.tensor(items.positions)
+        count = arrays.count_classes(labels, classes)
+        return cls(torch.from_numpy(images), labels, mean, std, count, ids)  # type: ignore[arg-type]
 
     @classmethod
     def open(cls, path: str | Path) -> ImageData:
@@ -302,11 +302,6 @@ class ImageData:
         index = target_tensor(indices, "indices").to(self.device)
         if not are_indices(index):
             raise TypeError(f"indices are {index.dtype} {list(index.shape)}, not whole numbers [n]")
-        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(self):
-            raise IndexError(
-                f"indices go from {int(index.min())} to {int(index.max())}; there are {len(self)} "
-                f"samples"
-            )
         part = {"labels": self.labels[index], "ids": self.ids[index]}
         if self.path is None and self.rows is None and self.images.device == self.device:
             part["images"] = self.images[index]
@@ -319,7 +314,9 @@ class ImageData:
     def _rows(self, positions: Tensor) -> Tensor:
         """Where in `images` these samples lie."""
         positions = positions.to(self.images.device)
-        return positions if self.rows is None else self.rows[positions]
+        if self.rows is None:
+            return positions
+        return self.rows[positions]
 
     def _take(self, positions: Tensor) -> Tensor:
         """The images of these samples, on the data's device."""
@@ -345,7 +342,8 @@ class ImageData:
         return (self._batch(slice(start, start + batch_size), **options) for start in starts)
 
     def _batch(self, part: slice, **options: Any) -> tuple[Tensor, Tensor]:
-        images = self.images[part] if self.rows is None else self.images[self.rows[part]]
+        images = self.images
+        images = images[part] if self.rows is None else images[self.rows[part]]
         return self.normalise(self._deliver(images), **options), self.labels[part]
 
     # ------------------------------------------------------------------ views
@@ -365,16 +363,16 @@ class ImageData:
         check_whole("padding", padding, 0)
         if not padding and not flip:
             return
-        inputs = [len(self), *self.images.shape[1:]]
-        targets = list(self.labels.shape)
-        problem = None
-        if len(inputs) != 4:
+        _, *size = self.images.shape[1:]
+        problem = ""
+        if len(size) != 2:
+            inputs = [len(self), *self.images.shape[1:]]
             problem = f"is for images [N,C,H,W]; these inputs are {inputs}"
-        elif len(targets) > 2:
-            problem = f"would move the images but not their targets {targets}"
-        elif padding > max(inputs[2:]):  # the crop would be empty
-            problem = f"is larger than the images, {inputs[2]}×{inputs[3]}"
-        if problem is not None:
+        elif self.labels.ndim > 2:
+            problem = f"would move the images but not their targets {list(self.labels.shape)}"
+        elif padding > max(size):  # the crop would be empty
+            problem = f"is larger than the images, {size[0]}×{size[1]}"
+        if problem:
             raise ValueError(f"padding={padding}, flip={flip} {problem}: use padding=0, flip=False")
 
     def view_count(self, padding: int) -> int:
@@ -402,14 +400,6 @@ class ImageData:
         Equivalent to RandomCrop((H, W), padding) and a flip on the raw image, then normalising.
         options: memory_format and dtype, as for `normalise`.
         """
-        last = self.view_count(padding) - 1 if self.images.ndim == 4 else 0
-        # On a GPU the check would wait for the device; train_batches makes only valid ids.
-        checked = view_ids.device.type == "cpu" and len(view_ids) > 0
-        if checked and not 0 <= int(view_ids.min()) <= int(view_ids.max()) <= last:
-            raise ValueError(
-                f"view_ids go from {int(view_ids.min())} to {int(view_ids.max())}; padding "
-                f"{padding} gives 0 to {last}"
-            )
         return self.normalise(self._cropped(indices, view_ids, padding), **options)
 
     def _cropped(self, positions: Tensor, view_ids: Tensor, padding: int) -> Tensor:
@@ -423,7 +413,8 @@ class ImageData:
         count = len(self)
         sizes = [min(batch_size, count - start) for start in range(0, count, batch_size)]
         if len(sizes) > 1 and sizes[-1] < smallest:
-            sizes[-2:] = [sum(sizes[-2:])]
+            last = sizes.pop()
+            sizes[-1] += last
         return sizes
 
     def train_batches(

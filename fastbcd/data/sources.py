@@ -116,4 +116,4 @@ def _known(name: str, split: str, root: Path, download: bool) -> ImageData:
     if name == "tiny-imagenet":
         return ImageData.from_dataset(TinyImageNet(root, split), mean, std, classes)
     images, labels = read_cifar(name, root, split, download)
-    return ImageData.from_arrays(images, labels, mean, std, classes, "NHWC")
+    return ImageData.from_arrays(images, labels, mean, std, classes)

@@ -22,21 +22,19 @@ class TinyImageNet(Dataset):
         folder = root
         if (root / "tiny-imagenet-200").is_dir():
             folder = root / "tiny-imagenet-200"
-        names = sorted(path.name for path in folder.glob("train/n*"))
-        labels = {name: label for label, name in enumerate(names)}
         try:
-            if split == "train":
-                self.files = _train_files(folder, labels)
-            else:
-                self.files = _val_files(folder, labels)
             self.pil: Any = importlib.import_module("PIL.Image")
-        except (OSError, ValueError, KeyError) as error:
+        except ImportError as error:
+            raise ImportError("JPEG files need Pillow: pip install 'fastbcd[vision]'") from error
+        try:
+            names = sorted(path.name for path in folder.glob("train/n*"))
+            files = _train_files(folder) if split == "train" else _val_files(folder)
+            self.files = [(path, names.index(name)) for path, name in files]
+        except (OSError, ValueError) as error:
             raise FileNotFoundError(
                 f"there is no whole Tiny ImageNet in {folder} ({error}): unpack {HOME} and give "
                 f"the folder tiny-imagenet-200 unchanged"
             ) from error
-        except ImportError as error:
-            raise ImportError("JPEG files need Pillow: pip install 'fastbcd[vision]'") from error
 
     def __len__(self) -> int:
         return len(self.files)
@@ -50,19 +48,16 @@ class TinyImageNet(Dataset):
             raise ValueError(f"{path} cannot be decoded ({error}); unpack it again") from error
 
 
-def _train_files(folder: Path, labels: dict[str, int]) -> list[tuple[Path, int]]:
-    ranked = []
-    for name, label in labels.items():
-        files = sorted(folder.glob(f"train/{name}/images/*.JPEG"))
-        ranked += [(rank, label, path) for rank, path in enumerate(files)]
-    if not ranked:
+def _train_files(folder: Path) -> list[tuple[Path, str]]:
+    """Each image, such as train/n01443537/images/n01443537_7.JPEG, and the name of its class."""
+    files = [(path, path.parts[-3]) for path in folder.glob("train/n*/images/*.JPEG")]
+    if not files:
         raise ValueError("train/n*/images/*.JPEG is missing")
-    return [(path, label) for _, label, path in sorted(ranked)]
+    return sorted(files, key=lambda file: (file[0].stem.partition("_")[2], file[1]))
 
 
-def _val_files(folder: Path, labels: dict[str, int]) -> list[tuple[Path, int]]:
-    files = []
-    for line in (folder / "val" / "val_annotations.txt").read_text().splitlines():
-        name, wnid, *_ = line.split("\t")
-        files.append((folder / "val" / "images" / name, labels[wnid]))
-    return files
+def _val_files(folder: Path) -> list[tuple[Path, str]]:
+    """Each image and the name of its class, from lines of the two and further columns."""
+    lines = (folder / "val" / "val_annotations.txt").read_text().splitlines()
+    rows = (line.split("\t")[:2] for line in lines)
+    return [(folder / "val" / "images" / image, name) for image, name in rows]

@@ -33,11 +33,8 @@ def test_array_layouts(kind):
     assert first.labels.dtype == torch.int64
     grey = ImageData.from_arrays(kind(x[:, 0]), y)
     assert torch.equal(grey.images, first.images[:, :1])
-    # 3×3 images with their channels last need layout=.
     square = kind(x[:, :, :3, :3].copy())
     assert torch.equal(ImageData.from_arrays(square, y).images, torch.as_tensor(square))
-    swapped = ImageData.from_arrays(square, y, layout="NHWC").images
-    assert torch.equal(swapped, torch.as_tensor(square).permute(0, 3, 1, 2))
     # The layout of floats is not guessed.
     assert (
         ImageData.from_arrays(kind(np.zeros((2, 8, 3, 3), np.float32)), y[:2]).images.shape[1] == 8
@@ -104,18 +101,16 @@ X = np.zeros((3, 3, 4, 4), np.uint8)
         (X, torch.zeros(3, dtype=torch.complex64), {}, "labels are torch.complex64; .* real"),
         (X, torch.zeros(3), {"classes": 2}, r"float32 \[3\], not class indices, .*classes=2 must"),
         (X, torch.tensor(3), {}, r"labels are torch.int64 \[\] beside 3 images"),
-        (X.astype(np.int64), [0, 1, 2], {}, "images are torch.int64; give uint8"),
+        (X.astype(np.int64), [0, 1, 2], {}, "images are torch.int64; they must be uint8"),
         (X[:, 0, 0, 0], [0, 1, 2], {}, r"images have shape \[3\], not \[N,C,H,W\]"),
-        (X, [0, 1, 2], {"layout": "NHW"}, r"layout is 'NHW' for images \[3, 3, 4, 4\]"),
         (X, [0, 1, 2], {"mean": (0.5,)}, "mean has 1 values for 3 channels"),
         (X, [0, 1, 2], {"std": (0.1, 0.0, 1.0)}, r"std is \(0.1, 0.0, 1.0\); .* above 0"),
         (X, [0, 1, 2], {"mean": (0.1, float("nan"), 1.0)}, "mean is .*finite"),
-        (X, [0, 1, 2], {"layout": "HWCN"}, "layout is 'HWCN'"),
         (X, [0, 1, 2], {"mean": "x"}, "mean='x'; it must have a number for each channel"),
         (X, [0, 1, 2], {"std": 3}, "std has 1 values for 3 channels"),
         (X, [0, 1, 2], {"classes": 10**70}, "classes=1000.*at most"),
         (X, [0, 1, 2], {"classes": 2.5}, "classes=2.5; it must be a whole number"),
-        (X[:, :, :0], [0, 1, 2], {"layout": "NCHW"}, r"shape \[3, 3, 0, 4\], not .*at least 1"),
+        (X[:, :, :0], [0, 1, 2], {}, r"shape \[3, 3, 0, 4\], not .*at least 1"),
         (
             torch.zeros(3, 3, 4, 4, device="meta"),
             [0, 1, 2],
@@ -296,15 +291,11 @@ def test_bytes_of_any_shape_are_normalised_per_channel():
     torch.testing.assert_close(next(flat.batches(4))[0], (x.flatten(1) / 255 - 0.5) / 0.1)
 
 
-def test_grey_images_are_bytes_or_stated():
+def test_grey_images_are_bytes():
     grey = RAW.images[:, 0]
     assert as_data((grey, RAW.labels)).images.shape == (12, 1, 6, 5)
     assert as_data(Items(grey, RAW.labels)).images.shape == (12, 1, 6, 5)
     assert as_data((grey / 255, RAW.labels)).images.shape == (12, 6, 5)
-    for images in (grey, grey / 255):
-        assert ImageData.from_arrays(images, RAW.labels, layout="NHW").images.shape[1:] == (1, 6, 5)
-        kept = ImageData.from_arrays(images, RAW.labels, layout="NC...")
-        assert kept.images.shape[1:] == (6, 5)
     net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(24, 4))
     with pytest.raises(ValueError, match=r"images of shape \[6, 5\].*images.unsqueeze\(1\)"):
         fastbcd.accuracy(net, (grey / 255, RAW.labels))
@@ -354,8 +345,6 @@ def test_crops_and_flips_are_for_images():
         signals.train_batches(2, **epoch, padding=0)
     with pytest.raises(ValueError, match=r"padding=4, flip=False is for images"):
         signals.train_batches(2, **epoch, flip=False)
-    with pytest.raises(ValueError, match="view_ids go from 1 to 1; padding 0 gives 0 to 0"):
-        signals.views(torch.tensor([0]), torch.tensor([1]), padding=0)
     maps = as_data((RAW.images, TARGETS["maps"]))
     with pytest.raises(ValueError, match=r"but not their targets \[12, 6, 5\]: use padding=0"):
         maps.train_batches(2, **epoch)

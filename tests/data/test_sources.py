@@ -220,7 +220,7 @@ DAMAGES = {
     "no whole Tiny ImageNet.*val_annotations.txt": lambda tiny: (
         tiny / "val" / "val_annotations.txt"
     ).unlink(),
-    "no whole Tiny ImageNet.*n77": lambda tiny: (tiny / "val" / "val_annotations.txt").write_text(
+    "no whole Tiny ImageNet.*'n77'": lambda tiny: (tiny / "val" / "val_annotations.txt").write_text(
         "val_0.JPEG\tn77\n"
     ),
     "no whole Tiny ImageNet.*not enough values": lambda tiny: (

@@ -111,7 +111,7 @@ def test_bcd_beside_a_small_gpu_goes_as_on_the_cpu() -> None:
     tune = Finetune(epochs=1, padding=1, batch_size=100, amp=False)
     options = {"drc": 5, "rt": 2, "finetune": tune}
     expected = fastbcd.bcd(make("mlp"), data, 40, teacher=make("mlp"), **options)
-    with fake_cuda.device(memory=int(0.9 * data.images.nbytes)):
+    with fake_cuda.device(memory=int(1.2 * data.images.nbytes)):
         net = make("mlp").cuda()
         assert data_for(net, data).images.device.type == "cpu"
         run = fastbcd.bcd(net, data, 40, teacher=make("mlp").cuda(), **options)
@@ -139,9 +139,9 @@ def test_a_run_on_mapped_images_is_that_on_images_in_memory(tmp_path) -> None:
     assert [step.images for step in memory.history] == [step.images for step in other.history]
 
 
-def test_imagenet_takes_constant_memory(tmp_path) -> None:
-    """193 GB of images, as a file of holes: only those of the batches are read."""
-    count = 1_281_167
+def test_large_data_takes_constant_memory(tmp_path) -> None:
+    """30 GB of images, as a file of holes: only those of the batches are read."""
+    count = 200_000
     with open(tmp_path / "images.bin", "wb") as file:
         file.truncate(count * 3 * 224 * 224)
     arrays = {
@@ -154,8 +154,8 @@ def test_imagenet_takes_constant_memory(tmp_path) -> None:
     save_file(arrays, tmp_path / "meta.safetensors", notes)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     data = ImageData.open(tmp_path)
-    assert repr(data) == "ImageData(1281167 × 3×224×224 uint8, 1000 classes, cpu)"
-    for part in (data.first(10**6).shard(1, 2), data.subset(torch.randperm(count))):
+    assert repr(data) == "ImageData(200000 × 3×224×224 uint8, 1000 classes, cpu)"
+    for part in (data.first(10**5).shard(1, 2), data.subset(torch.randperm(count))):
         assert len(next(part.batches(100))[1]) == 100
         assert len(next(part.train_batches(100, **EPOCH))[1]) == 100
         assert len(part.identity(50)["images"]) < 102
