@@ -16,8 +16,8 @@ change any more (25 epochs of 5,000 images, λ = 200: 103,375 of 188,416 bits ar
 from __future__ import annotations
 
 import math
-import os
-from types import SimpleNamespace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,54 +25,58 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastbcd import ops
-from fastbcd.descent.budget import limits_of
-from fastbcd.descent.limits import counts_of
+from fastbcd.descent.budget import Budget
 from fastbcd.masking.activations import MaskedPoly
 from fastbcd.masking.fitted import to_poly
-from fastbcd.masking.masks import MaskSet, mask_modules, masks
-from fastbcd.private.target import Target
+from fastbcd.masking.masks import MaskSet, mask_modules
+from fastbcd.masking.twin import twin
+from fastbcd.runs.step import Epoch
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
-from fastbcd.runtime.validate import check_number, check_whole
-from fastbcd.starts.mask_training import Method, StartingPoint, channels_last, train_masks
+from fastbcd.runtime.settings import setting, with_settings
+from fastbcd.starts.mask_training import StartingPoint, train_masks
+from fastbcd.starts.method import ADAM, MaskTraining, Method, channels_last
 from fastbcd.training.loop import Session, Trainer
 from fastbcd.training.precision import training_dtype
 from fastbcd.training.rates import cosine
-from fastbcd.training.settings import Finetune
 
 REFRESH, EVERY = 500, 10  # quadratics are refitted every 10th of the first 500 iterations
 CALIBRATION = 8  # batches for their first statistics
-SLACK = 1.01  # a final count above this multiple of the budget is reported
+MOMENTUM = 0.1  # of the statistics after them
 # λ by budget, as published for ResNet18 on CIFAR-100; above the last budget: 40
 PUBLISHED_LAMBDA = {6_000: 200.0, 9_000: 140.0, 12_900: 80.0, 15_000: 60.0}
 
 
-def autorep(
-    net: nn.Module, data: Any, budget: int | Target, *, teacher: nn.Module | None = None,
-    test: Any = None, epochs: int = 200, lr: float = 1e-3, lr_end: float = 1e-5,
-    penalty: float | None = None,
-    threshold: float = 0.003, batch_size: int = 128, finetune: Finetune | None = None,
-    paper_quirks: bool = False, scale_x2: float = 0.1, seed: int = 0,
-    run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
-    progress: bool = False,
-) -> StartingPoint:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class AutoRepSettings(MaskTraining):
+    """The settings of `autorep`; the defaults are the published values, without a fine-tune."""
+
+    epochs: int = setting(200, "of the mask training", least=0)
+    lr: float = setting(1e-3, "learning rate at the start of it", above=0)
+    lr_end: float = setting(1e-5, "learning rate at its end, on a cosine", least=0)
+    penalty: float | None = setting(
+        None, "λ of the density; None: the published one for this budget", least=0
+    )
+    threshold: float = setting(0.003, "of the hysteresis", least=0)
+    paper_quirks: bool = setting(
+        False, "start the quadratics as the authors' code does, see `dapa`"
+    )
+    scale_x2: float = setting(
+        0.1, "s above (the authors': 0.1 on CIFAR); the c2 of the result is s·c2", least=0
+    )
+
+
+@with_settings(AutoRepSettings)
+def autorep(net: nn.Module, data: Any, budget: int | Budget, **settings: Any) -> StartingPoint:
     """Replace ReLUs by quadratics until exactly `budget` are kept.
 
     Args:
-        budget: ReLUs to keep, or a `private.Target`. The training then aims at the number of ReLUs
-            that it has room for, and those with the largest aux that meet it are kept.
         net: one with polynomial sites is trained in place. One with other sites is not
             changed, and `to_poly(net)` is trained. Removed ReLUs stay removed; frozen modules
             stay frozen, see `Finetuner`.
-        teacher: for the distillation; None: the net as it is given.
-        epochs, lr, lr_end: Adam, its learning rate on a cosine from lr to lr_end.
-        penalty: λ of the density; None: the published one for this budget.
-        threshold: of the hysteresis.
-        finetune: after the masks are fixed; None: no fine-tune, as published. Its crops, flips,
-            temperature, distillation weight and mixed precision are also those of the training.
-        paper_quirks: start the quadratics as the authors' code does, see `dapa`.
-        scale_x2: s above (the authors': 0.1 on CIFAR). The c2 of the result is s·c2.
-        run_dir, resume, progress: as in `snl`.
+        data: the train set, as in `bcd`.
+        budget: ReLUs to keep, or a `private.Target`. The training then aims at the number of ReLUs
+            that it has room for, and those with the largest aux that meet it are kept.
 
     Of the units whose bit is on at the end, the `budget` with the largest aux are kept; if there
     are fewer, those whose bit is off follow, again by aux.
@@ -83,19 +87,7 @@ def autorep(
     >>> start.masks.count(), start.model[2]
     (2, MaskedPoly((6,), 2 kept))
     """
-    given = dict(locals())
-    if isinstance(budget, Target):
-        given["net"] = net = Replacement.prepare(net)
-        count = limits_of(budget, net).room(counts_of(masks(net)))
-    else:
-        check_whole("budget", count := budget, 0)
-    published = (value for most, value in PUBLISHED_LAMBDA.items() if count <= most)
-    given["penalty"] = next(published, 40.0) if penalty is None else penalty
-    check_whole("epochs", epochs, 0)
-    check_number("lr", lr, 0, strictly=True)
-    for name in ("lr_end", "penalty", "threshold", "scale_x2"):
-        check_number(name, given[name], 0)
-    return train_masks(Replacement, given)
+    return train_masks(Replacement, net, data, budget, AutoRepSettings(**settings))
 
 
 def dapa(mean: Tensor, var: Tensor, paper_quirks: bool = False) -> Tensor:
@@ -111,51 +103,46 @@ def dapa(mean: Tensor, var: Tensor, paper_quirks: bool = False) -> Tensor:
     >>> dapa(torch.zeros(1), torch.ones(1)).flatten()
     tensor([0.1995, 0.5000, 0.1995])
     """
-    s = var.clamp(min=0.5) if paper_quirks else var.sqrt().clamp(min=1e-4)
+    s = var.sqrt().clamp(min=1e-4)
+    if paper_quirks:
+        s = var.clamp(min=0.5)
     t = mean / s
     density = torch.exp(-t * t / 2) / math.sqrt(2 * math.pi)
     c2 = density / (2 * s)
     c1 = torch.special.ndtr(t) - t * density
     c0 = density * (s * s + mean * mean) / (2 * s)
-    return torch.stack([c0 / 5, c1, c2 / 10] if paper_quirks else [c0, c1, c2])
+    if paper_quirks:
+        return torch.stack([c0 / 5, c1, c2 / 10])
+    return torch.stack([c0, c1, c2])
 
 
 class IndicatorPoly(MaskedPoly):
     """`MaskedPoly` whose bits follow `aux` [*shape]: on above the threshold, off below minus it.
 
-    Bits change in `follow` only, not in a forward pass. While `measuring`, the mean and variance
+    Bits change in `follow` only, not in a forward pass. With a `momentum`, the mean and variance
     of x per channel are tracked as in a batch norm. The last row of its own `coef` times scale_x2
     is c2.
     """
 
-    mean: Tensor
-    var: Tensor
     allowed: Tensor
+    statistics: Tensor
     scale: Tensor
-    measuring = False
-    momentum = 0.1  # of the statistics
+    momentum = 0.0
 
     def __init__(self, poly: MaskedPoly, aux: Tensor, scale_x2: float = 1.0) -> None:
         super().__init__(tuple(poly.mask.shape), device=poly.mask.device)
-        start = poly.coef.detach()
-        self.coef = nn.Parameter(start.clone(), requires_grad=poly.coef.requires_grad)
-        scale = torch.tensor([1.0, 1.0, scale_x2], dtype=start.dtype, device=start.device)
-        self.register_buffer("scale", scale.unsqueeze(1), persistent=False)
+        self.coef = nn.Parameter(poly.coef.detach().clone(), poly.coef.requires_grad)
         self.mask = channels_last(poly.mask.bool())
         self.aux = nn.Parameter(channels_last(aux).to(self.mask.device))
         self.register_buffer("allowed", self.mask.clone())
-        self.register_buffer("mean", torch.zeros_like(self.coef[0].detach()))
-        self.register_buffer("var", torch.ones_like(self.coef[0].detach()))
+        self.register_buffer("statistics", torch.zeros_like(self.coef[:2].detach()))
+        scale = self.coef.new_tensor([1.0, 1.0, scale_x2]).unsqueeze(1)
+        self.register_buffer("scale", scale, persistent=False)
 
     def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The activation of x + residual, [B, *shape]."""
-        if self.measuring:
-            with torch.no_grad():
-                seen = (x if residual is None else x + residual).to(self.mean.dtype)
-                dims = [d for d in range(x.ndim) if d != 1]
-                var, mean = torch.var_mean(seen, dims, correction=0)
-                self.mean.lerp_(mean, self.momentum)
-                self.var.lerp_(var, self.momentum)
+        if self.momentum:
+            self._measure(x if residual is None else x + residual)
         return ops.indicator_poly(x, self.mask, self.coefficients(), self.aux, residual=residual)
 
     def coefficients(self) -> Tensor:
@@ -167,6 +154,13 @@ class IndicatorPoly(MaskedPoly):
         """m ← m·[aux > -threshold] + (1 - m)·[aux > threshold]; removed units stay removed."""
         on = torch.where(self.mask, self.aux > -threshold, self.aux > threshold)
         self.mask.copy_(on & self.allowed)
+
+    @torch.no_grad()
+    def _measure(self, x: Tensor) -> None:
+        """Mean and variance of each channel, [2, C]."""
+        other = [d for d in range(x.ndim) if d != 1]
+        var, mean = torch.var_mean(x.to(self.statistics.dtype), other, correction=0)
+        self.statistics.lerp_(torch.stack([mean, var]), self.momentum)
 
 
 def count_on(act: IndicatorPoly) -> Tensor:
@@ -185,77 +179,86 @@ class Replacement(Method):
     """AutoReP's mask training."""
 
     name = "autorep"
+    optimizer = ADAM
+    advice = "increase epochs or penalty"
+    slack = 1.01
+    settings: AutoRepSettings
 
-    @staticmethod
-    def prepare(net: nn.Module) -> nn.Module:
-        poly = all(isinstance(act, MaskedPoly) for act in mask_modules(net).values())
-        return net if poly else to_poly(net)
+    @classmethod
+    def prepare(cls, net: nn.Module, settings: AutoRepSettings) -> nn.Module:
+        if all(isinstance(act, MaskedPoly) for act in mask_modules(net).values()):
+            return net
+        return to_poly(net)
 
-    def __init__(self, net: nn.Module, s: SimpleNamespace) -> None:
-        dtype, generator = training_dtype(net), torch.Generator().manual_seed(s.seed)
+    def trained_net(self) -> nn.Module:
+        dtype = training_dtype(self.net)
+        generator = torch.Generator().manual_seed(self.settings.seed)
 
         def indicator(act: MaskedPoly) -> IndicatorPoly:
             aux = torch.rand(act.mask.shape, generator=generator).to(dtype)
-            return IndicatorPoly(act, aux, s.scale_x2)
+            return IndicatorPoly(act, aux, self.settings.scale_x2)
 
-        super().__init__(net, s, indicator)
-        self.polys: list[Any] = list(mask_modules(net).values())
+        return twin(self.net, indicator)
 
-    def epoch(self, session: Session, epoch: int, bar: Any) -> dict[str, Any]:
+    def begin(self) -> None:
+        published = [value for most, value in PUBLISHED_LAMBDA.items() if self.budget <= most]
+        self.penalty = [*published, 40.0][0]
+        if self.settings.penalty is not None:
+            self.penalty = self.settings.penalty
+
+    def train(self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any) -> None:
+        epoch = len(history)
+        s = self.settings
         if epoch == 0:
             self._calibrate(session.trainer)
-        lr = cosine(self.s.lr, epoch, self.s.epochs, self.s.lr_end)
-        loss = session.epoch(
-            epoch, lr, penalty=self._penalty, before_batch=self._before_batch, bar=bar
+        record.lr = cosine(s.lr, epoch, s.epochs, s.lr_end)
+        record.notes["lambda"] = self.penalty
+        record.loss = session.epoch(
+            epoch, record.lr, penalty=self._penalty, before_batch=self._before_batch, bar=bar
         )
-        for act in self.acts:
-            act.measuring = False
-            act.follow(self.s.threshold)
-        return {"count": int(self.bits().sum()), "lambda": self.s.penalty, "lr": lr, "loss": loss}
+        self._follow(momentum=0.0)
+
+    def values(self) -> Tensor:
+        return self.gather("aux")
 
     @torch.no_grad()
-    def decide(self, history: list[dict[str, Any]]) -> MaskSet:
-        for poly, act in zip(self.polys, self.acts, strict=True):
-            poly.coef.copy_(act.coefficients())
-        aux, on = self.gather("aux").double(), self.bits()
-        if (count := int(on.sum())) > SLACK * self.s.budget:
-            then = "only those with the largest aux are kept. Increase epochs or penalty"
-            self.warn_above(history, f"{count:,} bits are on", then)
-        span = aux.max() - aux.min() + 1
-        return self.largest(aux + span * on)
+    def decide(self) -> MaskSet:
+        for poly, act in zip(mask_modules(self.net).values(), self.acts, strict=True):
+            poly.get_parameter("coef").copy_(act.coefficients())
+        return super().decide()
 
     def _penalty(self) -> Tensor:
         """λ·relu(density - target), density the share of units whose ReLU is on."""
         total = self.start.total
         density = torch.stack([count_on(act) for act in self.acts]).sum() / total
-        return self.s.penalty * torch.relu(density - self.s.budget / total)
+        return self.penalty * torch.relu(density - self.budget / total)
 
     def _before_batch(self, iteration: int) -> None:
-        for act in self.acts:
-            act.follow(self.s.threshold)
-            act.measuring = iteration < REFRESH
+        self._follow(momentum=MOMENTUM if iteration < REFRESH else 0.0)
         if iteration % EVERY == 0 and 0 < iteration < REFRESH:
             self._refresh()
+
+    def _follow(self, momentum: float) -> None:
+        for act in self.acts:
+            act.follow(self.settings.threshold)
+            act.momentum = momentum
 
     @torch.no_grad()
     def _refresh(self) -> None:
         """Fit the quadratics to the current statistics, averaged over the ranks in one buffer."""
-        mine = torch.cat([t for act in self.acts for t in (act.mean, act.var)])
-        parts = (ranks.all_sum(mine) / ranks.world()).split([2 * len(a.mean) for a in self.acts])
-        for act, part in zip(self.acts, parts, strict=True):
-            mean, var = part.view(2, -1)
-            act.coef.copy_(dapa(mean, var, self.s.paper_quirks))
+        mine = torch.cat([act.statistics for act in self.acts], 1)
+        means = (ranks.all_sum(mine) / ranks.world()).split([a.mask.shape[0] for a in self.acts], 1)
+        for act, (mean, var) in zip(self.acts, means, strict=True):
+            act.coef.copy_(dapa(mean, var, self.settings.paper_quirks))
 
     @torch.no_grad()
     def _calibrate(self, trainer: Trainer) -> None:
         """Measure the first statistics in eval mode, and fit the quadratics to them."""
-        data, batch_size = trainer.data, trainer.settings.batch_size
-        some = data.first(min(len(data), CALIBRATION * batch_size))
+        batch_size = trainer.settings.batch_size
+        images = self.data.first(min(len(self.data), CALIBRATION * batch_size))
         with eval_mode(self.model):
-            for number, (x, _) in enumerate(some.batches(batch_size, dtype=trainer.dtype)):
+            for number, (x, _) in enumerate(images.batches(batch_size, dtype=trainer.dtype)):
                 for act in self.acts:
-                    act.measuring, act.momentum = True, 1 / (number + 1)
+                    act.momentum = 1 / (number + 1)
                 self.model(x)
-        for act in self.acts:
-            act.measuring, act.momentum = False, IndicatorPoly.momentum
         self._refresh()

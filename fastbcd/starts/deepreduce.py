@@ -31,73 +31,68 @@ epochs, and the one with the highest accuracy on the train set is trained for th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from types import SimpleNamespace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from fastbcd.descent.budget import Budget
 from fastbcd.descent.proposals import ranking
 from fastbcd.descent.saliency import saliency
 from fastbcd.masking.masks import MaskSet, Site, masks, set_masks
-from fastbcd.private.target import Target
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.runtime.validate import check_number, check_whole
+from fastbcd.runs.step import Epoch
+from fastbcd.runtime.settings import setting, with_settings
 from fastbcd.scoring.accuracy import accuracy
-from fastbcd.starts.mask_training import Method, StartingPoint, only_identity, train_masks
+from fastbcd.starts.mask_training import StartingPoint, train_masks
+from fastbcd.starts.method import MaskTraining, Method
 from fastbcd.training.loop import Session
 from fastbcd.training.rates import cosine
-from fastbcd.training.settings import Finetune
 
 
-def deepreduce(
-    net: nn.Module, data: Any, budget: int | Target, *, teacher: nn.Module | None = None,
-    test: Any = None, epochs: int = 200, trial_epochs: int = 10, lr: float = 0.01,
-    discount: float = 0.07, batch_size: int = 128, finetune: Finetune | None = None, seed: int = 0,
-    run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
-    progress: bool = False,
-) -> StartingPoint:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class DeepReduceSettings(MaskTraining):
+    """The settings of `deepreduce`."""
+
+    epochs: int = setting(
+        200,
+        "of all trainings together. The result is trained for those that are left by the trials: "
+        "one for each of D stages, and up to 2·D for candidates",
+        least=1,
+    )
+    trial_epochs: int = setting(10, "of each trial", least=1)
+    lr: float = setting(0.01, "at the start of each training; it falls to 0 on a cosine", above=0)
+    discount: float = setting(
+        0.07, "w, the power of the number of ReLUs in the criticality", least=0
+    )
+
+
+@with_settings(DeepReduceSettings)
+def deepreduce(net: nn.Module, data: Any, budget: int | Budget, **settings: Any) -> StartingPoint:
     """Linearise whole layers and channels of the net, in place, down to exactly `budget` ReLUs.
 
     Args:
         net: with `MaskedReLU` sites. Removed ReLUs stay removed; frozen modules stay frozen, see
             `Finetuner`.
+        data: the train set, as in `bcd`.
         budget: ReLUs to keep, or a `private.Target`.
-        teacher: for the distillation; None: the net as it is given.
-        epochs: of all trainings together. The result is trained for those that are left by the
-            trials: one for each of D stages, and up to 2·D for candidates.
-        trial_epochs: of each trial.
-        lr: at the start of each training; it falls to 0 on a cosine.
-        discount: w, the power of the number of ReLUs in the criticality.
-        finetune: a further training of the result; None: none. Its optimizer, crops, flips,
-            temperature, distillation weight and mixed precision are those of all trainings.
-        run_dir, resume, progress: as in `snl`.
 
-    Each record of the history has the name of its training, `training`; the last one of a trial
-    also `train_accuracy`, and `criticality` if it is a stage's.
+    A record of the history has the name of its training in its notes, "training"; the last one of a
+    trial also "train_accuracy", and "criticality" if it is a stage's. A fine-tune is a further
+    training of the result.
 
     >>> net = nn.Sequential(
     ...     nn.Flatten(), nn.Linear(16, 8), fastbcd.MaskedReLU(8), nn.Linear(8, 6),
     ...     fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 4, 4), torch.arange(50) % 3
     >>> start = deepreduce(net, data, 3, epochs=7, trial_epochs=1)
-    >>> start.masks.count(), [record["training"] for record in start.history][:2]
+    >>> start.masks.count(), [record.notes["training"] for record in start.history][:2]
     (3, ['stage 1 alone', 'stage 2 alone'])
     """
-    given = dict(locals())
-    check_whole("trial_epochs", trial_epochs, 1)
-    check_whole("epochs", epochs, 1)
-    check_number("lr", lr, 0, strictly=True)
-    check_number("discount", discount, 0)
-    if isinstance(net, nn.Module) and epochs <= 3 * trial_epochs * (d := len(stages(masks(net)))):
-        raise ValueError(
-            f"epochs={epochs}; up to {3 * d} trials of {trial_epochs} epochs each, for {d} stages, "
-            f"must leave some: increase epochs or reduce trial_epochs"
-        )
-    return train_masks(Reduction, given)
+    return train_masks(Reduction, net, data, budget, DeepReduceSettings(**settings))
 
 
 def stages(m: MaskSet) -> list[list[Site]]:
@@ -139,22 +134,22 @@ def candidates(m: MaskSet, order: Sequence[int], scores: Tensor, budget: int) ->
     order: the numbers of the stages, the least critical first. Equal masks are listed once.
 
     >>> m = MaskSet.full({"a": (4, 2, 2), "b": (4, 2, 2), "c": (8,)})
-    >>> for name, found in candidates(m, [0, 1], torch.rand(40), 8).items():
-    ...     print(name, found.counts())
+    >>> for name, kept in candidates(m, [0, 1], torch.rand(40), 8).items():
+    ...     print(name, kept.counts())
     0 stages culled {'a': 3, 'b': 3, 'c': 2}
     0 stages culled, thinned {'a': 5, 'b': 0, 'c': 3}
     1 stages culled {'a': 0, 'b': 0, 'c': 8}
     """
-    found: dict[str, MaskSet] = {}
+    listed: dict[str, MaskSet] = {}
     for culled in range(len(order)):
         left = [stage for k, stage in enumerate(stages(m)) if k not in order[:culled]]
         for thinning, step in (("", 1), (", thinned", 2)):
             coarse = only(m, (site for stage in left for site in stage[::step]))
             if coarse.count() >= budget:
                 fine = reshaped(coarse, scores, budget)
-                if fine not in found.values():
-                    found[f"{culled} stages culled{thinning}"] = fine
-    return found or {"nothing culled": m.copy()}
+                if fine not in listed.values():
+                    listed[f"{culled} stages culled{thinning}"] = fine
+    return listed or {"nothing culled": m.copy()}
 
 
 def reshaped(m: MaskSet, scores: Tensor, budget: int) -> MaskSet:
@@ -166,24 +161,32 @@ def reshaped(m: MaskSet, scores: Tensor, budget: int) -> MaskSet:
     >>> reshaped(m, torch.tensor([1.0, 1, 1, 0, 9, 0, 1, 2]), 4).bits.int().tolist()
     [0, 0, 0, 1, 1, 1, 0, 1]
     """
-    sizes, total = torch.tensor(list(m.counts().values())), max(m.count(), 1)
-    quotas = sizes * budget // total
-    most = torch.sort(sizes * budget % total, descending=True, stable=True).indices
-    quotas[most[: budget - int(quotas.sum())]] += 1
+    shares = torch.tensor(list(m.counts().values())) * budget
+    total = max(m.count(), 1)
+    quotas = shares // total
+    remainders = torch.sort(shares % total, descending=True, stable=True).indices
+    quotas[remainders[: budget - int(quotas.sum())]] += 1
     bits = torch.zeros_like(m.bits)
     for site, kept, quota in zip(m.sites, m.split(), quotas.tolist(), strict=True):
-        kept = kept.reshape(site.shape[0], -1)
-        own = scores[site.start : site.start + site.numel].double().view_as(kept)
-        means = own.where(kept, 0).sum(1) / kept.sum(1).clamp(min=1)
-        place = ranking(means, torch.ones_like(means, dtype=torch.bool)).argsort()
-        ids = ranking(own.flatten(), kept.flatten()).flip(0)  # the largest score first
-        channel = place[ids // kept.shape[1]]
-        ids = ids[torch.sort(channel, descending=True, stable=True).indices]
-        bits[site.start + ids[:quota]] = True
+        values = scores[site.start : site.start + site.numel].view(site.shape)
+        bits[site.start + by_channel(values, kept)[:quota]] = True
     return MaskSet(m.sites, bits)
 
 
-class Training(NamedTuple):
+def by_channel(scores: Tensor, kept: Tensor) -> Tensor:
+    """The kept ids of a site [C, ...]: the channel with the largest mean score first, and in it the
+    ReLU with the largest score.
+    """
+    kept = kept.reshape(len(kept), -1)
+    values = scores.double().view_as(kept)
+    means = values.where(kept, 0).sum(1) / kept.sum(1).clamp(min=1)
+    place = ranking(means, torch.ones_like(means, dtype=torch.bool)).argsort()
+    ids = ranking(values.flatten(), kept.flatten()).flip(0)
+    channels = place[ids // kept.shape[1]]
+    return ids[torch.sort(channels, descending=True, stable=True).indices]
+
+
+class Trial(NamedTuple):
     """One training of the net, from the given weights, with other masks."""
 
     name: str
@@ -195,58 +198,64 @@ class Reduction(Method):
     """DeepReDuce's trainings, one after the other."""
 
     name = "deepreduce"
-    optimizer: ClassVar[dict[str, Any]] = {}  # the fine-tune's
+    settings: DeepReduceSettings
 
-    @staticmethod
-    def prepare(net: nn.Module) -> nn.Module:
-        return only_identity(net)
+    @classmethod
+    def prepare(cls, net: nn.Module, settings: DeepReduceSettings) -> nn.Module:
+        net = super().prepare(net, settings)
+        count = len(stages(masks(net)))
+        if settings.epochs <= 3 * count * settings.trial_epochs:
+            raise ValueError(
+                f"epochs={settings.epochs}; up to {3 * count} trials of {settings.trial_epochs} "
+                f"epochs each, for {count} stages, must leave some: increase epochs or reduce "
+                f"trial_epochs"
+            )
+        return net
 
-    def __init__(self, net: nn.Module, s: SimpleNamespace) -> None:
-        super().__init__(net, s)
-        self.given, self.scores = snapshots.take(self.model), saliency(net, s.data)
-        self.stages = stages(self.start)
-        self.measured: dict[str, float] = {}  # accuracy by the name of the training
+    def begin(self) -> None:
+        self.weights = snapshots.take(self.model)
+        self.scores = saliency(self.net, self.data)
 
-    def begin(self, history: list[dict[str, Any]]) -> None:
-        self.measured = {
-            r["training"]: r["train_accuracy"] for r in history if "train_accuracy" in r
+    def trials(self, history: Sequence[Epoch]) -> Iterator[Trial]:
+        """All trainings in order; those of candidates depend on the accuracies of earlier ones."""
+        s = self.settings
+        notes = [epoch.notes for epoch in history]
+        reached = {n["training"]: n["train_accuracy"] for n in notes if "train_accuracy" in n}
+        alone = {
+            f"stage {number} alone": only(self.start, stage)
+            for number, stage in enumerate(stages(self.start), 1)
         }
-
-    def trainings(self) -> Iterator[Training]:
-        """All of them in order; those of candidates depend on the accuracies of the ones before."""
-        s, many = self.s, len(self.stages) > 1
-        alone = [(f"stage {k + 1} alone", only(self.start, x)) for k, x in enumerate(self.stages)]
-        yield from (Training(*each, s.trial_epochs) for each in alone if many)
-        value = [
-            criticality(self.measured[name], m.count(), s.discount) if many else 0.0
-            for name, m in alone
-        ]
+        for name, kept in alone.items():
+            yield Trial(name, kept, s.trial_epochs)
+        value = [criticality(reached[name], m.count(), s.discount) for name, m in alone.items()]
         order = sorted(range(len(alone)), key=value.__getitem__)
-        found = candidates(self.start, order, self.scores, s.budget)
-        trials = list(found.items()) if len(found) > 1 else []
-        yield from (Training(*each, s.trial_epochs) for each in trials)
-        best = max(found, key=lambda name: self.measured.get(name, 0.0))
-        spent = (len(trials) + len(alone) * many) * s.trial_epochs
-        yield Training(f"{best}: the result", found[best], s.epochs - spent)
+        fits = candidates(self.start, order, self.scores, self.budget)
+        for name, kept in fits.items():
+            yield Trial(name, kept, s.trial_epochs)
+        best = max(fits, key=reached.__getitem__)
+        spent = (len(alone) + len(fits)) * s.trial_epochs
+        yield Trial(f"{best}: the result", fits[best], s.epochs - spent)
 
-    def epoch(self, session: Session, epoch: int, bar: Any) -> dict[str, Any]:
-        number = epoch
-        for training in self.trainings():
-            if number < training.epochs:
+    def train(self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any) -> None:
+        s = self.settings
+        number = len(history)  # of the epoch in its training
+        for trial in self.trials(history):
+            if number < trial.epochs:
                 break
-            number -= training.epochs
+            number -= trial.epochs
         if number == 0:
-            snapshots.restore(self.model, self.given)
-            set_masks(self.model, training.masks)
+            snapshots.restore(self.model, self.weights)
+            set_masks(self.model, trial.masks)
             session.optimizer.state.clear()
-        lr = cosine(self.s.lr, number, training.epochs)
-        record: dict[str, Any] = {
-            "training": training.name, "count": training.masks.count(), "lr": lr,
-            "loss": session.epoch(epoch, lr, bar=bar),
-        }  # fmt: skip
-        if number == training.epochs - 1 and epoch < self.s.epochs - 1:  # the end of a trial
-            found = self.measured[training.name] = accuracy(session.trainer.model, self.s.data)
-            record["train_accuracy"] = found
-            if training.name.endswith(" alone"):
-                record["criticality"] = criticality(found, record["count"], self.s.discount)
-        return record
+        record.notes["training"] = trial.name
+        record.lr = cosine(s.lr, number, trial.epochs)
+        record.loss = session.epoch(len(history), record.lr, bar=bar)
+        if number + 1 == trial.epochs and len(history) + 1 < s.epochs:  # the end of a trial
+            reached = accuracy(session.trainer.model, self.data)
+            record.notes["train_accuracy"] = reached
+            if trial.name.endswith(" alone"):
+                relus = trial.masks.count()
+                record.notes["criticality"] = criticality(reached, relus, s.discount)
+
+    def values(self) -> Tensor:
+        return self.scores

@@ -44,74 +44,70 @@ Eq. 6 is -t of our `saliency`, which is E|t|, at fixed weights, without Eq. 7 to
 from __future__ import annotations
 
 import math
-import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastbcd import ops
-from fastbcd.masking.activations import MaskedActivation
-from fastbcd.masking.masks import MaskSet
-from fastbcd.private.target import Target
+from fastbcd.descent.budget import Budget
+from fastbcd.masking.twin import twin
+from fastbcd.runs.step import Epoch
 from fastbcd.runtime import ranks
-from fastbcd.runtime.validate import check_number, check_whole
-from fastbcd.starts.mask_training import (
-    Method,
-    StartingPoint,
-    channels_last,
-    only_identity,
-    train_masks,
-)
+from fastbcd.runtime.settings import setting, with_settings
+from fastbcd.starts.mask_training import StartingPoint, train_masks
+from fastbcd.starts.method import TUNED, MaskTraining, Method, TrainedMask
 from fastbcd.training.loop import Session
 from fastbcd.training.settings import Finetune
 
-PUBLISHED = Finetune(epochs=240, lr=0.01)
 BATCHES = 10  # over which P(z < 0) is averaged
 SLOW, FISHER = 0.95, 0.99  # of the moving averages
 REACHED = 0.6  # of the epochs after the warm-up, until the budget is reached
 
 
-def relupruner(
-    net: nn.Module, data: Any, budget: int | Target, *, teacher: nn.Module | None = None,
-    test: Any = None, epochs: int = 150, lr: float = 0.05, warmup: int = 4, interval: int = 100,
-    batch_size: int = 128, finetune: Finetune | None = PUBLISHED, seed: int = 0,
-    run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
-    progress: bool = False,
-) -> StartingPoint:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class ReluPrunerSettings(MaskTraining):
+    """The settings of `relupruner`; the defaults are those of the authors' code.
+
+    Their fine-tune also matches attention maps; `Finetune(mismatch=…)` is the nearest.
+    """
+
+    epochs: int = setting(150, "of the mask training", least=1)
+    lr: float = setting(0.05, "learning rate of the mask training, which is constant", above=0)
+    warmup: int = setting(4, "epochs at its start that keep all ReLUs", least=0)
+    interval: int = setting(100, "batches between two choices of the ReLUs that are kept", least=1)
+    finetune: Finetune | None = setting(Finetune(epochs=240, lr=0.01), TUNED)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.finetune is not None and self.finetune.compile:
+            raise ValueError(
+                "finetune.compile=True; relupruner reads activations: use compile=False"
+            )
+
+
+@with_settings(ReluPrunerSettings)
+def relupruner(net: nn.Module, data: Any, budget: int | Budget, **settings: Any) -> StartingPoint:
     """Linearise the net in place, down to exactly `budget` ReLUs.
 
     Args:
         net: with `MaskedReLU` sites. Removed ReLUs stay removed; frozen modules stay frozen, see
             `Finetuner`.
+        data: the train set, as in `bcd`.
         budget: ReLUs to keep, or a `private.Target`.
-        teacher: for the distillation; None: the net as it is given.
-        epochs, lr: of the training of the masks, with a constant learning rate.
-        warmup: epochs at its start that keep all ReLUs.
-        interval: batches between two choices of the ReLUs that are kept.
-        finetune: after the masks are fixed; None: no fine-tune. Its optimizer, crops, flips,
-            temperature, distillation weight and mixed precision are those of the mask training too.
-            The published one also matches attention maps; `Finetune(mismatch=…)` is the nearest.
-        run_dir, resume, progress: as in `snl`.
 
     If the last choice kept more than the budget, those with the largest importance are kept.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 4, 4), torch.arange(50) % 3
     >>> start = relupruner(net, data, 2, epochs=4, warmup=1, interval=1, finetune=None)
-    >>> start.masks.count(), [record["count"] for record in start.history]
+    >>> start.masks.count(), [record.count for record in start.history]
     (2, [6, 6, 6, 2])
     """
-    given = dict(locals())
-    check_whole("epochs", epochs, 1)
-    check_whole("warmup", warmup, 0)
-    check_whole("interval", interval, 1)
-    check_number("lr", lr, 0, strictly=True)
-    if isinstance(finetune, Finetune) and finetune.compile:
-        raise ValueError("finetune.compile=True; relupruner reads activations: use compile=False")
-    return train_masks(Pruner, given)
+    return train_masks(Pruner, net, data, budget, ReluPrunerSettings(**settings))
 
 
 def scheduled(epoch: int, *, epochs: int, warmup: int, count: int, budget: int) -> int:
@@ -120,17 +116,19 @@ def scheduled(epoch: int, *, epochs: int, warmup: int, count: int, budget: int) 
     >>> [scheduled(e, epochs=10, warmup=2, count=100, budget=10) for e in range(8)]
     [100, 100, 100, 96, 74, 34, 10, 10]
     """
-    end = warmup + int(REACHED * (epochs - warmup))
-    done = (epoch - warmup) / max(1, end - warmup)
-    if epoch < warmup or done >= 1:
-        return count if epoch < warmup else budget
-    return budget + int((count - budget) * (1 + math.cos(math.pi * done**1.5)) / 2)
+    falling = int(REACHED * (epochs - warmup))  # epochs
+    progress = (epoch - warmup) / max(1, falling)
+    if epoch < warmup:
+        return count
+    if progress >= 1:
+        return budget
+    return budget + int((count - budget) * (1 + math.cos(math.pi * progress**1.5)) / 2)
 
 
-class WatchedReLU(MaskedActivation):
+class WatchedReLU(TrainedMask):
     """A masked ReLU that averages over batches what ReLUPruner ranks its units by.
 
-    A backward pass writes sums over its samples to `seen`; `learn` takes those of all ranks.
+    A backward pass writes sums over its samples to `sums`; `learn` takes those of all ranks.
     """
 
     importance: Tensor
@@ -138,39 +136,45 @@ class WatchedReLU(MaskedActivation):
     negative: Tensor
     layer: Tensor
 
-    def __init__(self, mask: Tensor, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(tuple(mask.shape), device=mask.device)
-        self.mask = channels_last(mask.bool())
-        for name, shape in (("importance", ()), ("fisher", ()), ("negative", (BATCHES,))):
-            zeros = torch.zeros(*shape, *mask.shape, dtype=dtype, device=mask.device)
-            self.register_buffer(name, zeros)
-        self.register_buffer("layer", torch.zeros(2, dtype=dtype, device=mask.device))  # G and Φ
-        self.seen: Tensor | None = None
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__(mask)
+        shape = self.mask.shape
+        self.register_buffer("importance", mask.new_zeros(shape, dtype=torch.float32))
+        self.register_buffer("fisher", mask.new_zeros(shape, dtype=torch.float32))
+        self.register_buffer("negative", mask.new_zeros(BATCHES, *shape, dtype=torch.float32))
+        self.register_buffer("layer", mask.new_zeros(2, dtype=torch.float32))  # G and Φ
+        self.sums: Tensor | None = None
 
     def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The activation of x + residual, [B, *shape]."""
         y = ops.masked_relu(x, self.mask, residual=residual)
         if y.requires_grad:
-            z = x.detach() if residual is None else x.detach() + residual.detach()
+            z = x.detach()
+            if residual is not None:
+                z = z + residual.detach()
             y.register_hook(partial(self._watch, z))
         return y
 
     def _watch(self, z: Tensor, g: Tensor) -> None:
         """Σ|g·z|, Σ[z < 0], Σg², Σz² by unit, then Σ‖g‖ and the number of samples: [4·n + 2]."""
-        z, g = z.to(self.fisher.dtype), g.to(self.fisher.dtype) / ranks.world()
+        z = z.float()
+        g = g.float() / ranks.world()
         sums = [(g * z).abs().sum(0), (z < 0).sum(0), g.square().sum(0), z.square().sum(0)]
         norms = torch.linalg.vector_norm(g.flatten(1), dim=1).sum()
-        each = [t.flatten().double() for t in (*sums, norms, norms.new_tensor(len(z)))]
-        self.seen = torch.cat(each)
+        parts = [t.flatten().double() for t in (*sums, norms, norms.new_tensor(len(z)))]
+        self.sums = torch.cat(parts)
 
-    def seen_or_zeros(self) -> Tensor:
-        """`seen`, or zeros if no gradient reached this activation."""
-        zeros = self.fisher.new_zeros(4 * self.mask.numel() + 2, dtype=torch.float64)
-        return zeros if self.seen is None else self.seen
+    def taken(self) -> Tensor:
+        """The sums of this batch, or zeros if no gradient reached this activation."""
+        sums = self.sums
+        self.sums = None
+        if sums is None:
+            return self.fisher.new_zeros(4 * self.mask.numel() + 2, dtype=torch.float64)
+        return sums
 
     def learn(self, sums: Tensor, weight: float, number: int) -> None:
         """Update the averages with the sums of batch `number` over all ranks."""
-        means = (sums[:-1] / sums[-1].clamp(min=1)).to(self.fisher.dtype)
+        means = (sums[:-1] / sums[-1].clamp(min=1)).float()
         product, negative, g2, z2 = (t.view(self.mask.shape) for t in means[:-1].chunk(4))
         self.negative[number % BATCHES] = negative
         self.fisher.lerp_(g2, 1 - FISHER)
@@ -183,28 +187,25 @@ class Pruner(Method):
     """ReLUPruner's mask training."""
 
     name = "relupruner"
-    optimizer: ClassVar[dict[str, Any]] = {}  # the fine-tune's
+    settings: ReluPrunerSettings
 
-    @staticmethod
-    def prepare(net: nn.Module) -> nn.Module:
-        return only_identity(net)
+    def trained_net(self) -> nn.Module:
+        return twin(self.net, lambda act: WatchedReLU(act.mask))
 
-    def __init__(self, net: nn.Module, s: SimpleNamespace) -> None:
-        super().__init__(net, s, lambda act: WatchedReLU(act.mask))
+    def train(self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any) -> None:
+        epoch = len(history)
 
-    def epoch(self, session: Session, epoch: int, bar: Any) -> dict[str, Any]:
         def after_batch(batches: int) -> None:
-            if any(act.seen is not None for act in self.acts):
+            if any(act.sums is not None for act in self.acts):
                 self._learn(batches - 1)
                 self._choose(epoch, batches)
 
-        loss = session.epoch(epoch, self.s.lr, before_batch=after_batch, bar=bar)
+        record.lr = self.settings.lr
+        record.loss = session.epoch(epoch, record.lr, before_batch=after_batch, bar=bar)
         after_batch((epoch + 1) * len(session.trainer.sizes))
-        return {"count": int(self.bits().sum()), "lr": self.s.lr, "loss": loss}
 
-    def decide(self, history: list[dict[str, Any]]) -> MaskSet:
-        kept = MaskSet(self.start.sites, self.bits())
-        return kept if kept.count() == self.s.budget else self.largest(self.gather("importance"))
+    def values(self) -> Tensor:
+        return self.gather("importance")
 
     def weights(self) -> list[float]:
         """w of each layer; 1 before the first batch."""
@@ -212,23 +213,26 @@ class Pruner(Method):
         depth = torch.arange(len(layers)) / max(1, len(layers) - 1)
         value = layers[:, 0] * (layers[:, 1] + 1e-8).sqrt() * (1 + 0.2 * depth)
         span = value.max() - value.min()
-        return ((value - value.min()) / span + 0.1 if span else torch.ones_like(value)).tolist()
+        if not span:
+            return [1.0] * len(layers)
+        return ((value - value.min()) / span + 0.1).tolist()
 
     def _learn(self, number: int) -> None:
-        parts = [act.seen_or_zeros() for act in self.acts]
+        parts = [act.taken() for act in self.acts]
         sums = ranks.all_sum(torch.cat(parts)).split([len(part) for part in parts])
-        for act, own, weight in zip(self.acts, sums, self.weights(), strict=True):
-            act.learn(own, weight, number)
-            act.seen = None
+        for act, part, weight in zip(self.acts, sums, self.weights(), strict=True):
+            act.learn(part, weight, number)
 
     def _choose(self, epoch: int, batches: int) -> None:
         """Keep the units with the largest importance, if it is time to choose."""
-        s = self.s
+        s = self.settings
         count = scheduled(
-            epoch, epochs=s.epochs, warmup=s.warmup, count=self.start.count(), budget=s.budget
+            epoch, epochs=s.epochs, warmup=s.warmup, count=self.start.count(), budget=self.budget
         )
-        if epoch < s.warmup or batches % (s.interval * (1 + (count == s.budget))):
-            return
-        chosen = self.largest(self.gather("importance"), count)
-        for act, mask in zip(self.acts, chosen.split(), strict=True):
-            act.mask.copy_(mask)
+        interval = s.interval
+        if count == self.budget:
+            interval *= 2
+        if epoch >= s.warmup and batches % interval == 0:
+            kept = self.start.without(self.ranked(self.values())[count:])
+            for act, mask in zip(self.acts, kept.split(), strict=True):
+                act.mask.copy_(mask)

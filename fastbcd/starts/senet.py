@@ -48,83 +48,85 @@ its own. That changes the layers of the network and not its masks.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastbcd import ops
 from fastbcd.data.images import ImageData
+from fastbcd.descent.budget import Budget
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.masking.masks import MaskSet, mask_modules, set_masks
-from fastbcd.masking.twin import twin
-from fastbcd.private.target import Target
+from fastbcd.runs.step import Epoch
 from fastbcd.runtime import ranks
-from fastbcd.runtime.validate import check_number, check_whole
+from fastbcd.runtime.module_mode import eval_mode
+from fastbcd.runtime.settings import setting, with_settings
 from fastbcd.scoring.accuracy import first_outputs
 from fastbcd.scoring.metric import at_least_float32
-from fastbcd.starts.mask_training import History, Method, StartingPoint, train_masks
+from fastbcd.starts.mask_training import StartingPoint, train_masks
+from fastbcd.starts.method import TUNED, MaskTraining, Method
 from fastbcd.training.loop import Session
 from fastbcd.training.precision import training_dtype
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
 
-CHOSEN = Finetune(epochs=100, lr=1e-2, mismatch=0.1)
-IMAGES, BATCH = 5_000, 32  # that masks are relearned on; how many at a time
+IMAGES = 5_000  # that masks are relearned on
+BATCH = 32  # of them at a time
 
 
-def senet(
-    net: nn.Module, data: Any, budget: int | Target, *, teacher: nn.Module | None = None,
-    test: Any = None, density: float = 0.1, epochs: int = 40, every: int = 4,
-    tolerance: float = 0.05, lr: float = 1e-2, batch_size: int = 128,
-    finetune: Finetune | None = CHOSEN, seed: int = 0,
-    run_dir: str | os.PathLike[str] | None = None, resume: str | bool = "auto",
-    progress: bool = False,
-) -> StartingPoint:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class SenetSettings(MaskTraining):
+    """The settings of `senet`."""
+
+    density: float = setting(
+        0.1,
+        "share of the weights that pruning leaves, for the sensitivity of the layers",
+        above=0,
+        most=1,
+    )
+    epochs: int = setting(40, "of the mask training at most", least=0)
+    every: int = setting(
+        4, "masks are relearned after every so many epochs, and after the last", least=1
+    )
+    tolerance: float = setting(
+        0.05, "stop when at most this share of the kept ReLUs is new", least=0
+    )
+    lr: float = setting(1e-2, "learning rate of the mask training, which is constant", above=0)
+    finetune: Finetune | None = setting(Finetune(epochs=100, lr=1e-2, mismatch=0.1), TUNED)
+
+
+@with_settings(SenetSettings)
+def senet(net: nn.Module, data: Any, budget: int | Budget, **settings: Any) -> StartingPoint:
     """Linearise the net in place, down to exactly `budget` ReLUs; fastbcd/starts/senet.py says how.
 
     Args:
         net: with sites of any kind; those with polynomials keep them. Removed ReLUs stay removed;
             frozen modules stay frozen, see `Finetuner`.
+        data: the train set, as in `bcd`.
         budget: ReLUs to keep, or a `private.Target`: of the number of ReLUs that it has room for,
             some go at random where its rounds need it.
-        teacher: the net with all ReLUs, converted or not, with the same sites; None: the net as it
-            is given.
-        density: the share of the weights that pruning leaves, for the sensitivity of the layers.
-        epochs, every: masks are relearned after every so many epochs, and after the last.
-        tolerance: stop when at most this share of the kept ReLUs is new.
-        lr, batch_size: of these epochs; the learning rate is constant.
-        finetune: after the masks are fixed; None: no fine-tune. Its optimizer, losses, crops, flips
-            and mixed precision are also those of the epochs before.
-        run_dir, resume, progress: as in `snl`.
 
-    A record of the history has "changed", the share of the kept ReLUs that is new, if masks were
+    The teacher is the net with all ReLUs, converted or not, with the same sites. A record of the
+    history has "changed" in its notes, the share of the kept ReLUs that is new, if masks were
     relearned.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 4, 4), torch.arange(50) % 3
     >>> start = senet(net, data, 2, epochs=4, finetune=Finetune(epochs=1, mismatch=0.1))
-    >>> start.masks.count(), "changed" in start.history[-1]
+    >>> start.masks.count(), "changed" in start.history[-1].notes
     (2, True)
     """
-    given = dict(locals())
-    check_number("density", density, 0, strictly=True)
-    if density > 1:
-        raise ValueError(f"density={density}; it is a share, at most 1")
-    check_whole("epochs", epochs, 0)
-    check_whole("every", every, 1)
-    check_number("tolerance", tolerance, 0)
-    check_number("lr", lr, 0, strictly=True)
-    return train_masks(Sensitive, given)
+    return train_masks(Sensitive, net, data, budget, SenetSettings(**settings))
 
 
 def allocate(budget: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:
     """`budget` shared out in proportion to the weights, at most most[i] each.
 
-    Rounded down, and the rest goes to the largest fractions, ties by position. Places of weight 0
+    Rounded down, and the rest goes to the largest fractions, ties by position. Sites of weight 0
     get something only when all others are full, then in equal parts.
 
     >>> allocate(10, [1, 1, 3], [8, 8, 4])
@@ -132,55 +134,53 @@ def allocate(budget: int, weights: Sequence[float], most: Sequence[int]) -> list
     """
     if budget > sum(most):
         raise ValueError(f"budget={budget:,}; there is room for {sum(most):,}")
-    given = [0] * len(most)
-    while rest := budget - sum(given):  # the places that are not full share what is left
-        some = [i for i, n in enumerate(given) if n < most[i]]
-        some = [i for i in some if weights[i] > 0] or some
-        parts = [weights[i] or 1.0 for i in some]
-        share = {i: rest * part / math.fsum(parts) for i, part in zip(some, parts, strict=True)}
-        if full := [i for i in some if share[i] >= most[i]]:
-            for i in full:
-                given[i] = most[i]
-            continue
-        for i in some:
-            given[i] = math.floor(share[i])
-        order = sorted(some, key=lambda i: given[i] - share[i])
-        for i in order[: budget - sum(given)]:
-            given[i] += 1
-    return given
+    counts = [0] * len(most)
+    while left := budget - sum(counts):  # the sites that are not full share it
+        free = [i for i, count in enumerate(counts) if count < most[i]]
+        free = [i for i in free if weights[i] > 0] or free
+        total = math.fsum(weights[i] or 1.0 for i in free)
+        shares = {i: left * (weights[i] or 1.0) / total for i in free}
+        full = [i for i in free if shares[i] >= most[i]]
+        for i in full:
+            counts[i] = most[i]
+        if not full:
+            for i in free:
+                counts[i] = math.floor(shares[i])
+            for i in sorted(free, key=lambda i: counts[i] - shares[i])[: budget - sum(counts)]:
+                counts[i] += 1
+    return counts
 
 
 def relu_sensitivity(net: nn.Module, data: ImageData, density: float) -> list[float]:
     """For each site, the share of its layers' weights that pruning to `density` removes."""
-    fed: dict[nn.Module, list[Tensor]] = {}
-    recent, last = list[Tensor](), list[Tensor]()
+    fed: dict[nn.Module, list[nn.Module]] = {}  # the layers of each site
+    recent: list[nn.Module] = []
+    last: list[nn.Module] = []
 
-    def called(module: Any, given: Any, output: Any) -> None:
-        nonlocal last
-        if not isinstance(module, MaskedActivation):
-            recent.append(module.weight)
-            return
-        last = recent.copy() or last
-        fed.setdefault(module, last)
-        recent.clear()
+    def called(module: nn.Module, *_: Any) -> None:
+        nonlocal recent, last
+        if isinstance(module, MaskedActivation):
+            last = recent or last
+            recent = []
+            fed.setdefault(module, last)
+        else:
+            recent.append(module)
 
     layers = weighted(net)
     sites = list(mask_modules(net).values())
-    handles = [module.register_forward_hook(called) for module in (*layers, *sites)]
-    try:
+    with hooked([*layers, *sites], called):
         first_outputs(net, data, "the net", 1)
-    finally:
-        for handle in handles:
-            handle.remove()
-    size = {id(w): w.detach().float().abs().cpu() for w in (layer.weight for layer in layers)}
-    every = torch.cat([s.flatten() for s in size.values()])
+    sizes = {layer: layer.weight.detach().float().abs().cpu().flatten() for layer in layers}
+    every = torch.cat(list(sizes.values()))
     cut = every.kthvalue(len(every) - max(1, round(density * len(every))) + 1).values
-    found = []
+    sensitivity = []
     for site in sites:
-        own = [size[id(w)] for w in fed.get(site, ())]
-        left = sum(int((s >= cut).sum()) for s in own) / max(1, sum(s.numel() for s in own))
-        found.append(1 - (left if own else density))
-    return found
+        left = density
+        if fed.get(site):
+            weights = torch.cat([sizes[layer] for layer in fed[site]])
+            left = int((weights >= cut).sum()) / len(weights)
+        sensitivity.append(1 - left)
+    return sensitivity
 
 
 def weighted(net: nn.Module) -> list[Any]:
@@ -188,24 +188,15 @@ def weighted(net: nn.Module) -> list[Any]:
     return [m for m in net.modules() if getattr(getattr(m, "weight", None), "ndim", 0) >= 2]
 
 
-class Probe(MaskedActivation):
-    """An activation that adds itself, and its replacement's output at all positions, to a list.
-
-    It computes what the activation computes.
-    """
-
-    def __init__(self, act: MaskedActivation, seen: list[tuple[Probe, Tensor]]) -> None:
-        super().__init__(tuple(act.mask.shape), device=act.mask.device)
-        self.act, self.seen = act, seen
-        self.total = torch.zeros(act.mask.shape, dtype=torch.float64, device=act.mask.device)
-
-    def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """The activation of x + residual, [B, *shape]."""
-        bare, coef = x if residual is None else x + residual, self.act.coefficients()
-        if coef is not None:
-            bare = ops.masked_poly(bare, torch.zeros_like(self.act.mask), coef)
-        self.seen.append((self, at_least_float32(bare)))
-        return self.act.activate(x, residual)
+@contextmanager
+def hooked(modules: Iterable[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
+    """Call hook(module, args, kwargs, output) after each forward pass of these modules."""
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @torch.no_grad()
@@ -214,27 +205,43 @@ def differences(net: nn.Module, teacher: TeacherLogits, data: ImageData) -> list
 
     a_t: the teacher's outputs of the site. a_s: the net's, if all ReLUs of this site were removed.
     """
-    seen: list[tuple[Probe, Tensor]] = []
-    model = twin(net, lambda act: Probe(act, seen)).eval()
+    acts = mask_modules(net).values()
+    totals = {act: torch.zeros_like(act.mask, dtype=torch.float64) for act in acts}
+    seen: list[tuple[MaskedActivation, Tensor]] = []
+
+    def called(act: Any, args: Any, kwargs: Any, output: Tensor) -> None:
+        inputs = [x for x in (*args, *kwargs.values()) if x is not None]
+        seen.append((act, at_least_float32(removed(act, sum(inputs[1:], inputs[0])))))
+
     mine = data.shard(ranks.rank(), ranks.world())
-    for x, _ in mine.batches(BATCH, dtype=training_dtype(net)):
-        model(x)
-        for (probe, own), given in zip(seen, teacher.of(x, at_least_float32)[1], strict=True):
-            probe.total += (own - given).abs().sum(0, dtype=torch.float64)
-        seen.clear()
-    probes: Any = [m for m in mask_modules(model).values() if isinstance(m, Probe)]
-    return [ranks.all_sum(probe.total.cpu()) / len(data) for probe in probes]
+    with hooked(acts, called), eval_mode(net):
+        for x, _ in mine.batches(BATCH, dtype=training_dtype(net)):
+            net(x)
+            outputs = teacher.of(x, at_least_float32).activations
+            for (act, bare), output in zip(seen, outputs, strict=True):
+                totals[act] += (bare - output).abs().sum(0, dtype=torch.float64)
+            seen.clear()
+    return [ranks.all_sum(total.cpu()) / len(data) for total in totals.values()]
+
+
+def removed(act: MaskedActivation, x: Tensor) -> Tensor:
+    """The activation of x if all of its ReLUs were removed."""
+    coef = act.coefficients()
+    if coef is None:
+        return x
+    return ops.masked_poly(x, torch.zeros_like(act.mask), coef)
 
 
 class Sensitive(Method):
     """SENet's mask training."""
 
     name = "senet"
-    optimizer: ClassVar[dict[str, Any]] = {}  # the fine-tune's
     matched = True
+    settings: SenetSettings
 
-    @staticmethod
-    def prepare(net: nn.Module) -> nn.Module:
+    @classmethod
+    def prepare(cls, net: nn.Module, settings: SenetSettings) -> nn.Module:
+        mask_modules(net)  # the first error of a net without masks
         if not weighted(net):
             raise ValueError(
                 f"{type(net).__name__} has no layer with a weight of two or more dimensions, whose "
@@ -242,35 +249,37 @@ class Sensitive(Method):
             )
         return net
 
-    def __init__(self, net: nn.Module, s: SimpleNamespace) -> None:
-        super().__init__(net, s)
-        self.data = s.data.first(min(IMAGES, len(s.data)))
-        sensitivity, kept = relu_sensitivity(net, s.data, s.density), self.start.counts().values()
-        self.counts = allocate(s.budget, sensitivity, list(kept))
-        drawn = torch.Generator().manual_seed(s.seed)
-        values = [torch.rand(site.shape, generator=drawn) for site in self.start.sites]
-        set_masks(net, self.largest_by_site(values))
+    def begin(self) -> None:
+        self.images = self.data.first(min(IMAGES, len(self.data)))
+        sensitivity = relu_sensitivity(self.net, self.data, self.settings.density)
+        self.counts = allocate(self.budget, sensitivity, list(self.start.counts().values()))
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        values = [torch.rand(site.shape, generator=generator) for site in self.start.sites]
+        set_masks(self.net, self.largest_by_site(values))
 
-    def done(self, history: History) -> bool:
-        settled = bool(history) and history[-1].get("changed", math.inf) <= self.s.tolerance
-        return settled or len(history) >= self.s.epochs or self.s.budget == self.start.count()
-
-    def epoch(self, session: Session, epoch: int, bar: Any) -> dict[str, Any]:
-        loss = session.epoch(epoch, self.s.lr, bar=bar)
-        record = {"count": self.s.budget, "lr": self.s.lr, "loss": loss}
-        if (epoch + 1) % self.s.every == 0 or epoch + 1 == self.s.epochs:
-            before, teacher = self.bits(), session.trainer.teacher
+    def train(self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any) -> None:
+        s = self.settings
+        record.lr = s.lr
+        record.loss = session.epoch(len(history), s.lr, bar=bar)
+        epochs = len(history) + 1
+        if epochs % s.every == 0 or epochs == s.epochs:
+            before = self.bits()
+            teacher = session.trainer.teacher
             assert teacher is not None  # as `matched` says
-            set_masks(self.model, self.largest_by_site(differences(self.model, teacher, self.data)))
-            record["changed"] = int((self.bits() & ~before).sum()) / max(1, self.s.budget)
-        return record
+            values = differences(self.net, teacher, self.images)
+            set_masks(self.net, self.largest_by_site(values))
+            record.notes["changed"] = int((self.bits() & ~before).sum()) / max(1, self.budget)
+
+    def done(self, history: Sequence[Epoch]) -> bool:
+        settled = history and history[-1].notes.get("changed", math.inf) <= self.settings.tolerance
+        return bool(settled) or super().done(history) or self.budget == self.start.count()
 
     def largest_by_site(self, values: Sequence[Tensor]) -> MaskSet:
         """At each site its count of the units kept at the start, those with the largest values."""
-        chosen = torch.zeros_like(self.start.bits)
+        bits = torch.zeros_like(self.start.bits)
         kept = zip(self.start.sites, self.start.split(), strict=True)
         for (site, allowed), value, count in zip(kept, values, self.counts, strict=True):
-            value = value.flatten().masked_fill(~allowed.flatten(), -math.inf)
+            value = value.masked_fill(~allowed, -math.inf).flatten()
             order = torch.sort(value, descending=True, stable=True).indices
-            chosen[site.start + order[:count]] = True
-        return MaskSet(self.start.sites, chosen)
+            bits[site.start + order[:count]] = True
+        return self.masks_of(bits)
