@@ -172,8 +172,8 @@ class Arm:
         )  # fmt: skip
         records = found.history + found.finetune
         self.epochs += len(records)
-        self.seconds += sum(sum(record["seconds"].values()) for record in records)
-        count = found.history[-1]["count"]
+        self.seconds += sum(sum(record.seconds.values()) for record in records)
+        count = found.history[-1].count
         print(f"  SNL: {len(found.history)} epochs, {count:,} above the threshold", flush=True)
 
     def steps(self) -> int:

@@ -256,9 +256,9 @@ class Replacement(Method):
         """Measure the first statistics in eval mode, and fit the quadratics to them."""
         batch_size = trainer.settings.batch_size
         images = self.data.first(min(len(self.data), CALIBRATION * batch_size))
-        with eval_mode(self.model):
+        with eval_mode(trainer.model):
             for number, (x, _) in enumerate(images.batches(batch_size, dtype=trainer.dtype)):
                 for act in self.acts:
                     act.momentum = 1 / (number + 1)
-                self.model(x)
+                trainer.model(x)
         self._refresh()

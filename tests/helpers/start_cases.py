@@ -1,24 +1,49 @@
-"""What the tests of snl and autorep share."""
+"""What the tests of the starting points share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+import fastbcd
 from fastbcd.data.sources import as_data
+from fastbcd.descent.budget import limits_of
 from fastbcd.masking.fitted import to_poly
 from fastbcd.runs import fingerprint as snapshots
+from fastbcd.starts.method import Method
 from fastbcd.training.loop import Session
 from fastbcd.training.settings import Finetune
 from helpers.nets import images, make
 
 SHORT = Finetune(epochs=1, padding=1, teacher_cache=10**7)
+NONE = Finetune(epochs=0, padding=1, teacher_cache=10**7)
 # Of snl: a handful of epochs, in seconds.
 QUICK = {"lr": 0.03, "lambda0": 3e-3, "kappa": 1.5, "batch_size": 32, "finetune": SHORT}
+# Of every method: a few short epochs, and the kind of net that it trains in place.
+METHODS: dict[str, dict[str, Any]] = {
+    "snl": {**QUICK, "max_epochs": 6},
+    "autorep": {"epochs": 4, "lr": 0.1, "penalty": 20.0},
+    "deepreduce": {"epochs": 7, "trial_epochs": 1, "lr": 0.02},
+    "senet": {"epochs": 4, "every": 2, "lr": 0.02},
+    "relupruner": {"epochs": 4, "warmup": 1, "interval": 1, "lr": 0.01},
+}
+KIND = {name: "poly" if name == "autorep" else "resnet" for name in METHODS}
+
+
+def start(method: str, net: nn.Module, budget: Any, **changed: Any) -> fastbcd.StartingPoint:
+    """A short run of a method on 48 images."""
+    settings = {"data": data(48), "batch_size": 16, "finetune": SHORT, **METHODS[method]}
+    return getattr(fastbcd, method)(net, budget=budget, **{**settings, **changed})
+
+
+def made(method: type[Method], settings: Any, net: nn.Module, budget: int, n: int = 8) -> Any:
+    """A method before its first epoch."""
+    return method(net, data(n), limits_of(budget, net), settings)
 
 
 def data(n: int = 96):

@@ -76,21 +76,21 @@ def dense(folder: Path) -> Any:
 def snl(folder: Path) -> Any:
     where = folder / f"snl{ranks.world()}"
     start = fastbcd.snl(make("mlp"), data(61), 30, run_dir=where, **QUICK)
-    return result(start.model, counts=[r["count"] for r in start.history], kept=start.masks.count())
+    return result(start.model, counts=[r.count for r in start.history], kept=start.masks.count())
 
 
 def autorep(folder: Path) -> Any:
     start = fastbcd.autorep(
         make("mlp"), data(61), 30, epochs=3, lr=0.05, penalty=20.0, batch_size=32, finetune=SHORT
     )
-    return result(start.model, counts=[r["count"] for r in start.history], kept=start.masks.count())
+    return result(start.model, counts=[r.count for r in start.history], kept=start.masks.count())
 
 
 def deepreduce(folder: Path) -> Any:
     start = fastbcd.deepreduce(
         make("mlp"), data(61), 12, epochs=8, trial_epochs=1, lr=0.02, batch_size=32, finetune=SHORT
     )
-    facts = [r.get(key, 0) for r in start.history for key in ("count", "train_accuracy")]
+    facts = [v for r in start.history for v in (r.count, r.notes.get("train_accuracy", 0))]
     return result(start.model, counts=facts, kept=start.masks.bits.nonzero().flatten().tolist())
 
 
@@ -99,7 +99,7 @@ def senet(folder: Path) -> Any:
     start = fastbcd.senet(
         make("mlp"), data(61), 20, epochs=3, every=2, lr=0.02, batch_size=32, finetune=tune
     )
-    changed = [r["changed"] for r in start.history if "changed" in r]
+    changed = [r.notes["changed"] for r in start.history if "changed" in r.notes]
     return result(start.model, counts=changed, kept=start.masks.count())
 
 
@@ -108,7 +108,7 @@ def relupruner(folder: Path) -> Any:
         make("mlp"), data(61), 30, epochs=3, warmup=0, interval=1, lr=0.01, batch_size=32,
         finetune=SHORT,
     )  # fmt: skip
-    return result(start.model, counts=[r["count"] for r in start.history], kept=start.masks.count())
+    return result(start.model, counts=[r.count for r in start.history], kept=start.masks.count())
 
 
 def different(folder: Path) -> Any:
@@ -127,9 +127,8 @@ def different(folder: Path) -> Any:
 
 def long_run(folder: Path | None) -> dict[str, Any]:
     start = fastbcd.snl(make("resnet"), data(), 250, run_dir=folder, max_epochs=7, **QUICK)
-    keys = ("count", "lambda", "loss", "iou", "decrease")
-    records = [[record[key] for key in keys] for record in start.history]
-    return result(start.model, records=records, accuracy=start.accuracy, overlaps=start.overlaps)
+    records = [[record.count, record.loss, record.notes] for record in start.history]
+    return result(start.model, records=records, accuracy=start.accuracy)
 
 
 def killed(folder: Path) -> None:

@@ -1,10 +1,9 @@
-"""autorep: DaPa, hysteresis, the published training, exact budgets, BCD on top, resuming."""
+"""autorep: DaPa, hysteresis, the published training, which units are kept."""
 
 from __future__ import annotations
 
 import copy
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,20 +12,18 @@ from torch import nn
 
 import fastbcd
 from fastbcd import MaskedPoly, MaskedReLU
-from fastbcd.cli import main as cli
-from fastbcd.descent.budget import limits_of
 from fastbcd.masking.fitted import to_poly
 from fastbcd.masking.twin import twin
 from fastbcd.starts import autorep as module
-from fastbcd.starts.autorep import IndicatorPoly, autorep, count_on, dapa
-from fastbcd.training.loop import Session
+from fastbcd.starts.autorep import AutoRepSettings, IndicatorPoly, autorep, count_on, dapa
 from fastbcd.training.settings import Finetune
 from helpers.nets import images, make, thinned
-from helpers.start_cases import Other, data, same, state, stopped_at, write_images
+from helpers.start_cases import NONE, data, made, same, state
 
-pytestmark = pytest.mark.filterwarnings("ignore:after . epochs .* bits are on:RuntimeWarning")
-SHORT = Finetune(epochs=0, padding=1, teacher_cache=10**7)
-QUICK = {"epochs": 6, "lr": 0.1, "penalty": 20.0, "batch_size": 32, "finetune": SHORT}
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:after . epochs .*more than the budget:RuntimeWarning"
+)
+QUICK = {"epochs": 6, "lr": 0.1, "penalty": 20.0, "batch_size": 32, "finetune": NONE}
 
 
 # ------------------------------------------------------------------------------------- DaPa
@@ -163,7 +160,7 @@ def test_the_training_is_the_published_one(monkeypatch, scale_x2) -> None:
             student.set_submodule(name, PublishedPoly(act, dapa(mean, var), scale_x2))
     sites = {n: m for n, m in student.named_modules() if isinstance(m, PublishedPoly)}
     optimizer = torch.optim.Adam(student.parameters(), lr)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs, eta_min=1e-5)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs, eta_min=0.02)
     for epoch in range(epochs):
         student.train()
         for x, labels, _, _ in train.train_batches(48, seed=0, step=0, epoch=epoch, padding=1):
@@ -179,14 +176,14 @@ def test_the_training_is_the_published_one(monkeypatch, scale_x2) -> None:
     found = {}
     decide = module.Replacement.decide
 
-    def noted(self, history):
+    def noted(self):
         found.update({n: m for n, m in self.model.named_modules() if hasattr(m, "aux")})
-        return decide(self, history)
+        return decide(self)
 
     monkeypatch.setattr(module.Replacement, "decide", noted)
     start = autorep(
-        net, train, budget, epochs=epochs, lr=lr, penalty=lam, batch_size=48, scale_x2=scale_x2,
-        finetune=SHORT,
+        net, train, budget, epochs=epochs, lr=lr, lr_end=0.02, penalty=lam, batch_size=48,
+        scale_x2=scale_x2, finetune=NONE,
     )  # fmt: skip
     assert start.model is net
     for name, act in sites.items():
@@ -201,7 +198,7 @@ def test_the_training_is_the_published_one(monkeypatch, scale_x2) -> None:
     for key, value in student.state_dict().items():
         if not key.endswith(noise):
             torch.testing.assert_close(net.state_dict()[key], value, rtol=1e-3, atol=1e-3)
-    counts = [r["count"] for r in start.history]
+    counts = [r.count for r in start.history]
     assert min(counts) < total
 
 
@@ -222,35 +219,21 @@ def test_quadratics_follow_the_statistics_at_first(monkeypatch) -> None:
 def test_an_identity_net_becomes_a_polynomial_one() -> None:
     net = make("resnet")
     before = state(net)
-    start = autorep(net, data(), 300, test=data(40), **QUICK)
+    found = autorep(net, data(32), 300, **QUICK)
     assert same(state(net), before)
-    assert start.model is not net
-    assert {type(m) for m in start.model.modules()} & {MaskedReLU, IndicatorPoly} == set()
-    assert start.masks.count() == fastbcd.masks(start.model).count() == 300
-    assert start.measured_on == "test"
-    assert set(start.accuracy) == {"trained", "thresholded", "final"}
-    assert [r["epoch"] for r in start.history] == list(range(6))
-    assert start.history[0]["lr"] == 0.1
-    assert start.history[-1]["lr"] < 0.02
-    assert start.overlaps
-
-
-@pytest.mark.parametrize("budget", [0, 5, 45, 50])
-def test_exact_budgets(budget) -> None:
-    """Whether the training ends above or below them."""
-    assert autorep(make("mlp"), data(), budget, **QUICK).masks.count() == budget
+    assert found.model is not net
+    assert {type(m) for m in found.model.modules()} & {MaskedReLU, IndicatorPoly} == set()
 
 
 def test_a_training_that_stays_above_the_budget_warns() -> None:
-    with pytest.warns(RuntimeWarning, match="after 1 epochs 50 bits are on, more than the budget"):
-        autorep(make("mlp"), data(), 10, epochs=1, finetune=SHORT)
+    words = "after 1 epochs 50 ReLUs are on, more than the budget"
+    with pytest.warns(RuntimeWarning, match=words):
+        autorep(make("mlp"), data(32), 10, epochs=1, finetune=NONE)
 
 
 def test_which_units_are_kept() -> None:
     """Those whose bit is on before those whose bit is off, by aux."""
-    net = to_poly(make("mlp"))
-    settings = SimpleNamespace(budget=3, limits=limits_of(3, net), scale_x2=0.1, seed=0)
-    method = module.Replacement(net, settings)
+    method = made(module.Replacement, AutoRepSettings(), to_poly(make("mlp")), 3)
     first = method.acts[0]
     with torch.no_grad():
         for act in method.acts:
@@ -259,103 +242,25 @@ def test_which_units_are_kept() -> None:
         first.mask.fill_(False)
         method.acts[1].mask.fill_(False)
         first.mask[[0, 2]] = True  # on, by hysteresis
-    kept = method.decide([]).bits.nonzero().flatten().tolist()
+    kept = method.decide().bits.nonzero().flatten().tolist()
     assert kept == [0, 1, 2]
 
 
-def test_removed_relus_stay_removed() -> None:
-    net = thinned(make("poly"))
-    before = fastbcd.masks(net).bits.clone()
-    start = autorep(net, data(), 150, **QUICK)
-    assert start.masks.count() == 150
-    assert not (start.masks.bits & ~before).any()
+@pytest.mark.parametrize(
+    ("budget", "penalty"), [(6_000, 200.0), (6_001, 140.0), (15_000, 60.0), (15_001, 40.0)]
+)
+def test_the_published_penalty_of_a_budget(budget, penalty) -> None:
+    net = fastbcd.models.resnet20(width=2, replacement="poly")
+    assert made(module.Replacement, AutoRepSettings(), net, budget).penalty == penalty
 
 
 def test_what_bcd_removes_never_comes_back() -> None:
-    start = autorep(make("resnet"), data(), 200, **QUICK)
-    before = start.masks.bits.clone()
+    found = autorep(make("resnet"), data(48), 200, **QUICK)
+    before = found.masks.bits.clone()
     tune = Finetune(epochs=1, lr=0.05, padding=1, batch_size=32)
     gone = torch.zeros_like(before)
-    for step in fastbcd.steps(start.model, data(), 180, drc=5, rt=2):
-        gone |= before & ~fastbcd.masks(start.model).bits
-        fastbcd.Finetuner(start.model, data(), tune).run(step.number)
-        assert not (fastbcd.masks(start.model).bits & gone).any()
+    for step in fastbcd.steps(found.model, data(48), 180, drc=10, rt=2):
+        gone |= before & ~fastbcd.masks(found.model).bits
+        fastbcd.Finetuner(found.model, data(48), tune).run(step.number)
+        assert not (fastbcd.masks(found.model).bits & gone).any()
     assert int(gone.sum()) == 20
-    run = fastbcd.bcd(start.model, data(), 170, drc=5, rt=2, finetune=tune)
-    assert run.masks.count() == 170
-    assert not (run.masks.bits & (gone | ~before)).any()
-
-
-# --------------------------------------------------------------------------------- resuming
-
-
-def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(module, "REFRESH", 12)  # the interruption is within these iterations
-    tune = Finetune(epochs=1, padding=1, teacher_cache=10**7)
-    settings = {**QUICK, "epochs": 4, "finetune": tune}
-    straight = autorep(make("resnet"), data(), 200, **settings)
-    with monkeypatch.context() as patch:
-        patch.setattr(Session, "epoch", stopped_at(2))
-        with pytest.raises(KeyboardInterrupt):
-            autorep(make("resnet"), data(), 200, run_dir=tmp_path, **settings)
-    resumed = autorep(make("resnet"), data(), 200, run_dir=tmp_path, **settings)
-    assert same(state(resumed.model), state(straight.model))
-    keys = ("count", "loss", "iou", "lr")
-    assert [[r[k] for k in keys] for r in resumed.history] == [
-        [r[k] for k in keys] for r in straight.history
-    ]
-    again = autorep(make("resnet"), data(), 200, run_dir=tmp_path, **settings)
-    assert same(state(again.model), state(straight.model))
-
-
-# -------------------------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"budget": 51}, ValueError, "budget=51; the net keeps 50 ReLUs"),
-        ({"budget": -1}, ValueError, "budget=-1"),
-        ({"teacher": Other()}, ValueError, "the teacher has 7 classes and the net 5"),
-        ({"epochs": -1}, ValueError, "epochs=-1"),
-        ({"lr": -1.0}, ValueError, "lr=-1.0"),
-        ({"penalty": float("inf")}, ValueError, "penalty=inf"),
-        ({"threshold": "x"}, TypeError, "threshold='x'"),
-        ({"net": nn.Linear(2, 2)}, ValueError, "no masked activations"),
-    ],
-)
-def test_bad_input(change, error, words) -> None:
-    arguments = {"net": make("mlp"), "data": data(), "budget": 10, **change}
-    with pytest.raises(error, match=words):
-        autorep(**arguments)
-
-
-def test_a_loss_that_is_not_finite_stops_and_restores() -> None:
-    net = make("poly")
-    before = state(net)
-    with pytest.raises(FloatingPointError, match="not finite in epoch"):
-        autorep(net, data(), 10, **{**QUICK, "lr": 1e30})
-    assert same(state(net), before)
-
-
-# ------------------------------------------------------------------------------ the command
-
-
-def test_the_command_and_bcd_on_its_run_directory(tmp_path, capsys) -> None:
-    data_file, run = write_images(tmp_path / "data.npz"), str(tmp_path / "run")
-    common = ["--data", data_file, "--batch-size", "32", "--quiet"]
-    line = [
-        "autorep",
-        "--model",
-        "helpers.start_cases:small_net",
-        "--budget",
-        "30",
-        "--epochs",
-        "2",
-    ]
-    assert cli.main([*line, *common, "--lr", "0.01", "--run-dir", run]) == 0
-    assert "30 ReLUs after 2 epochs" in capsys.readouterr().out
-    line = ["bcd", "--model", "helpers.start_cases:poly_net", "--weights", run, "--budget", "20"]
-    line += [*common, "--drc", "5", "--rt", "2", "--epochs", "1", "--run-dir", str(tmp_path / "b")]
-    assert cli.main(line) == 0
-    assert "20 ReLUs kept" in capsys.readouterr().out

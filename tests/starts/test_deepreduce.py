@@ -1,4 +1,4 @@
-"""deepreduce: stages, criticality, culling, thinning, reshaping, exact budgets, resuming."""
+"""deepreduce: stages, criticality, culling, thinning, reshaping, the trainings."""
 
 from __future__ import annotations
 
@@ -8,20 +8,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import fastbcd
 from fastbcd import MaskSet
-from fastbcd.cli import main as cli
 from fastbcd.report import published
 from fastbcd.starts.deepreduce import candidates, criticality, deepreduce, only, reshaped, stages
-from fastbcd.training.loop import Session
-from fastbcd.training.settings import Finetune
-from helpers.nets import make, thinned
-from helpers.start_cases import SHORT, Other, data, same, state, stopped_at, write_images
+from helpers.nets import make
+from helpers.start_cases import NONE, data
 
-NONE = Finetune(epochs=0, padding=1, teacher_cache=10**7)
-QUICK = {"epochs": 11, "trial_epochs": 1, "lr": 0.02, "batch_size": 32, "finetune": NONE}
+QUICK = {"epochs": 9, "trial_epochs": 1, "lr": 0.02, "batch_size": 32, "finetune": NONE}
 
 # ------------------------------------------------------------------------- sets of ReLUs
 
@@ -159,7 +154,7 @@ def test_the_trainings_are_the_published_ones() -> None:
     net, train, budget = make("resnet"), data(), 100
     given, start = copy.deepcopy(net), fastbcd.masks(net).copy()
     parts = stages(start)
-    found = deepreduce(net, train, budget, **{**QUICK, "epochs": 9})
+    found = deepreduce(net, train, budget, **QUICK)
     records = found.history
     assert len(records) == 9
     assert len(parts) == 2
@@ -169,124 +164,27 @@ def test_the_trainings_are_the_published_ones() -> None:
         student = plain_training(given, mask, train, 1, first, 0.02)
         measured = fastbcd.accuracy(student, train)
         record = records[first]
-        assert record["training"] == f"stage {k + 1} alone"
-        assert record["count"] == mask.count()
-        assert record["train_accuracy"] == pytest.approx(measured, abs=1.1)  # one image: rounding
-        value.append(criticality(record["train_accuracy"], mask.count()))
-        assert record["criticality"] == value[-1]
+        assert record.notes["training"] == f"stage {k + 1} alone"
+        assert record.count == mask.count()
+        assert record.notes["train_accuracy"] == pytest.approx(
+            measured, abs=1.1
+        )  # one image: rounding
+        value.append(criticality(record.notes["train_accuracy"], mask.count()))
+        assert record.notes["criticality"] == value[-1]
         first += 1
     scores = fastbcd.saliency(given, train)
     order = sorted(range(len(parts)), key=lambda k: value[k])
     trials = candidates(start, order, scores, budget)
     assert len(trials) > 1
     for name in trials:
-        assert records[first]["training"] == name
-        assert records[first]["count"] == budget
-        assert "criticality" not in records[first]
+        assert records[first].notes["training"] == name
+        assert records[first].count == budget
+        assert "criticality" not in records[first].notes
         first += 1
-    best = max(
-        trials, key=lambda n: next(r for r in records if r["training"] == n)["train_accuracy"]
-    )
-    assert {r["training"] for r in records[first:]} == {f"{best}: the result"}
+    reached = {r.notes["training"]: r.notes.get("train_accuracy") for r in records}
+    best = max(trials, key=lambda name: reached[name])
+    assert {r.notes["training"] for r in records[first:]} == {f"{best}: the result"}
     assert found.masks == trials[best]
     student = plain_training(given, trials[best], train, 9 - first, first, 0.02)
     for key, tensor in student.state_dict().items():
         torch.testing.assert_close(net.state_dict()[key], tensor, rtol=1e-3, atol=1e-3)
-
-
-# ---------------------------------------------------------------------------------- results
-
-
-@pytest.mark.parametrize("name", ["resnet", "mlp", "sizes"])
-def test_exact_budgets(name) -> None:
-    total = fastbcd.masks(make(name)).count()
-    for budget in (0, 1, total // 7, total // 2, total - 1, total):
-        start = deepreduce(make(name), data(32), budget, **QUICK)
-        assert start.masks.count() == fastbcd.masks(start.model).count() == budget
-        assert len(start.history) == 11
-        assert set(start.accuracy) == {"trained", "thresholded", "final"}
-
-
-def test_progress_names_the_training(capsys) -> None:
-    deepreduce(make("mlp"), data(32), 20, progress=True, **QUICK)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch")]
-    assert len(lines) == 11
-    assert lines[0].startswith("epoch 0: stage 1 alone, ")
-    assert ": the result, 20 ReLUs" in lines[-1]
-
-
-def test_removed_relus_stay_removed() -> None:
-    net = thinned(make("resnet"))
-    before = fastbcd.masks(net).bits.clone()
-    start = deepreduce(net, data(), 90, **QUICK)
-    assert start.masks.count() == 90
-    assert not (start.masks.bits & ~before).any()
-
-
-@pytest.mark.parametrize("epoch", [1, 3, 8])
-def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, monkeypatch, epoch) -> None:
-    """In a stage's trial, in a candidate's, and in the last training."""
-    settings = {**QUICK, "epochs": 13, "trial_epochs": 2, "test": data(20), "finetune": SHORT}
-    straight = deepreduce(make("resnet"), data(), 100, **settings)
-    with monkeypatch.context() as patch:
-        patch.setattr(Session, "epoch", stopped_at(epoch, step=0))
-        with pytest.raises(KeyboardInterrupt):
-            deepreduce(make("resnet"), data(), 100, run_dir=tmp_path, **settings)
-    resumed = deepreduce(make("resnet"), data(), 100, run_dir=tmp_path, **settings)
-    assert same(state(resumed.model), state(straight.model))
-    assert resumed.accuracy == straight.accuracy
-    keys = ("training", "count", "loss", "lr", "iou", "train_accuracy", "criticality")
-    facts = [[[r.get(key) for key in keys] for r in run.history] for run in (resumed, straight)]
-    assert facts[0] == facts[1]
-    saved = fastbcd.load_run(tmp_path)
-    assert saved.kind == "deepreduce"
-    assert saved.masks.count() == 100
-    assert saved.done
-
-
-# -------------------------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"budget": 51}, ValueError, "budget=51; the net keeps 50 ReLUs"),
-        ({"budget": 2.5}, TypeError, "budget=2.5; it must be a whole number"),
-        ({"lr": 0.0}, ValueError, "lr=0.0; it must be finite and above 0"),
-        ({"discount": -1}, ValueError, "discount=-1"),
-        ({"trial_epochs": 0}, ValueError, "trial_epochs=0"),
-        ({"epochs": 6}, ValueError, "epochs=6; up to 6 trials of 1 epochs each, for 2 stages"),
-        ({"teacher": Other()}, ValueError, "the teacher has 7 classes and the net 5"),
-        ({"net": make("poly")}, ValueError, r"site '2' is a MaskedPoly.*fastbcd\.autorep"),
-        ({"net": nn.Linear(2, 2)}, ValueError, "no masked activations"),
-        ({"net": "net"}, TypeError, "net is a str"),
-    ],
-)
-def test_bad_input(change, error, words) -> None:
-    with pytest.raises(error, match=words):
-        deepreduce(**{"net": make("mlp"), "data": data(), "budget": 10, **QUICK, **change})
-
-
-def test_a_loss_that_is_not_finite_stops_and_restores() -> None:
-    net = make("mlp")
-    before = state(net)
-    with pytest.raises(FloatingPointError, match="not finite in epoch"):
-        deepreduce(net, data(), 10, **{**QUICK, "lr": 1e30})
-    assert same(state(net), before)
-
-
-# ------------------------------------------------------------------------------ the command
-
-
-def test_the_command(tmp_path, capsys) -> None:
-    line = [
-        "deepreduce", "--model", "helpers.start_cases:small_net",
-        "--data", write_images(tmp_path / "data.npz"), "--epochs", "8", "--trial-epochs", "1",
-        "--batch-size", "32", "--run-dir", str(tmp_path / "run"),
-    ]  # fmt: skip
-    assert cli.main([*line, "--budget", "20"]) == 0
-    shown = capsys.readouterr()
-    assert "20 ReLUs after 8 epochs" in shown.out
-    assert cli.main([*line, "--budget", "20", "--quiet"]) == 0  # a finished run is reported again
-    assert cli.main([*line, "--budget", "99"]) == 2
-    assert "the net keeps 50 ReLUs" in capsys.readouterr().err
