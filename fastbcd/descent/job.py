@@ -219,7 +219,7 @@ class Job(NamedTuple):
             over=self.over,
             run_dir=run_dir,
             resume=resume,
-            same=repr(self.search),
+            same={name: repr(value) for name, value in vars(self.search).items()},
         )
 
 

@@ -130,7 +130,7 @@ def journal(
     over: Callable[[list[Record]], bool],
     run_dir: str | os.PathLike[str] | None,
     resume: str | bool,
-    same: Any = None,
+    same: dict[str, str] | None = None,
 ) -> Iterator[Journal[Record]]:
     """Begin or resume a run; all ranks give the same arguments.
 
@@ -142,7 +142,7 @@ def journal(
         same: what ranks must have in common beside the config.
     """
     how = check_resume(resume)
-    facts = {"config": config, "run_dir": str(run_dir), "same": same}
+    facts = {"config": config, "run_dir": str(run_dir), **(same or {})}
     ranks.check_facts(json.loads(as_json(facts)))
     with ExitStack() as stack:
         directory, state = _opened(stack, run_dir, config, how)

@@ -43,7 +43,8 @@ def tiny_run(folder: Path, config: Config) -> None:
             record = fastbcd.Step(
                 number=number, before=98 - number, after=97 - number, drc=1, tried=1, chosen=0,
                 accepted=True, drops={0: 0.5}, base_accuracy=50.0, base_loss=1.0,
-                chosen_accuracy=49.5, chosen_loss=float(w.sum()), engine="stacked", sites=[97 - number],
+                chosen_accuracy=49.5, chosen_loss=float(w.sum()), engine="stacked",
+                sites=[97 - number],
             )  # fmt: skip
             history = [*state.history, encode(record)]
             state = State({"w": w}, {}, history, done=number == STEPS)

@@ -74,7 +74,7 @@ def test_ranks_that_were_given_different_arguments(found) -> None:
         "labels": "data.digest is ",
         "pixels": "data.digest is ",
         "normalisation": "data.mean is [0.0, 0.0, 0.0] on rank 0 and [0.5, 0.5, 0.5] on",
-        "test": "the digest of test.labels is ",
+        "test": "test.digest is ",
         "no test": "test is null on rank 0 and missing",
         "budget": "settings.budget is 5 on rank 0 and 6 on rank 1",
         "finetune": 'settings.finetune is null on rank 0 and "function ',
