@@ -39,7 +39,7 @@ def budget_of(options: argparse.Namespace) -> int | fastbcd.private.Target:
     """The number of ReLUs, or the target, with that number as its bound.
 
     >>> budget_of(argparse.Namespace(budget=5, seconds=0.5, protocol="crypten"))
-    Target(seconds=0.5, protocol='crypten', bandwidth=1000000000.0, rtt=0.001, relus=5)
+    Target(seconds=0.5, protocol='crypten', bandwidth='1Gbit', rtt='1ms', relus=5)
     """
     if targeted(options):
         return call(fastbcd.private.Target, options, relus=options.budget)

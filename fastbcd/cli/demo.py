@@ -19,7 +19,7 @@ from torch import nn
 import fastbcd
 from fastbcd.cli.inputs import say
 from fastbcd.private.units import si
-from fastbcd.runs.stages import SavedRun, read
+from fastbcd.runs.read import SavedRun
 
 BUDGET, EPOCHS, TEST_EVERY = 1_000, 16, 4
 NETWORK: dict[str, Any] = {"protocol": "crypten", "bandwidth": "100Mbit", "rtt": "40ms"}
@@ -55,7 +55,7 @@ def show(run_dir: Path, images: int = 8_000, tests: int = 2_000, epochs: int = E
         dense, train, BUDGET, epochs=epochs, test=test, samples=min(500, images), padding=2,
         batch_size=64, lr=0.03, test_every=TEST_EVERY, run_dir=run_dir,
     )  # fmt: skip
-    run = read(run_dir).last
+    run = fastbcd.load_run(run_dir)
     say(f"\n{table(run)}\n\n{gain(run)}")
     try:
         page = fastbcd.report.write([run_dir], run_dir / "report", **NETWORK)
@@ -66,14 +66,15 @@ def show(run_dir: Path, images: int = 8_000, tests: int = 2_000, epochs: int = E
 
 def table(run: SavedRun) -> str:
     """Accuracy after the steps that were tested, and the ReLUs of each site."""
+    start = run.begin.test_accuracy or 0.0
     lines = [f"{'':10} {'ReLUs':>8} {'test':>8} {'seconds':>8}"]
-    lines.append(f"{'start':10} {run.start.count():>8,} {run.start_accuracy or 0:>7.2f}%")
+    lines.append(f"{'start':10} {run.start.count():>8,} {start:>7.2f}%")
     spent = 0.0  # since the last row
     for step in run.history:
-        spent += sum(step["seconds"].values())
-        if step["test_accuracy"] is not None:
-            row = f"step {step['number']:<5} {step['after']:>8,} {step['test_accuracy']:>7.2f}%"
-            lines.append(f"{row} {spent:>8.1f}")
+        spent += sum(step.seconds.values())
+        if step.test_accuracy is not None:
+            name = f"step {step.number}"
+            lines.append(f"{name:10} {step.after:>8,} {step.test_accuracy:>7.2f}% {spent:>8.1f}")
             spent = 0.0
     lines.append(f"\n{'site':18} {'start':>8} {'end':>8}")
     end = run.masks.counts() if run.masks else {}
@@ -90,5 +91,5 @@ def gain(run: SavedRun) -> str:
         f"100 Mbit/s and 40 ms takes {after.known_seconds:.2f} s instead of "
         f"{before.known_seconds:.2f} s and sends {si(after.bytes, 'B')} instead of "
         f"{si(before.bytes, 'B')}, for a test accuracy of {run.accuracy:.2f} % instead of "
-        f"{run.start_accuracy:.2f} %."
+        f"{run.begin.test_accuracy:.2f} %."
     )

@@ -374,9 +374,9 @@ def test_linearize(capsys) -> None:
     assert out.index("3 epochs of training") < out.index(": 30 ReLUs, only training")
     assert "30 ReLUs kept, test " in out
     settings = json.loads(Path("made/config.json").read_text())["settings"]
-    assert (settings["linearize"]["epochs"], settings["rt"]) == (3, 2)
+    assert (settings["epochs"], settings["rt"]) == (3, 2)
     assert (settings["finetune"]["padding"], settings["finetune"]["flip"]) == (1, False)
-    assert "clip" not in settings["finetune"]
+    assert settings["finetune"]["clip"] == 0
     for more, clip in (("", 5.0), (" --clip 2", 2.0)):
         assert fastbcd_(f"{line} --replacement poly{more} --run-dir poly{clip:.0f} --quiet") == 0
         config = json.loads(Path(f"poly{clip:.0f}/config.json").read_text())

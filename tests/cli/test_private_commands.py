@@ -61,23 +61,8 @@ def test_cost_command(run, capsys) -> None:
     assert fastbcd_("cost masks.safetensors --protocol delphi-gc spu-semi2k") == 0
     out = capsys.readouterr().out
     assert f"{private.cost(fastbcd.masks(run), 'delphi-gc')}\n\nspu-semi2k, " in out
-    Path("recipe").mkdir()
-    Path("out").rename("recipe/3-bcd")
-    assert fastbcd_("cost recipe") == 0
+    assert fastbcd_("cost out") == 0
     assert capsys.readouterr().out.strip() == str(private.cost(run))
-
-
-def test_cost_lists_accuracy_against_relus_and_seconds(stages, capsys) -> None:
-    """Dense net, start, and the steps of BCD, each with the cost of its own masks."""
-    assert fastbcd_(f"cost {stages} --protocol crypten spu-semi2k") == 0
-    out = capsys.readouterr().out
-    dense, snl, bcd = (fastbcd.load_run(stages / n) for n in ("1-dense", "2-snl", "3-bcd"))
-    for run in (dense, snl, bcd):
-        cost = private.cost(run.masks, "crypten")
-        row = f"{run.count:>9,}{1:>7}{cost.seconds * 1e3:>9.2f} ms{run.accuracy:>8.2f} %"
-        assert row in out, row
-    assert out.count("  test accuracy:\n        ReLUs  sites") == 2
-    assert out.count("  ≥ ") == 1 + 2 + 1 + len(bcd.history), "an unknown part is marked"
 
 
 def test_cost_of_an_unfinished_start(tmp_path, monkeypatch, capsys) -> None:
@@ -127,7 +112,8 @@ def check_recorded(net: nn.Module, name: str, capsys) -> None:
     assert capsys.readouterr().out.startswith(str(private.cost(net)))
     assert fastbcd_("report recorded") == 0
     page = Path("recorded/report/report.html").read_text(encoding="utf-8")
-    assert f"{name} on Fashion-MNIST, small" in page
+    assert name in page
+    assert "fashion-mnist-mini, 16 images" in page
 
 
 @pytest.mark.parametrize("replacement", ["identity", "line", "poly"])
@@ -136,7 +122,7 @@ def test_a_run_of_a_known_net_needs_no_options(replacement, tmp_path, monkeypatc
     data = fastbcd.load("fashion-mnist-mini").first(16)
     net = fastbcd.models.resnet20(10, 28, in_channels=1, width=2, blocks=1, replacement=replacement)
     fastbcd.bcd(net, data, budget=7000, drc=100, rt=1, finetune=None, run_dir="recorded")
-    check_recorded(net, "resnet20 (width 2, blocks 1)", capsys)
+    check_recorded(net, "name resnet20", capsys)
 
 
 @pytest.mark.parametrize("replacement", ["identity", "line", "poly"])
