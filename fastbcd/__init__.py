@@ -5,8 +5,9 @@ from fastbcd.data.images import ImageData
 from fastbcd.data.packed import pack
 from fastbcd.data.sources import load
 from fastbcd.descent.bcd import Run, bcd, steps
+from fastbcd.descent.blocks import Blocks
 from fastbcd.descent.linearize import linearize
-from fastbcd.descent.proposals import Blocks, Proposal, Saliency
+from fastbcd.descent.proposals import Proposal, Saliency
 from fastbcd.descent.saliency import saliency
 from fastbcd.descent.schedules import Adaptive, Fraction, Schedule
 from fastbcd.kernels import backends

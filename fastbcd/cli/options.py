@@ -17,7 +17,7 @@ import fastbcd
 from fastbcd import models, private
 from fastbcd.data.sources import KNOWN
 from fastbcd.descent.bcd import WHEN
-from fastbcd.descent.proposals import PROPOSALS
+from fastbcd.descent.blocks import PROPOSALS
 from fastbcd.descent.schedules import Schedule
 from fastbcd.masking.activations import REPLACEMENTS
 from fastbcd.private import units

@@ -10,10 +10,10 @@ from torch import nn
 
 from fastbcd.descent.budget import Budget
 from fastbcd.descent.job import Job, Search
-from fastbcd.descent.plan import check_epochs, show_plan
+from fastbcd.descent.plan import show_plan, warn_of_epochs
 from fastbcd.descent.problem import Problem
 from fastbcd.descent.search import descend
-from fastbcd.descent.tuning import Body, training_of
+from fastbcd.descent.tuning import Training, training_of
 from fastbcd.masking.masks import MaskSet, masks
 from fastbcd.runs.step import Step
 from fastbcd.runtime.settings import with_settings
@@ -102,11 +102,13 @@ def bcd(
     problem = Problem(net, data, test, settings.criterion, settings.samples)
     training = training_of(problem, finetune, teacher, seed=settings.seed, progress=progress)
     job = Job.of(problem, budget, settings, training, when=finetune_when)
-    check_epochs(job)
     if dry_run:
-        show_plan(job, run_dir)
+        history, kept = job.saved(run_dir)
+        warn_of_epochs(job, history, kept)
+        show_plan(job, history, kept)
         return Run(net, masks(net), [])
     with job.journal(run_dir, resume) as run, bar(progress, unit="ReLU", desc="bcd") as removed:
+        warn_of_epochs(job, run.history, masks(net))
         for step in descend(job, run, progress=progress):
             if finetune_when == "every_step" or not step.accepted:
                 job.training(step)
@@ -142,7 +144,7 @@ def steps(
     """
     settings = Search(**search)
     problem = Problem(net, data, test, settings.criterion, settings.samples)
-    job = Job.of(problem, budget, settings, Body())
+    job = Job.of(problem, budget, settings, Training("the loop's body", epochs=None))
     return _steps(job, run_dir, resume, progress)
 
 

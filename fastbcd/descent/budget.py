@@ -1,17 +1,50 @@
-"""Budgets: what a run may keep at the end, and how it becomes limits of one net's masks."""
+"""Budgets: what a mask may keep at most, in ReLUs, in sites that keep any, and in cost.
+
+Every limit is a bound on a number that follows from four totals: ReLUs, squares, sites that keep
+any ReLU and sites that have any square. Masks are seen as the number of ReLUs that each site
+keeps, an int array [..., sites].
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
 
-from fastbcd.descent.limits import Bound, Limits, counts_of, relus, sites
 from fastbcd.masking.activations import MaskedPoly
-from fastbcd.masking.masks import mask_modules, masks
+from fastbcd.masking.masks import MaskSet, mask_modules, masks
 from fastbcd.runtime.validate import check_whole
+
+ROUNDING = 1e-7  # of what a step saves: less than a ReLU's part of it
+CHUNK = 4096  # ReLUs whose removal is looked at together: memory goes by it
+
+
+class Totals(NamedTuple):
+    """Numbers, or arrays of one shape."""
+
+    relus: Any
+    squares: Any
+    relu_sites: Any
+    square_sites: Any
+
+
+class Bound(NamedTuple):
+    """`measure` of a mask's totals is at most `most`."""
+
+    name: str  # "relus", "sites", or the quantity of a Target
+    measure: Callable[[Totals], Any]
+    most: float
+
+    def prices(self) -> Totals:
+        """What one of each adds; 0 for squares whose value is unknown, which no site has then."""
+        nothing = self.measure(Totals(0, 0, 0, 0))
+        alone = [self.measure(Totals(*one)) for one in np.eye(4, dtype=int)]
+        return Totals(*(0.0 if value is None else value - nothing for value in alone))
 
 
 class Budget(ABC):
@@ -26,6 +59,196 @@ class Budget(ABC):
         """What config.json records."""
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Bounds for the masks of one net; the first is the budget's own.
+
+    >>> limits = Limits(np.array([8, 4]), np.array([False, False]), (relus(5), sites(1)))
+    >>> limits.met(np.array([[5, 0], [4, 1], [6, 0]]))
+    array([ True, False, False])
+    """
+
+    units: np.ndarray  # neurons of each site, [sites]
+    poly: np.ndarray  # whether its removed ReLUs are squares, bool [sites]
+    bounds: tuple[Bound, ...]
+
+    @property
+    def most(self) -> float:
+        """The largest value allowed."""
+        return self.bounds[0].most
+
+    def totals(self, counts: np.ndarray) -> Totals:
+        """The totals of masks, each [...]."""
+        squares = np.where(self.poly, self.units - counts, 0)
+        return Totals(
+            relus=counts.sum(-1),
+            squares=squares.sum(-1),
+            relu_sites=(counts > 0).sum(-1),
+            square_sites=(squares > 0).sum(-1),
+        )
+
+    def met(self, counts: np.ndarray) -> np.ndarray:
+        """Whether masks are within all bounds, bool [...]."""
+        totals = self.totals(counts)
+        return np.logical_and.reduce([b.measure(totals) <= b.most for b in self.bounds])
+
+    def value(self, counts: np.ndarray) -> float:
+        """What the first bound measures."""
+        return float(self.bounds[0].measure(self.totals(counts)))
+
+    def least(self) -> float:
+        """The value of a mask that keeps nothing."""
+        return self.value(np.zeros_like(self.units))
+
+    def most_sites(self) -> float:
+        """The bound on the sites in use."""
+        return min((b.most for b in self.bounds if b.name == "sites"), default=math.inf)
+
+    def savings(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """By how much one ReLU less, and emptying the site besides, lowers the value: [sites] each.
+
+        Emptying a site of n ReLUs saves n times the first number plus the second.
+        """
+        price = self.bounds[0].prices()
+        new = self.poly & (counts == self.units)  # it has no square yet
+        return price.relus - price.squares * self.poly, price.relu_sites - price.square_sites * new
+
+    def at_most(self, value: float, others: tuple[Bound, ...] | None = None) -> Limits:
+        """The same with another first bound."""
+        first = self.bounds[0]._replace(most=value)
+        if others is None:
+            others = self.bounds[1:]
+        return replace(self, bounds=(first, *others))
+
+    def step(self, counts: np.ndarray, size: int, begin: tuple[float, int]) -> Limits:
+        """The limits of a step that removes `size` ReLUs, or their share of the value.
+
+        begin: the value and the number of sites in use at the start of the run.
+        """
+        count = counts.sum()
+        value = self.value(counts)
+        saved = size / max(count, 1) * (value - self.least()) * (1 - ROUNDING)
+        goal = max(self.most, value - saved)
+        others = []
+        for bound in self.bounds[1:]:
+            if bound.name == "relus":
+                most = max(bound.most, count - size)
+            else:
+                most = self._sites_at(goal, bound.most, int((counts > 0).sum()), begin)
+            others.append(bound._replace(most=most))
+        return self.at_most(goal, tuple(others))
+
+    def _sites_at(self, goal: float, most: float, used: int, begin: tuple[float, int]) -> float:
+        """The bound on sites at the value `goal`: it falls evenly with the value's logarithm.
+
+        A run that begins with the value of its end empties one site per step.
+        """
+        if used <= most:
+            return most
+        value, sites_used = begin
+        if value <= self.most:
+            return max(most, used - 1)
+        least = self.least()
+        low = 1e-3 * (value - least) - least
+        left = math.log((goal + low) / (self.most + low))
+        whole = math.log((value + low) / (self.most + low))
+        allowed = round(most + (sites_used - most) * left / whole)
+        return max(most, min(allowed, used))
+
+    def size(self, counts: np.ndarray) -> int:
+        """How many ReLUs, whichever they are, must go to meet the limits, if no site is emptied.
+
+        All of them where single ReLUs save nothing.
+        """
+        totals = self.totals(counts)
+        count = int(counts.sum())
+        squares = self.poly & (counts > 0)
+        opened = int((squares & (counts == self.units)).sum())  # sites with new squares
+        most = 0
+        for bound in self.bounds:
+            excess = bound.measure(totals) - bound.most
+            if excess <= 0:
+                continue
+            price = bound.prices()
+            single = price.relus - price.squares * squares.any()
+            if single <= 0:
+                return count
+            excess += opened * price.square_sites
+            most = max(most, math.ceil(excess / single - 1e-9))
+        return min(most, count)
+
+    def fit(self, counts: np.ndarray, where: np.ndarray) -> np.ndarray:
+        """Which ReLUs to remove, of those at the sites `where`, the first ones first; bool [n].
+
+        The fewest first ones that meet these limits. If a site was emptied, the last ones of other
+        sites are kept as far as these limits allow.
+        """
+        number = 0
+        if not self.met(counts):
+            number = self._first(counts, where, -1, met=True) + 1
+        gone = np.arange(len(where)) < number
+        left = counts - self._at(where[gone])
+        last = np.flatnonzero(gone)[::-1]
+        gone[last[self.back(left, where[last])]] = False
+        return gone
+
+    def back(self, counts: np.ndarray, where: np.ndarray) -> np.ndarray:
+        """Which removed ReLUs to return, of those at the sites `where`, the first ones first.
+
+        bool [n]: as many as these limits allow, in sites that keep any. Where a ReLU exceeds them,
+        those of other sites may not, because its square costs more or was the site's last one.
+        """
+        returned = np.zeros(len(where), dtype=bool)
+        one_more = np.eye(len(counts), dtype=int)
+        while True:
+            fits = (counts > 0) & self.met(counts + one_more)
+            left = np.flatnonzero(~returned & fits[where])
+            if not len(left):
+                return returned
+            left = left[: self._first(counts, where[left], 1, met=False)]
+            returned[left] = True
+            counts = counts + self._at(where[left])
+
+    def room(self, counts: np.ndarray) -> int:
+        """How many ReLUs these limits leave if they are removed in a random order."""
+        where = np.repeat(np.arange(len(counts)), counts)
+        order = np.argsort(np.random.Philox(0).random_raw(len(where)), kind="stable")
+        return len(where) - int(self.fit(counts, where[order]).sum())
+
+    def _first(self, counts: np.ndarray, where: np.ndarray, sign: int, *, met: bool) -> int:
+        """The first ReLU after which the limits are met, or are not; len(where) if none.
+
+        sign: of the changes, -1 if the ReLUs at `where` are removed one after the other.
+        """
+        for begin in range(0, len(where), CHUNK):
+            at_site = where[begin : begin + CHUNK, None] == np.arange(len(counts))
+            after = counts + sign * np.cumsum(at_site, axis=0)
+            hits = np.flatnonzero(self.met(after) == met)
+            if len(hits):
+                return begin + int(hits[0])
+            counts = after[-1]
+        return len(where)
+
+    def _at(self, where: np.ndarray) -> np.ndarray:
+        """How many of the ReLUs at the sites `where` each site has."""
+        return np.bincount(where, minlength=len(self.units))
+
+
+def relus(most: float) -> Bound:
+    """At most so many ReLUs."""
+    return Bound("relus", lambda totals: totals.relus, most)
+
+
+def sites(most: float) -> Bound:
+    """At most so many sites that keep any ReLU."""
+    return Bound("sites", lambda totals: totals.relu_sites, most)
+
+
+def counts_of(masks: MaskSet) -> np.ndarray:
+    """The ReLUs that each site keeps, int64 [sites]."""
+    return np.array(list(masks.counts().values()), dtype=np.int64)
+
+
 def limits_of(budget: int | Budget, net: nn.Module, max_sites: int | None = None) -> Limits:
     """A budget and `max_sites` as limits of this net's masks; refuses what no mask can meet."""
     modules = mask_modules(net).values()
@@ -38,10 +261,14 @@ def limits_of(budget: int | Budget, net: nn.Module, max_sites: int | None = None
         bounds = (relus(budget),)
     if max_sites is None:
         return Limits(units, poly, bounds)
-    check_whole("max_sites", max_sites, 0)
     limits = Limits(units, poly, (*bounds, sites(max_sites)))
-    if not isinstance(budget, Budget):
-        _check_room(budget, max_sites, limits, counts_of(masks(net)))
+    counts = counts_of(masks(net))
+    room = int(np.sort(counts)[::-1][:max_sites].sum())
+    if not isinstance(budget, Budget) and budget > room and not limits.met(counts):
+        raise ValueError(
+            f"budget={budget:,}; the {max_sites} largest sites (max_sites) keep {room:,} ReLUs: "
+            f"give at most that budget, or a larger max_sites"
+        )
     return limits
 
 
@@ -50,20 +277,3 @@ def check_reducible(budget: int | Budget, net: nn.Module) -> None:
     kept = masks(net).count()
     if not isinstance(budget, Budget) and budget > kept:
         raise ValueError(f"budget={budget:,}; the net keeps {kept:,} ReLUs: at most that many")
-
-
-def shown(budget: int | Budget) -> str:
-    """A budget as text."""
-    if isinstance(budget, Budget):
-        return str(budget)
-    return f"{budget:,}"
-
-
-def _check_room(budget: int, max_sites: int, limits: Limits, counts: np.ndarray) -> None:
-    """Refuse a number of ReLUs that so many sites do not have."""
-    room = int(np.sort(counts)[::-1][:max_sites].sum())
-    if budget > room and not limits.met(counts):
-        raise ValueError(
-            f"budget={budget:,}; the {max_sites} largest sites (max_sites) keep {room:,} ReLUs: "
-            f"give at most that budget, or a larger max_sites"
-        )

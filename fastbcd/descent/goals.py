@@ -1,20 +1,21 @@
-"""Goal: what the hypotheses of one step must reach."""
+"""Goal: what the hypotheses of one step must reach, and which removed ReLUs may return."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fastbcd.descent.limits import Limits, counts_of
-from fastbcd.masking.masks import MaskSet
-
-ORDER = 4  # a stream of random numbers, see STREAM in proposals.py
+from fastbcd.descent.budget import Limits, counts_of
+from fastbcd.descent.saliency import gains, ranking
+from fastbcd.masking.masks import MaskSet, masks
+from fastbcd.runs.step import Start
+from fastbcd.scoring.metric import Loss
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class Goal:
         """How many single ReLUs a hypothesis must remove, unless it empties a site."""
         return self.limits.size(self.counts)
 
+    def of_step(self, size: int, start: Start) -> Goal:
+        """The goal of a step that removes `size` ReLUs, or their share of the cost."""
+        begin = (start.value, start.sites)
+        return replace(self, limits=self.final.step(self.counts, size, begin))
+
     def sites(self, ids: Tensor) -> np.ndarray:
         """The number of the site of each id."""
         starts = [site.start for site in self.masks.sites]
@@ -42,23 +48,24 @@ class Goal:
 
     def at_most(self, other: Goal) -> Goal:
         """The goal that saves as much as `other` did, if that is more, within the end's limit."""
-        value = min(self.limits.bounds[0].most, self.limits.value(other.counts))
-        value = max(value, self.final.bounds[0].most)
-        return replace(self, limits=self.limits.at_most(value))
+        value = min(self.limits.most, self.limits.value(other.counts))
+        return replace(self, limits=self.limits.at_most(max(value, self.final.most)))
 
-    def emptied(self, wanted: np.ndarray, others: np.ndarray) -> list[int]:
+    def emptied(self, wanted: Iterable[int], others: Iterable[int]) -> list[int]:
         """The sites to empty: of `wanted` until the goal is met, then of `others` if it demands it.
 
         The last site in use stays: single ReLUs are removed there.
         """
-        counts, chosen, most = self.counts.copy(), list[int](), self.limits.most_sites()
-        for place, x in enumerate([*wanted, *others]):
-            used = int((counts > 0).sum())
-            if self.limits.met(counts) or used == 1:
-                break
-            if counts[x] and (place < len(wanted) or used > most):
-                chosen.append(int(x))
-                counts[x] = 0
+        counts = self.counts.copy()
+        chosen: list[int] = []
+        for candidates, most in ((wanted, 1.0), (others, self.limits.most_sites())):
+            for site in candidates:
+                used = (counts > 0).sum()
+                if used <= max(most, 1) or self.limits.met(counts):
+                    break
+                if counts[site]:
+                    chosen.append(int(site))
+                    counts[site] = 0
         return chosen
 
     def without(self, sites: Any) -> tuple[Tensor, Goal]:
@@ -67,23 +74,51 @@ class Goal:
         ids = kept[torch.from_numpy(np.isin(self.sites(kept), sites))]
         return ids, replace(self, masks=self.masks.without(ids))
 
-    def fit(self, ids: Tensor, rest: Callable[[], Tensor]) -> Tensor:
-        """Those of `ids`, the first ones first, that must go; if all are too few, of `rest` too."""
-        gone, met = self._fit(ids)
-        return gone if met else self._fit(torch.cat([ids, rest()]))[0]
+    def fit(self, ids: Tensor, others: Tensor) -> Tensor:
+        """Those of the kept `ids`, the first ones first, that must go.
+
+        If all of them are too few, those of `others` that must go as well.
+        """
+        gone = self._fit(ids)
+        if self.limits.met(counts_of(self.masks.without(gone))):
+            return gone
+        return self._fit(torch.cat([ids, others[~torch.isin(others, ids)]]))
 
     def back(self, ids: Tensor) -> Tensor:
         """Those of the removed `ids`, the first ones first, that can return within the limits."""
         return ids[torch.from_numpy(self.limits.back(self.counts, self.sites(ids)))].sort().values
 
-    def _fit(self, ids: Tensor) -> tuple[Tensor, bool]:
-        where = self.sites(ids)
-        gone = self.limits.fit(self.counts, where)
-        left = self.counts - np.bincount(where[gone], minlength=len(self.counts))
-        return ids[torch.from_numpy(gone)].sort().values, bool(self.limits.met(left))
+    def _fit(self, ids: Tensor) -> Tensor:
+        return ids[torch.from_numpy(self.limits.fit(self.counts, self.sites(ids)))].sort().values
 
 
-def shuffled(ids: Tensor, *, seed: int, step: int, trial: int) -> Tensor:
-    """The ids in a random order that is a pure function of the other arguments and their number."""
-    stream = np.random.Philox(key=[ORDER, seed], counter=[0, trial, 0, step])
-    return ids[torch.from_numpy(np.argsort(stream.random_raw(len(ids)), kind="stable"))]
+def to_return(
+    net: nn.Module,
+    data: Any,
+    limits: Limits,
+    *,
+    loss: Loss | None = None,
+    among: Tensor | None = None,
+) -> Tensor:
+    """The ids of the removed ReLUs to return, LongTensor: as many as the limits allow.
+
+    Those of largest first-order gain come first, and only those of sites that keep a ReLU: another
+    site would cost its rounds. The gain is E t, by which the loss falls, with its sign: E|t|, which
+    ranks removals, is as large for a ReLU that raises the loss. It is computed only if a ReLU can
+    return. among: the bits of those that may; None: all.
+
+    >>> from fastbcd.descent.budget import limits_of
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
+    >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
+    >>> fastbcd.set_masks(net, fastbcd.masks(net).without([0, 2, 3]))
+    >>> len(to_return(net, data, limits_of(5, net)))
+    2
+    """
+    goal = Goal(masks(net).copy(), limits, limits)
+    free = ~goal.masks.bits
+    if among is not None:
+        free &= among
+    ids = free.nonzero().flatten()
+    if not limits.met(goal.counts) or not len(goal.back(ids)):
+        return ids[:0]
+    return goal.back(ranking(-gains(net, data, loss=loss), free))

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastbcd.descent.budget import Budget, limits_of
-from fastbcd.descent.limits import Limits, counts_of
+from fastbcd.descent.blocks import PROPOSALS
+from fastbcd.descent.budget import Budget, Limits, counts_of, limits_of
 from fastbcd.descent.problem import Problem
-from fastbcd.descent.proposals import PROPOSALS, Proposal, Saliency, check_describe, find_proposal
+from fastbcd.descent.proposals import Proposal
 from fastbcd.descent.schedules import Schedule, size_of
 from fastbcd.descent.tuning import Training
-from fastbcd.masking.masks import masks
+from fastbcd.masking.masks import MaskSet, masks
 from fastbcd.runs.config import Config
-from fastbcd.runs.journal import Journal, journal
+from fastbcd.runs.journal import Journal, journal, peek
 from fastbcd.runs.step import Start, Step
 from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.settings import Settings, setting
@@ -39,7 +41,7 @@ class Search(Settings):
     adt: float = setting(
         0.3, "drop of accuracy that a step accepts, in percentage points", finite=False
     )
-    proposal: str | Callable[..., Any] | None = setting(
+    proposal: str | Proposal | None = setting(
         None,
         'how hypotheses are drawn: "uniform", as in the paper; "saliency", ReLUs of small '
         'first-order effect; "blocks", ReLUs or whole sites of small effect per second saved; or a '
@@ -87,10 +89,8 @@ class Search(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_confidence(self.confidence, self.metric)
-        if isinstance(self.drc, Schedule):
-            check_describe("drc", self.drc)
-        if self.proposal is not None:
-            find_proposal(self.proposal)
+        _check_recorded("drc", self.drc, Schedule)
+        _check_recorded("proposal", self.proposal, Proposal)
         as_engine(self.engine)
 
     def describe(self) -> dict[str, Any]:
@@ -132,12 +132,20 @@ class Job(NamedTuple):
         counts = counts_of(masks(problem.net))
         if not limits.met(counts):
             size_of(search.drc, int(counts.sum()), [])
+        proposal = search.proposal
+        if proposal is None:
+            by_site = isinstance(budget, Budget) or search.max_sites is not None
+            proposal = "blocks" if by_site else "uniform"
+        if isinstance(proposal, str):
+            proposal = PROPOSALS[proposal]
         return cls(
             problem=problem,
             budget=budget,
             limits=limits,
             search=search,
-            proposal=_informed(_proposal(search, budget), problem, training),
+            proposal=proposal.informed(
+                problem.criterion.loss, lambda: training.answers(problem.scored)
+            ),
             engine=as_engine(search.engine),
             training=training,
             epochs=epochs,
@@ -147,17 +155,18 @@ class Job(NamedTuple):
     @property
     def trials(self) -> int:
         """Hypotheses of a step; all those of a greedy proposal are the same."""
-        if getattr(self.proposal, "greedy", False):
-            return 1
-        return self.search.rt
+        return 1 if self.proposal.greedy else self.search.rt
 
     def at(self, start: Start) -> Job:
         """The job with the memory that the run began with: plans and rounding depend on it."""
         if self.engine.memory is not None:
             return self
         device = self.problem.train.device
-        memory = default_memory(device, whole=device.type in start.memory)
-        memory = min(start.memory.get(device.type, memory), memory)
+        memory = start.memory.get(device.type)
+        if memory is None:
+            memory = default_memory(device)
+        else:
+            memory = min(memory, default_memory(device, whole=True))
         return self._replace(engine=replace(self.engine, memory=max(memory, 1)))
 
     def begin(self) -> Start:
@@ -165,10 +174,12 @@ class Job(NamedTuple):
         device = self.problem.train.device
         counts = counts_of(masks(self.problem.net))
         memory = self.engine.memory
+        if memory is None:
+            memory = default_memory(device)
         return Start(
             value=self.limits.value(counts),
             sites=int((counts > 0).sum()),
-            memory={device.type: default_memory(device) if memory is None else memory},
+            memory={device.type: memory},
             test_accuracy=self.problem.accuracy(),
         )
 
@@ -199,13 +210,9 @@ class Job(NamedTuple):
         if self.epochs:
             settings["epochs"] = self.epochs
         settings |= self.search.describe() | {"proposal": self.proposal.describe()}
-        return Config.of(
-            "bcd",
-            settings | {"finetune_when": self.when} | self.training.describe(),
-            self.problem.net,
-            data=self.problem.train,
-            test=self.problem.test,
-        )
+        settings |= {"finetune_when": self.when} | self.training.describe()
+        problem = self.problem
+        return Config.of("bcd", settings, problem.net, data=problem.train, test=problem.test)
 
     def journal(
         self, run_dir: str | os.PathLike[str] | None, resume: str | bool
@@ -222,24 +229,21 @@ class Job(NamedTuple):
             same={name: repr(value) for name, value in vars(self.search).items()},
         )
 
-
-def _proposal(search: Search, budget: int | Budget) -> Proposal:
-    """The proposal that the settings name."""
-    if search.proposal is not None:
-        return find_proposal(search.proposal)
-    if isinstance(budget, Budget) or search.max_sites is not None:
-        return find_proposal("blocks")
-    return find_proposal("uniform")
+    def saved(self, run_dir: str | os.PathLike[str] | None) -> tuple[list[Step], MaskSet]:
+        """The finished steps of the run in a directory, and its masks; the net's without a run."""
+        saved = None
+        if run_dir is not None:
+            saved = peek(self.config(), Path(run_dir), Step)
+        return saved or ([], masks(self.problem.net))
 
 
-def _informed(proposal: Proposal, problem: Problem, training: Training) -> Proposal:
-    """The proposal, with the loss of the run and the teacher's answers if it asks for them."""
-    if not isinstance(proposal, Saliency):
-        return proposal
-    loss = problem.criterion.loss or proposal.loss
-    if not proposal.distilled:
-        return replace(proposal, loss=loss)
-    answers = training.answers(problem.scored)
-    if answers is None:
-        raise ValueError(f"{proposal} needs teacher= and finetune=Finetune(...)")
-    return replace(proposal, loss=loss, given=answers)
+def _check_recorded(name: str, value: Any, kind: type) -> None:
+    """Refuse a proposal or a schedule whose describe() cannot be written into config.json."""
+    if not isinstance(value, kind):
+        return
+    try:
+        json.dumps(value.describe())  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} {type(value).__qualname__}: describe() must return JSON-able values: {error}"
+        ) from None

@@ -15,7 +15,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,14 +23,14 @@ from torch import nn
 from fastbcd.data.for_net import data_for
 from fastbcd.data.images import ImageData
 from fastbcd.descent.bcd import Run
-from fastbcd.descent.budget import Budget, check_reducible, limits_of
+from fastbcd.descent.blocks import Blocks
+from fastbcd.descent.budget import Budget, Limits, check_reducible, counts_of, limits_of
 from fastbcd.descent.job import Job, Search
-from fastbcd.descent.limits import Limits, counts_of
-from fastbcd.descent.plan import announce, show_plan
+from fastbcd.descent.plan import show_plan
 from fastbcd.descent.problem import Problem
-from fastbcd.descent.proposals import Blocks, Saliency
+from fastbcd.descent.proposals import Saliency
 from fastbcd.descent.schedules import Shares
-from fastbcd.descent.search import descend, rests
+from fastbcd.descent.search import descend
 from fastbcd.descent.tuning import Tuned
 from fastbcd.masking.activations import REPLACEMENTS, MaskedActivation
 from fastbcd.masking.convert import convert
@@ -39,7 +38,7 @@ from fastbcd.masking.fitted import to_line, to_poly
 from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
 from fastbcd.runs.step import Step
 from fastbcd.runtime.dtypes import dtype_of
-from fastbcd.runtime.settings import Settings, fields_in, setting, with_settings
+from fastbcd.runtime.settings import fields_in, setting, with_settings
 from fastbcd.runtime.show import bar
 from fastbcd.training.rates import cosine
 from fastbcd.training.settings import Finetune
@@ -49,7 +48,7 @@ from fastbcd.training.settings import Finetune
 # seeds each: linearize has 78.1 and 78.4 %. What lost is in benchmarks/RESULTS.md.
 DOWN = 0.6  # share of the epochs on the way down; 0.4: 78.1 and 78.1, 0.8: 75.8 and 76.2
 PARTS = 4  # steps per epoch there; 1: 78.3 and 78.5, 2: 78.0 and 77.4, 8: 76.8 and 76.9
-RT, ADT = 4, 0.3  # hypotheses of a step, and the accepted drop; one hypothesis: 78.5 and 77.6
+RT = 4  # hypotheses of a step; one: 78.5 and 77.6
 # The rest: 15 epochs of 2,000 images, accuracy on 8,000 train images that no arm trains on, with
 # one greedy hypothesis per step and one optimizer for the whole run. Seeds of one setting differ by
 # up to 2 points.
@@ -76,13 +75,12 @@ BAR = "linearize {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linearization(Settings):
-    """What `linearize` decides by itself, beside the settings of `Search` and `Finetune`."""
+class Linearization(Search):
+    """What `linearize` decides by itself, beside the settings of `Finetune`."""
 
     epochs: int = setting(
         60, "of training in all: 60 % of them on the way down, a quarter of one per step", least=1
     )
-    max_sites: int | None = setting(None, "sites that keep any ReLU, at most", least=0)
     replacement: str = setting(
         LINE,
         'what a removed ReLU becomes: "line", c1*x + c0 for each channel, fitted to ReLU and then '
@@ -104,15 +102,12 @@ class Linearization(Settings):
         None, "None: 25 for up to 5,000 images, up to 128 for more", least=1
     )
     rt: int = setting(RT, "hypotheses that a step tries at most", least=1)
-    adt: float = setting(
-        ADT, "drop of accuracy that a step accepts, in percentage points", finite=False
-    )
     samples: int | None = setting(
         None, "propose and score on the first n train images; None: on 500 at most", least=1
     )
 
 
-@with_settings(Linearization, Search, Finetune, without=("drc", "proposal"))
+@with_settings(Linearization, Finetune, without=("drc", "proposal"))
 def linearize(
     model: nn.Module,
     train: Any,
@@ -152,15 +147,8 @@ def linearize(
     net = _net(model, data, start, chosen.replacement)
     check_reducible(budget, net)
     way = Way.of(chosen, len(data))
-    finetune = _finetune(chosen, way, settings)
-    search = _search(
-        chosen,
-        way.schedule(limits_of(budget, net, chosen.max_sites), counts_of(masks(net))),
-        len(data),
-        settings,
-        by_site=chosen.max_sites is not None or isinstance(budget, Budget),
-        distilled=finetune.distill > 0,
-    )
+    finetune = Finetune(**fields_in(Finetune, settings) | way.finetune(chosen))
+    search = _search(chosen, way, budget, net, data, distilled=finetune.distill > 0)
     problem = Problem(net, data, test, search.criterion, search.samples)
     if finetune.distill == 0:
         teacher = None
@@ -169,22 +157,16 @@ def linearize(
     training = Tuned(problem, finetune, teacher, seed=search.seed, progress=progress)
     job = Job.of(problem, budget, search, training, epochs=chosen.epochs)
     if dry_run:
-        show_plan(job, run_dir)
+        show_plan(job, *job.saved(run_dir))
         return Run(net, masks(net), [])
     batches = len(training.tuner.sizes)
     with job.journal(run_dir, resume) as run:
-        left = job.epochs_left(run.history)
-        if progress and left:
-            announce(job, run.history)
-        options: Any = {
-            "smoothing": 0,
-            "bar_format": BAR,
-            "initial": round((way.epochs - left) * batches),
-        }
+        if progress and not job.over(run.history):
+            show_plan(job, run.history, masks(net))
+        begun = round((way.epochs - job.epochs_left(run.history)) * batches)
+        options: Any = {"smoothing": 0, "bar_format": BAR, "initial": begun}
         with bar(progress, total=way.epochs * batches, **options) as shown:
-            for step in chain(
-                descend(job, run, progress=progress), rests(job, run, progress=progress)
-            ):
+            for step in descend(job, run, progress=progress):
                 left = job.epochs_left(run.history)
                 spent = f"epoch {way.epochs - left:.3g} of {way.epochs}"
                 shown.set_postfix_str(f"{spent}, {step.after:,} ReLUs")
@@ -209,7 +191,9 @@ class Way:
         batch_size = chosen.batch_size
         if batch_size is None:
             batch_size = min(LARGEST, max(SMALLEST, images // BATCHES))
-        lr = LR[chosen.replacement] if chosen.lr is None else chosen.lr
+        lr = chosen.lr
+        if lr is None:
+            lr = LR[chosen.replacement]
         parts = max(1, min(PARTS, images // batch_size))
         return cls(chosen.epochs, lr, parts, batch_size)
 
@@ -218,12 +202,20 @@ class Way:
         """Steps on the way down."""
         return max(1, round(DOWN * self.epochs * self.parts))
 
+    def finetune(self, chosen: Linearization) -> dict[str, Any]:
+        """The settings of `Finetune` for one step."""
+        clip = chosen.clip
+        if clip is None:
+            clip = CLIP[chosen.replacement]
+        epochs = 1 / self.parts
+        return {"epochs": epochs, "lr": self.lr, "clip": clip, "batch_size": self.batch_size}
+
     def schedule(self, limits: Limits, counts: np.ndarray) -> Shares:
         """Every step leaves the same share of what is above the least that a net can cost."""
         least = limits.least()
-        value = limits.value(counts)
-        ratio = max((limits.bounds[0].most - least) / max(value - least, 1e-9), LAST)
-        return Shares(1 - min(1.0, ratio) ** (1 / self.steps), self.steps)
+        above = max(limits.value(counts) - least, 1e-9)
+        left = min(1.0, max((limits.most - least) / above, LAST))
+        return Shares(1 - left ** (1 / self.steps), self.steps)
 
     def portion(
         self, step: Step, history: Sequence[Step], left: float, batches: int
@@ -232,44 +224,36 @@ class Way:
 
         left: the epochs that are left before it. batches: of an epoch.
         """
-        place = round((self.epochs - left) * batches)
+        now = round((self.epochs - left) * batches)
         if step.drc:
-            end = math.ceil((place + 1) * self.parts / batches) * batches // self.parts
-            return min(left, (end - place) / batches), self.lr
+            end = math.ceil((now + 1) * self.parts / batches) * batches // self.parts
+            return min(left, (end - now) / batches), self.lr
         # At the budget the rest of an epoch first, then whole ones.
-        end = place // batches * batches + batches
+        end = now // batches * batches + batches
         down = sum(earlier.epochs or 0.0 for earlier in history if earlier.drc)
         rate = cosine(self.lr, self.epochs - left - down, self.epochs - down)
-        return min(left, (end - place) / batches), rate
-
-
-def _finetune(chosen: Linearization, way: Way, settings: dict[str, Any]) -> Finetune:
-    """The settings of the training of one step."""
-    clip = CLIP[chosen.replacement] if chosen.clip is None else chosen.clip
-    fixed = {"epochs": 1 / way.parts, "lr": way.lr, "clip": clip, "batch_size": way.batch_size}
-    return Finetune(**fields_in(Finetune, settings) | fixed)
+        return min(left, (end - now) / batches), rate
 
 
 def _search(
     chosen: Linearization,
-    drc: Shares,
-    images: int,
-    settings: dict[str, Any],
+    way: Way,
+    budget: int | Budget,
+    net: nn.Module,
+    data: ImageData,
     *,
-    by_site: bool,
     distilled: bool,
 ) -> Search:
     """The settings of the search."""
-    samples = min(SAMPLES, images) if chosen.samples is None else chosen.samples
+    limits = limits_of(budget, net, chosen.max_sites)
+    by_site = chosen.max_sites is not None or isinstance(budget, Budget)
     kind = Blocks if by_site else Saliency
     fixed = {
-        "drc": drc,
-        "rt": chosen.rt,
-        "adt": chosen.adt,
-        "samples": samples,
+        "drc": way.schedule(limits, counts_of(masks(net))),
         "proposal": kind(distilled=distilled),
+        "samples": chosen.samples or min(SAMPLES, len(data)),
     }
-    return Search(**fields_in(Search, settings) | fixed)
+    return Search(**fields_in(Search, vars(chosen)) | fixed)
 
 
 def _net(model: nn.Module, data: ImageData, start: Any, replacement: str) -> nn.Module:
@@ -303,5 +287,5 @@ def _check_replaceable(net: nn.Module, replacement: str) -> None:
     for act in mask_modules(net).values():
         name = next(name for name, kind in REPLACEMENTS.items() if type(act) is kind)
         if order.index(name) > order.index(replacement):
-            what = {"line": "lines", "poly": "quadratics"}[name]
-            raise ValueError(f"the net's removed ReLUs are {what}; pass replacement={name!r}")
+            kind = {"line": "lines", "poly": "quadratics"}[name]
+            raise ValueError(f"the net's removed ReLUs are {kind}; pass replacement={name!r}")

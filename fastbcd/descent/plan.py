@@ -5,25 +5,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from fastbcd.data.images import ImageData
-from fastbcd.descent.budget import shown
+from fastbcd.descent.budget import counts_of
 from fastbcd.descent.job import Job
-from fastbcd.descent.limits import counts_of
 from fastbcd.descent.schedules import size_of
 from fastbcd.descent.tuning import Tuned
-from fastbcd.masking.masks import masks
-from fastbcd.runs.journal import peek
+from fastbcd.masking.masks import MaskSet
 from fastbcd.runs.step import Step
 from fastbcd.runtime.malloc import kept_memory
 from fastbcd.runtime.show import say
@@ -76,33 +72,51 @@ class Plan:
         return ", ".join(texts)
 
 
-def planned(job: Job, counts: np.ndarray, history: Sequence[Step]) -> Plan:
-    """What a run does from here on; with a schedule that adapts, an estimate.
+def show_plan(job: Job, history: Sequence[Step], kept: MaskSet) -> None:
+    """Print what a run does after the steps of `history`, and the time it takes."""
+    counts = counts_of(kept)
+    plan = planned(job, history, counts)
+    say(f"{counts.sum():,} ReLUs, budget {_shown(job.budget)}\n{_measured(plan, job)}")
 
-    counts: the ReLUs that each site keeps now.
+
+def warn_of_epochs(job: Job, history: Sequence[Step], kept: MaskSet) -> None:
+    """Warn if what is left of a run means very many epochs."""
+    plan = planned(job, history, counts_of(kept))
+    if (plan.epochs or 0) > MANY_EPOCHS:
+        warnings.warn(
+            f"{len(plan.sizes):,} steps mean {plan.epochs:,.6g} epochs of fine-tuning: give a "
+            f"larger drc or fewer epochs, or use fastbcd.linearize, which spends a given number",
+            stacklevel=4,
+        )
+
+
+def planned(job: Job, history: Sequence[Step], counts: np.ndarray) -> Plan:
+    """What a run does after the steps of `history`; with a schedule that adapts, an estimate.
+
+    counts: the ReLUs that each site keeps then.
     """
     limits = job.limits
-    goal = limits.bounds[0].most
     least = limits.least()
     value = limits.value(counts)
     count = int(counts.sum())
     rounding = 1e-9 * abs(value)
     sizes: list[int] = []
-    while value - goal > rounding and count:
-        most = max(1, math.ceil((value - goal) / (value - least) * count - 1e-9))
+    while value - limits.most > rounding and count:
+        per_relu = (value - least) / count
+        enough = max(1, math.ceil((value - limits.most) / per_relu - 1e-9))
         size = size_of(job.search.drc, count, [*history, *[ACCEPTED] * len(sizes)])
-        sizes.append(min(size, most))
-        value -= sizes[-1] / count * (value - least)
+        sizes.append(min(size, enough))
+        value -= sizes[-1] * per_relu
         count -= sizes[-1]
-    left = job.epochs_left(history)
     if job.training.epochs is None:
         return Plan(sizes, None, job.search.rt)
+    left = job.epochs_left(history)
     on_the_way = job.training.epochs * len(sizes)
     after = math.ceil(max(0.0, left - on_the_way) - 1e-6)
     return Plan([*sizes, *[0] * after], max(left, on_the_way), job.search.rt)
 
 
-def measured(plan: Plan, job: Job) -> Plan:
+def _measured(plan: Plan, job: Job) -> Plan:
     """The plan with seconds, from a part of a step on a few images.
 
     Every step is taken to score all `rt` hypotheses; the net is not changed.
@@ -111,47 +125,16 @@ def measured(plan: Plan, job: Job) -> Plan:
         return plan
     problem = job.problem
     images = problem.scored.first(min(TIMED, len(problem.scored)))
-    size = max(plan.sizes[0], 1)
-    propose, forward = _times(job, images, size)
-    search = propose + (job.trials + 1) * forward
+    propose, forward = _times(job, images, max(plan.sizes[0], 1))
+    removal = propose + (job.trials + 1) * forward
     rests = len(plan.sizes) - plan.removals
-    seconds = {"scoring": (plan.removals * search + rests * forward) * len(problem.scored)}
+    seconds = {"scoring": (plan.removals * removal + rests * forward) * len(problem.scored)}
     if problem.test is not None:
         tests = len(plan.sizes) / job.search.test_every
         seconds["testing"] = tests * forward * len(problem.test)
     if isinstance(job.training, Tuned) and plan.epochs:
         seconds["training"] = _epoch_seconds(job, job.training) * plan.epochs
     return dataclasses.replace(plan, seconds=seconds)
-
-
-def announce(job: Job, history: Sequence[Step]) -> None:
-    """Print what a run does from here on, with the time it takes."""
-    counts = counts_of(masks(job.problem.net))
-    plan = measured(planned(job, counts, history), job)
-    say(f"{counts.sum():,} ReLUs, budget {shown(job.budget)}\n{plan}")
-
-
-def show_plan(job: Job, run_dir: str | os.PathLike[str] | None) -> None:
-    """Print what a run does from here on; one in `run_dir` continues after its last step."""
-    counts = counts_of(masks(job.problem.net))
-    history: list[Step] = []
-    saved = None if run_dir is None else peek(job.config(), Path(run_dir), Step)
-    if saved is not None:
-        history, kept = saved
-        counts = counts_of(kept)
-    plan = measured(planned(job, counts, history), job)
-    say(f"{counts.sum():,} ReLUs, budget {shown(job.budget)}\n{plan}")
-
-
-def check_epochs(job: Job) -> None:
-    """Warn of a run that means very many epochs."""
-    plan = planned(job, counts_of(masks(job.problem.net)), [])
-    if (plan.epochs or 0) > MANY_EPOCHS:
-        warnings.warn(
-            f"{len(plan.sizes):,} steps mean {plan.epochs:,.6g} epochs of fine-tuning: give a "
-            f"larger drc or fewer epochs, or use fastbcd.linearize, which spends a given number",
-            stacklevel=4,
-        )
 
 
 def _times(job: Job, images: ImageData, size: int) -> tuple[float, float]:
@@ -194,3 +177,10 @@ def _seconds(work: Callable[[], object]) -> float:
         begin = time.perf_counter()
         work()
         return time.perf_counter() - begin
+
+
+def _shown(budget: Any) -> str:
+    """A budget as text."""
+    if isinstance(budget, int):
+        return f"{budget:,}"
+    return str(budget)

@@ -8,10 +8,12 @@ ReLU undoes its removal: the loss falls by E t.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,12 +36,18 @@ from fastbcd.training.terms import distillation
 KINDS = ("mean_abs", "abs_mean")
 # Activations of a batch, about: near the cache on a CPU, enough work for a GPU.
 VALUES = {"cpu": 2**23, "cuda": 2**26}
+DIGITS = 20  # bits of a score that are compared
 
 
 def saliency(
-    net: nn.Module, data: Any, *, kind: str = "mean_abs", batch_size: int | None = None,
-    loss: Loss | None = None, distill: Distillation | None = None,
-) -> Tensor:  # fmt: skip
+    net: nn.Module,
+    data: Any,
+    *,
+    kind: str = "mean_abs",
+    batch_size: int | None = None,
+    loss: Loss | None = None,
+    distill: Distillation | None = None,
+) -> Tensor:
     """The first-order cost of removing each ReLU, DoubleTensor[total] on the CPU.
 
     Args:
@@ -63,8 +71,8 @@ def saliency(
     (torch.Size([6]), torch.float64, inf)
     """
     check_choice("kind", kind, KINDS)
-    found = _mean(net, data, kind == "mean_abs", batch_size, loss, distill)
-    return found.abs().masked_fill(~masks(net).bits, torch.inf)
+    effect = _mean(net, data, kind == "mean_abs", batch_size, loss, distill)
+    return effect.abs().masked_fill(~masks(net).bits, torch.inf)
 
 
 def gains(net: nn.Module, data: Any, *, loss: Loss | None = None) -> Tensor:
@@ -72,20 +80,41 @@ def gains(net: nn.Module, data: Any, *, loss: Loss | None = None) -> Tensor:
 
     Its output changes by -min(z, 0), and so the loss by -t: E t. A kept ReLU has -inf.
     """
-    return _mean(net, data, False, None, loss).masked_fill(masks(net).bits, -torch.inf)
+    return _mean(net, data, False, None, loss, None).masked_fill(masks(net).bits, -torch.inf)
+
+
+def ranking(scores: Tensor, among: Tensor) -> Tensor:
+    """The ids whose bit is set, from the smallest score to the largest; equal ones by id."""
+    ids = among.nonzero().flatten()
+    return ids[torch.from_numpy(np.argsort(rounded(scores[ids]), kind="stable"))]
+
+
+def rounded(scores: Tensor) -> np.ndarray:
+    """Scores rounded to 20 bits.
+
+    The rounding error of another number of threads or ranks then seldom changes their order.
+    """
+    mantissa, exponent = np.frexp(scores.numpy())
+    return np.ldexp(np.rint(np.ldexp(mantissa, DIGITS)), exponent)
 
 
 def _mean(
-    net: nn.Module, data: Any, absolute: bool, batch_size: int | None, loss: Loss | None,
-    distill: Distillation | None = None,
-) -> Tensor:  # fmt: skip
+    net: nn.Module,
+    data: Any,
+    absolute: bool,
+    batch_size: int | None,
+    loss: Loss | None,
+    distill: Distillation | None,
+) -> Tensor:
     """E|t| or E t of every unit, DoubleTensor[total] on the CPU."""
     check_whole("batch_size", batch_size, 1, optional=True)
-    images, kept = data_for(net, data), masks(net)
+    images = data_for(net, data)
+    sites = masks(net)
     if not len(images):
         raise ValueError("there are no images to compute the saliency on")
     if batch_size is None:
-        batch_size = max(8, min(256, VALUES.get(images.device.type, 2**23) // kept.total))
+        fitting = VALUES.get(images.device.type, VALUES["cpu"]) // sites.total
+        batch_size = max(8, min(256, fitting))
     check_loss(net, images, loss)
     if distill is not None and len(distill.logits) != len(images):
         raise ValueError(
@@ -93,38 +122,49 @@ def _mean(
             f"Distillation.of(teacher, data, settings) on the same data"
         )
     totals = _totals(net, images, absolute, batch_size, Criterion(loss=loss), distill)
-    found = all_sum(torch.cat([t.flatten().cpu() for t in totals])) / len(images)
-    if not found.isfinite().all():
-        site, position = kept.locate(int((~found.isfinite()).nonzero()[0]))
+    mean = all_sum(torch.cat([t.flatten().cpu() for t in totals])) / len(images)
+    if not mean.isfinite().all():
+        site, position = sites.locate(int((~mean.isfinite()).nonzero()[0]))
         raise FloatingPointError(
             f"the saliency at site {site.name!r}, position {position}, is not finite; look at the "
             f"weights and at the range of the activations"
         )
-    return found
+    return mean
 
 
 def _totals(
-    net: nn.Module, data: ImageData, absolute: bool, batch_size: int, criterion: Criterion,
+    net: nn.Module,
+    data: ImageData,
+    absolute: bool,
+    batch_size: int,
+    criterion: Criterion,
     distill: Distillation | None,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Σ|t| or Σt over this rank's batches: a DoubleTensor of the site's shape for each site."""
     anchor = torch.zeros((), device=data.device, requires_grad=True)
     model, memory_format = fused(net, train=False)
     # The batches do not depend on the number of ranks.
-    count, r, n = -(-len(data) // batch_size), rank(), world()
-    first, last = (part * count // n * batch_size for part in (r, r + 1))
+    batches = math.ceil(len(data) / batch_size)
+    first = rank() * batches // world() * batch_size
+    last = (rank() + 1) * batches // world() * batch_size
     mine = data.first(min(last, len(data))).rest(first)
     with (
-        kept_memory(), repeatable_convolutions(), products(tf32=False), eval_mode(net),
-        torch.enable_grad(), _collecting(net, anchor, absolute, copy=model is net) as totals,
-    ):  # fmt: skip
+        kept_memory(),
+        repeatable_convolutions(),
+        products(tf32=False),
+        eval_mode(net),
+        torch.enable_grad(),
+        _collecting(net, anchor, absolute, copy=model is net) as totals,
+    ):
         model.eval()
         for x, labels in mine.batches(batch_size, memory_format=memory_format, dtype=dtype_of(net)):
+            outputs = model(x)
             # In double: softmax - 1 loses its digits where the net is certain.
-            loss = criterion.summed_loss(outputs := model(x), labels)
+            loss = criterion.summed_loss(outputs, labels)
             if distill is not None:
-                given = distill.logits[first : first + len(x)].to(outputs.device, torch.float64)
-                loss = loss + len(x) * distillation(outputs.double(), given, *distill[1:])
+                logits = distill.logits[first : first + len(x)]
+                logits = logits.to(outputs.device, torch.float64)
+                loss = loss + len(x) * distillation(outputs.double(), logits, *distill[1:])
             first += len(x)
             # If no activation influences the logits, all effects are 0.
             if loss.requires_grad:

@@ -6,7 +6,6 @@ the same steps as one that was not interrupted.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastbcd.runs.step import Step
+from fastbcd.runtime.settings import fields_of
 from fastbcd.runtime.validate import check_number, check_whole
 
 
@@ -33,10 +33,7 @@ class Schedule(ABC):
 
     def describe(self) -> Any:
         """What config.json records: JSON-able, and different if the sizes are different."""
-        fields: dict[str, Any] = {}
-        if dataclasses.is_dataclass(self):
-            fields = dataclasses.asdict(self)
-        return {"schedule": type(self).__qualname__, **fields}
+        return {"schedule": type(self).__qualname__, **fields_of(self)}
 
 
 def size_of(drc: int | Schedule | Callable[[int], int], count: int, history: Sequence[Step]) -> int:
@@ -106,10 +103,9 @@ class Adaptive(Schedule):
             if not step.accepted:
                 size = max(self.least, math.floor(size * self.shrink))
             elif step.chosen == 0:
-                grown = math.ceil(size * self.grow)
-                size = grown
+                size = math.ceil(size * self.grow)
                 if self.most is not None:
-                    size = min(grown, self.most)
+                    size = min(size, self.most)
         return size
 
 

@@ -1,4 +1,4 @@
-"""Algorithm 1 as a generator of steps: propose, score, choose, remove, train, save.
+"""Algorithm 1 as a generator of steps: propose, choose, remove, train, save.
 
     for step in descend(job, run):
         ...                        # train the net: the ReLUs of this step are removed
@@ -10,15 +10,12 @@ set drops by less than ADT percentage points, or else the one that drops least.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from fastbcd.descent.goals import Goal
+from fastbcd.descent.goals import Goal, to_return
 from fastbcd.descent.job import Job
-from fastbcd.descent.limits import counts_of
-from fastbcd.descent.proposals import draws
-from fastbcd.descent.returns import to_return
 from fastbcd.descent.schedules import size_of
 from fastbcd.masking.masks import MaskSet, masks, set_masks
 from fastbcd.runs.journal import Journal
@@ -31,54 +28,53 @@ MARGINS = "confidence/margins"  # in the saved state, beside the tensors of the 
 
 
 def descend(job: Job, run: Journal[Step], *, progress: bool = False) -> Iterator[Step]:
-    """The steps until the budget is met. Each is finished when the next one is asked for."""
+    """The steps of a run that are left. Each is finished when the next one is asked for.
+
+    Once the budget is met, steps only train, until the epochs of the job are spent.
+    """
     job = job.at(run.start)
     net = job.problem.net
-    while not job.met():
-        seconds = {"propose": 0.0, "score": 0.0}
-        kept = masks(net).copy()
-        goal = _goal(job, run, kept)
-        choice = _choose(job, run, goal, seconds)
-        set_masks(net, kept.without(choice.removal))
-        returned = to_return(net, job.problem.scored, job.limits, loss=job.problem.criterion.loss)
-        set_masks(net, masks(net).including(returned))
-        step = _step(job, len(run.history) + 1, kept, choice, seconds)
-        yield from _trained(job, run, step, choice.margins, progress)
-
-
-def rests(job: Job, run: Journal[Step], *, progress: bool = False) -> Iterator[Step]:
-    """Steps at the budget, which only train, until the epochs of the job are spent."""
-    job = job.at(run.start)
     while not job.over(run.history):
-        step = _rest(job, len(run.history) + 1)
-        yield from _trained(job, run, step, run.extra.get(MARGINS), progress)
+        seconds: dict[str, float] = {}
+        before = masks(net).copy()
+        extra = dict(run.extra)
+        if job.met():
+            step = _rest(job, run, before, seconds)
+        else:
+            choice = _chosen(job, run, before, seconds)
+            set_masks(net, before.without(choice.removal))
+            returned = to_return(
+                net, job.problem.scored, job.limits, loss=job.problem.criterion.loss
+            )
+            set_masks(net, masks(net).including(returned))
+            step = _removal(job, run, before, choice, seconds)
+            if choice.margins is not None:
+                extra[MARGINS] = choice.margins
+        after = masks(net).copy()
+        with timed(seconds, "finetune"):
+            yield step
+        _check_unchanged(masks(net), after)
+        if step.number % job.search.test_every == 0 or job.over([*run.history, step]):
+            with timed(seconds, "test"):
+                step.test_accuracy = job.problem.accuracy()
+        run.finish(step, extra)
+        if progress:
+            say(str(step))
 
 
-def _goal(job: Job, run: Journal[Step], kept: MaskSet) -> Goal:
-    """What the next step must reach."""
-    size = size_of(job.search.drc, kept.count(), run.history)
-    begin = (run.start.value, run.start.sites)
-    return Goal(kept, job.limits.step(counts_of(kept), size, begin), job.limits)
-
-
-def _choose(job: Job, run: Journal[Step], goal: Goal, seconds: dict[str, float]) -> Choice:
-    """Try hypotheses until one is accepted or RT are rejected."""
+def _chosen(job: Job, run: Journal[Step], before: MaskSet, seconds: dict[str, float]) -> Choice:
+    """The hypothesis that the next step removes: the first that is accepted, or the best of RT."""
     search = job.search
     problem = job.problem
     number = len(run.history) + 1
+    size = size_of(search.drc, before.count(), run.history)
+    goal = Goal(before, job.limits, job.limits).of_step(size, run.start)
+    with timed(seconds, "propose"):
+        draw = job.proposal.toward(problem.net, problem.scored, goal, seed=search.seed, step=number)
     with timed(seconds, "score"):
-        with timed(seconds, "propose"):
-            draw = draws(
-                job.proposal, problem.net, problem.scored, goal, seed=search.seed, step=number
-            )
-
-        def hypothesis(trial: int) -> Tensor:
-            with timed(seconds, "propose"):
-                return draw(trial)
-
-        choice = choose(
+        return choose(
             problem.net,
-            map(hypothesis, range(job.trials)),
+            map(draw, range(job.trials)),
             problem.scored,
             adt=search.adt,
             engine=job.engine,
@@ -89,23 +85,17 @@ def _choose(job: Job, run: Journal[Step], goal: Goal, seconds: dict[str, float])
             step=number,
             margins=run.extra.get(MARGINS),
         )
-    seconds["score"] -= seconds["propose"]
-    return choice
 
 
-def _step(
-    job: Job, number: int, before: MaskSet, choice: Choice, seconds: dict[str, float]
+def _removal(
+    job: Job, run: Journal[Step], before: MaskSet, choice: Choice, seconds: dict[str, float]
 ) -> Step:
     """The record of a step whose ReLUs are removed."""
-    after = masks(job.problem.net)
-    drc = len(choice.removal)
-    return Step(
-        number=number,
-        before=before.count(),
-        after=after.count(),
-        drc=drc,
-        returned=after.count() - before.count() + drc,
-        cost=job.cost(),
+    return _record(
+        job,
+        run,
+        before,
+        drc=len(choice.removal),
         tried=choice.number + 1 if choice.accepted else job.trials,
         chosen=choice.number,
         accepted=choice.accepted,
@@ -115,32 +105,27 @@ def _step(
         chosen_accuracy=choice.percent,
         chosen_loss=choice.loss,
         engine=choice.engine,
-        sites=list(after.counts().values()),
         images=choice.seen,
         interval=choice.interval,
         seconds=seconds,
-        unit=job.problem.unit,
     )
 
 
-def _rest(job: Job, number: int) -> Step:
-    """The record of a step that removes nothing."""
-    seconds: dict[str, float] = {}
+def _rest(job: Job, run: Journal[Step], before: MaskSet, seconds: dict[str, float]) -> Step:
+    """The record of a step that only trains."""
     search = job.search
     problem = job.problem
-    kept = masks(problem.net)
-    nothing = torch.zeros(1, 0, dtype=torch.int64)
+    none = torch.zeros(0, 1, dtype=torch.int64)
     with timed(seconds, "score"):
         scores = score(
-            problem.net, nothing, problem.scored, job.engine, metric=search.metric, loss=search.loss
+            problem.net, none, problem.scored, job.engine, metric=search.metric, loss=search.loss
         )
     accuracy = problem.criterion.percent(scores.base_value)
-    return Step(
-        number=number,
-        before=kept.count(),
-        after=kept.count(),
+    return _record(
+        job,
+        run,
+        before,
         drc=0,
-        cost=job.cost(),
         tried=0,
         chosen=0,
         accepted=True,
@@ -150,27 +135,24 @@ def _rest(job: Job, number: int) -> Step:
         chosen_accuracy=accuracy,
         chosen_loss=scores.base_loss,
         engine=scores.engine,
-        sites=list(kept.counts().values()),
         seconds=seconds,
-        unit=problem.unit,
     )
 
 
-def _trained(
-    job: Job, run: Journal[Step], step: Step, margins: Tensor | None, progress: bool
-) -> Iterator[Step]:
-    """Yield the step, to be trained; then test it if that is due, and make it the last finished."""
-    net = job.problem.net
-    removed = masks(net).copy()
-    with timed(step.seconds, "finetune"):
-        yield step
-    _check_unchanged(masks(net), removed)
-    if job.over([*run.history, step]) or step.number % job.search.test_every == 0:
-        with timed(step.seconds, "test"):
-            step.test_accuracy = job.problem.accuracy()
-    run.finish(step, {} if margins is None else {MARGINS: margins})
-    if progress:
-        say(str(step))
+def _record(job: Job, run: Journal[Step], before: MaskSet, *, drc: int, **decision: Any) -> Step:
+    """The record of the next step; the net is as it is after the removal."""
+    after = masks(job.problem.net)
+    return Step(
+        number=len(run.history) + 1,
+        before=before.count(),
+        after=after.count(),
+        drc=drc,
+        returned=after.count() - before.count() + drc,
+        cost=job.cost(),
+        sites=list(after.counts().values()),
+        unit=job.problem.unit,
+        **decision,
+    )
 
 
 def _check_unchanged(now: MaskSet, expected: MaskSet) -> None:

@@ -24,12 +24,14 @@ Function = Callable[[nn.Module, Step], Any]
 
 
 class Training:
-    """No training: the base of the others.
+    """No training that `bcd` calls, as described; the base of the others.
 
     epochs: of one step, for the plan; None: unknown.
     """
 
-    epochs: float | None = 0.0
+    def __init__(self, described: str | None = None, *, epochs: float | None = 0.0) -> None:
+        self.described = described
+        self.epochs = epochs
 
     def __call__(self, step: Step) -> None:
         """Train the net in place after the step's removal, and complete the step's record."""
@@ -40,24 +42,14 @@ class Training:
 
     def describe(self) -> dict[str, Any]:
         """What config.json records."""
-        return {"finetune": None}
-
-
-class Body(Training):
-    """The training is the body of the loop over `fastbcd.steps`."""
-
-    epochs = None
-
-    def describe(self) -> dict[str, Any]:
-        return {"finetune": "the loop's body"}
+        return {"finetune": self.described}
 
 
 class Own(Training):
     """A function of the user, f(net, step), that may return {"loss": …}."""
 
-    epochs = None
-
     def __init__(self, problem: Problem, function: Function, seed: int) -> None:
+        super().__init__(described(function), epochs=None)
         self.problem = problem
         self.function = function
         self.seed = seed
@@ -70,9 +62,6 @@ class Own(Training):
             report = self.function(net, step)
         if isinstance(report, dict) and report.get("loss") is not None:
             step.train_loss = float(report["loss"])
-
-    def describe(self) -> dict[str, Any]:
-        return {"finetune": described(self.function)}
 
 
 class Tuned(Training):
@@ -87,7 +76,7 @@ class Tuned(Training):
         seed: int,
         progress: bool,
     ) -> None:
-        self.epochs = settings.epochs
+        super().__init__(epochs=settings.epochs)
         self.settings = settings
         self.teacher = teacher
         self.progress = progress
@@ -109,8 +98,7 @@ class Tuned(Training):
         return Distillation.of(self.teacher, data, self.settings)
 
     def describe(self) -> dict[str, Any]:
-        finetune = self.settings.describe()
-        return {"finetune": finetune, "teacher": weights_mark(self.teacher)}
+        return {"finetune": self.settings.describe(), "teacher": weights_mark(self.teacher)}
 
 
 def training_of(

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from fastbcd.descent.limits import Totals
+from fastbcd.descent.budget import Totals
 from fastbcd.masking.activations import MaskedPoly
 from fastbcd.masking.conversion_report import NonlinearOp, nonlinear_of
 from fastbcd.masking.masks import MaskSet, mask_modules

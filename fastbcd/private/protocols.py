@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastbcd.descent.limits import Totals
+from fastbcd.descent.budget import Totals
 from fastbcd.private.units import bits_per_second, round_trip
 
 LAN_BANDWIDTH = "1Gbit"

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fastbcd.descent.budget import Budget, limits_of
-from fastbcd.descent.limits import Bound, Limits, Totals, counts_of, relus
+from fastbcd.descent.budget import Bound, Budget, Limits, Totals, counts_of, limits_of, relus
 from fastbcd.masking.masks import MaskSet, masks
 from fastbcd.private.costs import cost
 from fastbcd.private.protocols import LAN_BANDWIDTH, LAN_RTT, Channel, Protocol

@@ -107,6 +107,13 @@ def fields_in(cls: type[Any], values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in names}
 
 
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass, by name; none of another object."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return {}
+
+
 def check_names(who: str, names: Iterable[str], known: Iterable[str]) -> None:
     """Refuse arguments of the function `who` that are none of the known ones."""
     for name in names:

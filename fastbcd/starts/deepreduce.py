@@ -40,8 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd.descent.budget import Budget
-from fastbcd.descent.proposals import ranking
-from fastbcd.descent.saliency import saliency
+from fastbcd.descent.saliency import ranking, saliency
 from fastbcd.masking.masks import MaskSet, Site, masks, set_masks
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.step import Epoch

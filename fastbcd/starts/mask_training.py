@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fastbcd.data.images import ImageData
-from fastbcd.descent.budget import Budget, check_reducible, limits_of
-from fastbcd.descent.limits import Limits, counts_of
+from fastbcd.descent.budget import Budget, Limits, check_reducible, counts_of, limits_of
 from fastbcd.descent.problem import Problem
 from fastbcd.masking.masks import MaskSet, masks, set_masks
 from fastbcd.runs import fingerprint as snapshots

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
+from fastbcd.descent.budget import Limits
 from fastbcd.descent.goals import Goal
-from fastbcd.descent.limits import Limits
 from fastbcd.masking.activations import MaskedActivation, MaskedReLU
 from fastbcd.masking.masks import MaskSet, mask_modules, masks
 from fastbcd.runs.step import Epoch
@@ -123,7 +123,7 @@ class Method:
         order = self.ranked(self.values())
         on = self.bits()[order]
         order = torch.cat([order[on], order[~on]])
-        return self.start.without(self.goal.fit(order.flip(0), lambda: order[:0]))
+        return self.start.without(self.goal.fit(order.flip(0), order[:0]))
 
     def ranked(self, values: Tensor) -> Tensor:
         """The ids of the units kept at the start, from the largest value to the smallest."""

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastbcd
-from fastbcd.descent import returns
+from fastbcd.descent import goals
 from fastbcd.descent.budget import limits_of
 from fastbcd.descent.saliency import gains
 from fastbcd.private import Target
@@ -55,7 +55,7 @@ def test_the_largest_gains_of_sites_in_use_return(budget) -> None:
     found = gains(net, data)[:20]
     count = min(budget, 20) - kept.count()
     wanted = found.topk(count).indices.sort().values
-    assert torch.equal(returns.to_return(net, data, limits_of(budget, net)), wanted)
+    assert torch.equal(goals.to_return(net, data, limits_of(budget, net)), wanted)
     assert fastbcd.masks(net) == kept
 
 
@@ -63,15 +63,15 @@ def test_equal_gains_return_by_id(monkeypatch) -> None:
     net, data = problem()
     gain = torch.full((26,), -torch.inf).masked_fill(~fastbcd.masks(net).bits, 0.5).double()
     gain[8] = 0.7
-    monkeypatch.setattr(returns, "gains", lambda net, data, loss: gain)
-    assert returns.to_return(net, data, limits_of(15, net)).tolist() == [0, 2, 8]
+    monkeypatch.setattr(goals, "gains", lambda net, data, loss: gain)
+    assert goals.to_return(net, data, limits_of(15, net)).tolist() == [0, 2, 8]
 
 
 def test_nothing_is_computed_where_nothing_can_return(monkeypatch) -> None:
     net, data = problem()
-    monkeypatch.setattr(returns, "gains", lambda *a, **k: pytest.fail("a pass over the data"))
+    monkeypatch.setattr(goals, "gains", lambda *a, **k: pytest.fail("a pass over the data"))
     for budget in (fastbcd.masks(net).count(), 3, Target(bytes=12 * 464 + 463)):
-        assert returns.to_return(net, data, limits_of(budget, net)).tolist() == []
+        assert goals.to_return(net, data, limits_of(budget, net)).tolist() == []
 
 
 class Empties(fastbcd.Proposal):

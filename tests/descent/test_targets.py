@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import fastbcd
-from fastbcd.descent.budget import limits_of
-from fastbcd.descent.limits import counts_of
+from fastbcd.descent.budget import counts_of, limits_of
 from fastbcd.private import PROTOCOLS, Constant, Target, cost
 from fastbcd.runs import fingerprint as snapshots
 from helpers.run_cases import contents, nudge
@@ -49,18 +48,7 @@ class LastFirst(fastbcd.Proposal):
         return lambda trial: kept.flip(0)[:size]
 
 
-class Plain:
-    """A proposal that is derived from nothing."""
-
-    def __call__(self, net, data, size, *, seed, step):
-        current = fastbcd.masks(net).copy()
-        return lambda trial: current.sample(size, seed=seed, step=step, trial=trial)
-
-    def describe(self) -> str:
-        return "plain"
-
-
-PROPOSALS = [None, "uniform", "saliency", "blocks", fastbcd.Blocks(0), LastFirst(), Plain()]
+PROPOSALS = [None, "uniform", "saliency", "blocks", fastbcd.Blocks(0), LastFirst()]
 
 
 # ------------------------------------------------------------------------------ the end

@@ -14,8 +14,7 @@ from torch import nn
 
 import fastbcd
 from fastbcd import private
-from fastbcd.descent.budget import limits_of
-from fastbcd.descent.limits import Limits, counts_of, relus, sites
+from fastbcd.descent.budget import Limits, counts_of, limits_of, relus, sites
 from fastbcd.private import Constant, Protocol, Target, units
 
 WAN = {"bandwidth": "100Mbit", "rtt": "40ms"}

@@ -13,7 +13,7 @@ import fastbcd
 from fastbcd import Finetune, MaskedReLU
 from fastbcd.cli import main as cli
 from fastbcd.descent.budget import limits_of
-from fastbcd.descent.returns import to_return
+from fastbcd.descent.goals import to_return
 from fastbcd.training.finetuner import Finetuner
 from fastbcd.training.loop import Session
 from helpers.nets import make, thinned

@@ -12,7 +12,7 @@ from torch import nn
 
 import fastbcd
 from fastbcd import MaskedReLU
-from fastbcd.descent.proposals import ranking
+from fastbcd.descent.saliency import ranking
 from fastbcd.masking.masks import mask_modules
 from fastbcd.starts.relupruner import Pruner, relupruner, scheduled
 from helpers.nets import make

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastbcd.descent.accounting import break_even, loss_beyond, price_of
+from fastbcd.descent.blocks import Account
 
 losses = st.lists(
     st.lists(st.integers(0, 20), min_size=1, max_size=4), min_size=1, max_size=3
@@ -23,7 +23,7 @@ def test_no_other_set_saves_as_much_for_less_loss(sites, data) -> None:
     numbers = st.lists(st.integers(0, 6), min_size=len(sites), max_size=len(sites))
     price = np.array(data.draw(numbers), dtype=float)
     bonus = np.array(data.draw(numbers), dtype=float)
-    account = {"loss": loss, "where": where, "price": price, "bonus": bonus}
+    account = Account(loss, where, price, bonus)
 
     every = np.array(list(product([False, True], repeat=len(loss))))
     emptied = np.stack([every[:, where == x].all(1) for x in range(len(sites))], 1)
@@ -31,17 +31,14 @@ def test_no_other_set_saves_as_much_for_less_loss(sites, data) -> None:
     lost = every @ loss
 
     need = data.draw(st.floats(0, 1)) * saved.max()
-    worth = price_of(need, **account)
-    pays = break_even(**account)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        alone = np.where(price[where] > 0, loss / price[where], np.inf)
-    chosen = np.minimum(alone, pays[where]) <= worth
+    worth = account.worth(need)
+    chosen = np.minimum(account.alone, account.pays[where]) <= worth
     mine = int(np.flatnonzero((every == chosen).all(1))[0])
     assert saved[mine] >= need * (1 - 1e-9)
     better = (saved >= saved[mine] - 1e-9) & (lost < lost[mine] - 1e-9)
     assert not better.any(), (every[better], chosen)
     # A site is emptied beyond that at the least loss beyond its worth, also if it must be.
-    beyond = loss_beyond(worth, **account)
+    beyond = account.beyond(worth)
     value = lost - worth * saved
     best = value.min()
     for x in range(len(sites)):
@@ -49,6 +46,6 @@ def test_no_other_set_saves_as_much_for_less_loss(sites, data) -> None:
 
 
 def test_a_site_that_saves_nothing_is_never_emptied() -> None:
-    found = break_even(np.array([1.0]), np.array([1]), np.zeros(2), np.zeros(2))
-    assert np.isinf(found).all()
-    assert price_of(1.0, np.array([1.0]), np.array([1]), np.zeros(2), np.zeros(2)) == 0
+    account = Account(np.array([1.0]), np.array([1]), np.zeros(2), np.zeros(2))
+    assert np.isinf(account.pays).all()
+    assert account.worth(1.0) == 0

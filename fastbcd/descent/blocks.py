@@ -1,0 +1,174 @@
+"""Blocks: hypotheses of single ReLUs and whole sites, for budgets in seconds, bytes or sites.
+
+What to remove for the least loss per second saved, a site's rounds included? At a price λ, the
+loss that a saved second is worth, it pays to remove a set P of ReLUs if loss(P) <= λ · saved(P),
+where loss(P) is the sum of its saliencies. A ReLU p of site x alone saves price_x. All kept ReLUs
+of a site together save bonus_x, the site's rounds, in addition. So p pays from
+λ = loss_p / price_x on, and emptying the site, after its cheaper ReLUs are gone, from
+
+    break-even_x  =  max over j of  (Σ_{i >= j} loss_i) / (bonus_x + (n - j) · price_x)
+
+on, with loss_0 <= … <= loss_{n-1} the losses of the site. What pays at λ loses least among all sets
+that save as much. "Seconds" stands for whatever is saved: bytes, rounds or ReLUs, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fastbcd.data.images import ImageData
+from fastbcd.descent.goals import Goal
+from fastbcd.descent.proposals import SITES, Draw, Proposal, Saliency, Uniform, favouring, uniforms
+from fastbcd.descent.saliency import rounded
+
+# How many sites more than hypothesis 0 the others empty, in turn, of those that pay at 10 times
+# the price.
+MORE = (0, -1, 1, 2)
+NEAR = 10.0
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Account:
+    """What the removal of each kept ReLU loses and saves.
+
+    >>> loss = np.array([1.0, 3.0])
+    >>> account = Account(loss, np.array([0, 0]), price=np.array([1.0]), bonus=np.array([2.0]))
+    >>> account.pays, account.worth(3.0)
+    (array([1.]), 1.0)
+    """
+
+    loss: np.ndarray  # of each ReLU, [n]
+    where: np.ndarray  # its site, [n]
+    price: np.ndarray  # what one ReLU saves, [sites]
+    bonus: np.ndarray  # what emptying the site saves besides, [sites]
+
+    @cached_property
+    def alone(self) -> np.ndarray:
+        """The price from which on removing each ReLU pays, [n]; inf: never."""
+        return _ratio(self.loss, self.price[self.where])
+
+    @cached_property
+    def pays(self) -> np.ndarray:
+        """The price from which on emptying each site pays, [sites]; inf: never."""
+        pays = np.full(len(self.price), np.inf)
+        for site in np.unique(self.where):
+            largest_first = np.sort(self.loss[self.where == site])[::-1]
+            lost = np.cumsum(largest_first)
+            saved = self.bonus[site] + self.price[site] * np.arange(1, len(lost) + 1)
+            pays[site] = _ratio(lost, saved).max()
+        return pays
+
+    def worth(self, saving: float) -> float:
+        """The smallest price at which what pays saves at least `saving`; else the largest."""
+        from_price = np.append(np.minimum(self.alone, self.pays[self.where]), self.pays)
+        saved = np.append(self.price[self.where], self.bonus)
+        useful = np.isfinite(from_price)
+        if not useful.any():
+            return 0.0
+        from_price = from_price[useful]
+        order = np.argsort(from_price, kind="stable")
+        total = np.cumsum(saved[useful][order])
+        enough = np.searchsorted(total, saving * (1 - ROUNDING))
+        return float(from_price[order][min(int(enough), len(order) - 1)])
+
+    def beyond(self, worth: float) -> np.ndarray:
+        """The loss of emptying each site beyond what it saves at the price `worth`, [sites].
+
+        Σ max(loss - worth · price, 0) - worth · bonus: it pays where that is not above 0.
+        """
+        more = np.maximum(self.loss - worth * self.price[self.where], 0.0)
+        return np.bincount(self.where, more, len(self.price)) - worth * self.bonus
+
+    def by_price(self) -> np.ndarray:
+        """The ReLUs in the order in which they pay; those that save nothing last, by loss."""
+        return np.lexsort((self.loss, self.alone))
+
+
+@dataclass(frozen=True)
+class Blocks(Saliency):
+    """Single ReLUs or whole sites, whichever cost least loss per second saved.
+
+    The proposal for a `private.Target` and for `max_sites`. What a step removes is valued by its
+    first-order loss, the sum of `fastbcd.saliency`, and by what it saves: a ReLU its own cost, all
+    ReLUs of a site also the site's rounds. Hypothesis 0 empties the sites that pay at the price per
+    second at which the step reaches its goal, and removes the single ReLUs of smallest loss per
+    second. Hypothesis 1 empties none of them. The others empty one or two sites more, or one fewer,
+    in an order that is drawn: by the price from which on a site pays, times a random factor. They
+    draw single ReLUs as `Saliency` does. All save as much as hypothesis 0, which may be more than
+    the step's share if a site is emptied, but not more than the budget asks for: what a site saves
+    beyond it is for the ReLUs that return after the choice. Where no site saves rounds, hypotheses
+    are those of `Saliency`.
+
+    >>> Blocks(temperature=0.5)
+    Blocks(temperature=0.5, kind='mean_abs', distilled=False)
+    """
+
+    def toward(self, net: nn.Module, data: ImageData, goal: Goal, *, seed: int, step: int) -> Draw:
+        kept = goal.masks.bits.nonzero().flatten()
+        loss = rounded(self.saliency(net, data)[kept])
+        account = Account(loss, goal.sites(kept), *goal.limits.savings(goal.counts))
+        order = kept[torch.from_numpy(account.by_price())]
+        worth = account.worth(goal.limits.value(goal.counts) - goal.limits.most)
+
+        paying = _candidates(account, worth, worth * (1 + ROUNDING), np.ones(len(goal.counts)))
+        first = goal.emptied(*paying)
+        _, after = goal.without(first)
+        common = goal.at_most(after)
+
+        def emptied(trial: int) -> list[int]:
+            if trial == 0:
+                return first
+            wanted, others = paying
+            number = 0
+            if trial > 1:
+                u = uniforms(SITES, len(goal.counts), seed=seed, counter=[0, trial, 0, step])
+                factor = np.sqrt(1 / u - 1)  # 1/3 to 3 in 80 % of the draws
+                wanted, others = _candidates(account, worth, NEAR * worth, factor)
+                number = max(0, len(first) + MORE[trial % len(MORE)])
+            return common.emptied(wanted[:number], others)
+
+        def draw(trial: int) -> Tensor:
+            ids, left = common.without(emptied(trial))
+            every = order[left.masks.bits[order]]
+            width = self.temperature * left.size
+            single = favouring(every, left.size, width, seed=seed, step=step, trial=trial)
+            return torch.cat([ids, left.fit(single, every)])
+
+        return draw
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "name": "blocks"}
+
+
+PROPOSALS: dict[str, Proposal] = {"uniform": Uniform(), "saliency": Saliency(), "blocks": Blocks()}
+
+
+def _candidates(
+    account: Account, worth: float, near: float, factor: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The sites to empty if the step's goal is not met, and those to empty if it demands it.
+
+    The first are those that pay at the price `near`, the cheapest first; the others all sites by
+    what they lose beyond `worth`. factor: of the losses of each site.
+    """
+    pays = account.pays * factor
+    cheapest_first = np.argsort(pays, kind="stable")
+    wanted = (pays <= near) & (account.bonus > 0)
+    scaled = Account(
+        account.loss * factor[account.where], account.where, account.price, account.bonus
+    )
+    others = np.argsort(scaled.beyond(worth), kind="stable")
+    return cheapest_first[wanted[cheapest_first]], others
+
+
+def _ratio(lost: np.ndarray, saved: np.ndarray) -> np.ndarray:
+    """Loss per saving; inf where nothing is saved."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(saved > 0, lost / saved, np.inf)
