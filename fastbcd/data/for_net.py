@@ -8,17 +8,13 @@ from torch import nn
 
 from fastbcd.data.images import ImageData
 from fastbcd.data.sources import as_data
+from fastbcd.runtime.dtypes import device_of
 
 
 def data_for(net: nn.Module, data: Any) -> ImageData:
     """What `score` and `bcd` take, as ImageData with batches on the device of the net."""
-    tensors = (*net.parameters(), *net.buffers())
-    if any(tensor.is_meta for tensor in tensors):
-        raise ValueError(
-            "the net is on the meta device, so it has no weights; load them, for example with "
-            "net.to_empty(device='cpu') and net.load_state_dict(...)"
-        )
     images = as_data(data)
-    if not tensors:
+    device = device_of(net)
+    if device is None:
         return images
-    return images.to(tensors[0].device)
+    return images.to(device)

@@ -32,10 +32,8 @@ class FunctionalBatchNorm(nn.Module):
         super().__init__()
         self.options: Any = {"momentum": momentum, "eps": eps}
 
-    def forward(self, x: Tensor, *, num_batches_tracked: Any = None, **tensors: Any) -> Tensor:
+    def forward(self, x: Tensor, **tensors: Any) -> Tensor:
         """x [B, C, ...] -> [B, C, ...]."""
-        if self.training and num_batches_tracked is not None:
-            num_batches_tracked.add_(1)
         return F.batch_norm(x, training=self.training, **self.options, **tensors)
 
 

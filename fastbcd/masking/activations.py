@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fastbcd import ops
 from fastbcd.ops.saliency import saliency
+from fastbcd.runtime.validate import check_choice
 
 
 class SaliencyPass(NamedTuple):
@@ -39,9 +40,11 @@ class MaskedActivation(nn.Module):
 
     def forward(self, x: Tensor, residual: Any = None) -> Tensor:
         """act(x), or act(x + residual) in one pass. x [B, *shape] -> [B, *shape]."""
-        if residual is not None and not _alike(x, residual):
-            x = x + residual  # a sum that broadcasts or promotes
-            residual = None
+        if residual is not None:
+            like = isinstance(residual, Tensor) and residual.dtype == x.dtype
+            if not like or residual.shape != x.shape:
+                x = x + residual  # a sum that broadcasts or promotes
+                residual = None
         effects = self.saliency_pass
         if effects is None:
             return self.activate(x, residual)
@@ -67,16 +70,7 @@ class MaskedActivation(nn.Module):
         return ops.masked_poly(x, self.mask, coef, residual=residual, trials=False)
 
     def extra_repr(self) -> str:
-        shape = tuple(self.mask.shape)
-        if self.mask.is_meta:
-            return f"{shape}"
-        return f"{shape}, {int(self.mask.sum()):,} kept"
-
-
-def _alike(x: Tensor, residual: Any) -> bool:
-    if not isinstance(residual, Tensor):
-        return False
-    return x.shape == residual.shape and x.dtype == residual.dtype
+        return str(tuple(self.mask.shape))
 
 
 class LearnedActivation(MaskedActivation):
@@ -148,6 +142,5 @@ REPLACEMENTS: dict[str, type[MaskedActivation]] = {
 
 def activation_type(replacement: str) -> type[MaskedActivation]:
     """The activation whose cleared bits give `replacement`: "identity", "line" or "poly"."""
-    if replacement not in REPLACEMENTS:
-        raise ValueError(f"replacement={replacement!r}; choose from {list(REPLACEMENTS)}")
+    check_choice("replacement", replacement, REPLACEMENTS)
     return REPLACEMENTS[replacement]

@@ -7,8 +7,6 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as KEPT
 
-from fastbcd.masking.masks import plain_names
-
 
 class ConvertedNet(fx.GraphModule):
     """A network as its graph, on the module tree of the original: every name and weight is kept.
@@ -27,7 +25,6 @@ class ConvertedNet(fx.GraphModule):
         net = cls(original, graph, type(original).__name__)
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             setattr(net, name, getattr(original, name))
-        net.register_load_state_dict_pre_hook(_strip_prefixes)
         for name, value in vars(original).items():
             # `arch` is how `models.build` makes a net, which this one is not.
             if name[0] != "_" and name != "arch" and not hasattr(net, name) and _is_plain(value):
@@ -49,12 +46,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _strip_prefixes(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Load a checkpoint of a wrapped model: prefixes that all its names have are removed."""
-    if prefix or state_dict.keys() & module.state_dict().keys():
-        return
-    names = {plain: key for key, plain in plain_names(module.state_dict()).items()}
-    for key, plain in plain_names(state_dict).items():
-        state_dict[names.get(plain, plain)] = state_dict.pop(key)

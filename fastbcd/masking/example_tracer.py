@@ -25,17 +25,14 @@ class ExampleProxy(fx.Proxy):
     def __getattr__(self, k: str) -> ExampleAttribute:
         return ExampleAttribute(self, k)
 
-    def __len__(self) -> int:
-        return self.tracer.known(self.node, len)
+    def known(self, kind: Callable[[Any], Any]) -> Any:
+        """kind(this value)."""
+        return self.tracer.known(self.node, kind)
 
-    def __index__(self) -> int:
-        return self.tracer.known(self.node, operator.index)
-
-    def __int__(self) -> int:
-        return self.tracer.known(self.node, int)
-
-    def __float__(self) -> float:
-        return self.tracer.known(self.node, float)
+    __len__ = functools.partialmethod(known, len)
+    __index__ = functools.partialmethod(known, operator.index)
+    __int__ = functools.partialmethod(known, int)
+    __float__ = functools.partialmethod(known, float)
 
 
 class ExampleAttribute(ExampleProxy, fx.proxy.Attribute):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.runtime.atomic_files import write_atomically
+from fastbcd.runtime.philox import MASKS, philox
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
@@ -27,19 +28,20 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     >>> plain_names(["module.fc.weight", "module.fc.bias"])
     {'module.fc.weight': 'fc.weight', 'module.fc.bias': 'fc.bias'}
     """
-    plain = {name: name for name in names}
+    whole = list(names)
+    plain = whole
     for prefix in ("module.", "_orig_mod.") * 2:  # of DataParallel and torch.compile
-        if all(name.startswith(prefix) for name in plain.values()):
-            plain = {name: short.removeprefix(prefix) for name, short in plain.items()}
-    plain = {name: short.replace("._orig_mod.", ".") for name, short in plain.items()}
-    first: dict[str, str] = {}
-    for name, short in plain.items():
-        if first.setdefault(short, name) != name:
+        if all(name.startswith(prefix) for name in plain):
+            plain = [name.removeprefix(prefix) for name in plain]
+    plain = [name.replace("._orig_mod.", ".") for name in plain]
+    for number, name in enumerate(plain):
+        first = plain.index(name)
+        if first != number:
             raise ValueError(
-                f"two tensors have the same name, {short!r}, once the prefixes of torch.compile "
-                f"are removed: {first[short]!r} and {name!r}; rename one of the modules"
+                f"two tensors have the same name, {name!r}, once the prefixes of torch.compile "
+                f"are removed: {whole[first]!r} and {whole[number]!r}; rename one of the modules"
             )
-    return plain
+    return dict(zip(whole, plain, strict=True))
 
 
 class Site(NamedTuple):
@@ -60,7 +62,7 @@ class Site(NamedTuple):
 
 
 class MaskSet:
-    """The bits of all sites, on the CPU: True = this ReLU is kept.
+    """The bits of all sites, BoolTensor[total] on the CPU: True = this ReLU is kept.
 
     >>> m = MaskSet.full({"relu": (2, 2), "head": (3,)})
     >>> m.without([0, 5]).counts()
@@ -75,18 +77,13 @@ class MaskSet:
                 f"bits are {bits.dtype} {tuple(bits.shape)}; these {len(self.sites)} sites need "
                 f"torch.bool ({self.total},)"
             )
-        self._bits = bits.cpu()
+        self.bits = bits.cpu()
 
     @classmethod
     def full(cls, shapes: dict[str, tuple[int, ...]]) -> MaskSet:
         """All ReLUs kept, for sites of the given names and shapes in execution order."""
         sites = make_sites(shapes)
         return cls(sites, torch.ones(sum(s.numel for s in sites), dtype=torch.bool))
-
-    @property
-    def bits(self) -> Tensor:
-        """BoolTensor[total]."""
-        return self._bits
 
     def count(self) -> int:
         """How many ReLUs are kept."""
@@ -98,8 +95,12 @@ class MaskSet:
 
     def split(self) -> list[Tensor]:
         """The bits as one tensor per site, in the site's shape."""
-        parts = self.bits.split([s.numel for s in self.sites])
-        return [p.view(s.shape) for p, s in zip(parts, self.sites, strict=True)]
+        return self.parts(self.bits)
+
+    def parts(self, values: Tensor) -> list[Tensor]:
+        """Values of all ReLUs, [total], as one tensor per site, in the site's shape."""
+        parts = values.split([site.numel for site in self.sites])
+        return [part.view(site.shape) for part, site in zip(parts, self.sites, strict=True)]
 
     def copy(self) -> MaskSet:
         """The bits as they are now: unlike a live view, a copy does not follow the net."""
@@ -125,11 +126,10 @@ class MaskSet:
         outside = ids[(ids < 0) | (ids >= self.total)]
         if outside.numel():
             raise IndexError(f"id {int(outside[0])} is out of range: there are {self.total} ReLUs")
-        gone = ids[~self.bits[ids]]
-        if gone.numel():
-            site, position = self.locate(first := int(gone[0]))
+        for removed in ids[~self.bits[ids]].tolist()[:1]:
+            site, position = self.locate(removed)
             where = f"site {site.name!r}, position {position}"
-            raise ValueError(f"id {first} ({where}) is not kept: that ReLU was removed before")
+            raise ValueError(f"id {removed} ({where}) is not kept: that ReLU was removed before")
         return ids
 
     def locate(self, flat: int) -> tuple[Site, tuple[int, ...]]:
@@ -180,13 +180,14 @@ class MaskSet:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                bits = file.get_tensor("bits") if "bits" in file.keys() else None  # noqa: SIM118
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-        if metadata.get("format") != "fastbcd.masks" or bits is None:
+        if metadata.get("format") != "fastbcd.masks":
             raise ValueError(f"{path} holds no masks: write them with MaskSet.save")
         try:
-            return MaskSet(make_sites(dict(json.loads(metadata["sites"]))), bits.bool())
+            sites = make_sites(dict(json.loads(metadata["sites"])))
+            return MaskSet(sites, tensors["bits"].bool())
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path}: its masks are damaged: {error}") from error
 
@@ -198,15 +199,12 @@ class MaskSet:
     __hash__ = None  # type: ignore[assignment]  # the bits of a live view change
 
     def __repr__(self) -> str:
-        width = max([len(s.name) for s in self.sites] + [5])
-        kept, share = self.count(), self.count() / max(self.total, 1)
-        head = f"{kept:,} of {self.total:,} ReLUs kept ({share:.1%}), {len(self.sites)} sites"
-        rows = [
-            f"{s.name:<{width}}  {'×'.join(map(str, s.shape)):>12}  {n:>9,} of {s.numel:>9,}"
-            f"  {n / max(s.numel, 1):>6.1%}"
-            for s, n in zip(self.sites, self.counts().values(), strict=True)
-        ]
-        return "\n  ".join([f"MaskSet: {head}", *rows])
+        rows = [f"{self.count():,} of {self.total:,} ReLUs kept, {len(self.sites)} sites"]
+        width = max((len(site.name) for site in self.sites), default=0)
+        for site, kept in zip(self.sites, self.counts().values(), strict=True):
+            shape = "×".join(map(str, site.shape))
+            rows.append(f"{site.name:<{width}}  {shape:>12}  {kept:>9,} of {site.numel:>9,}")
+        return "MaskSet: " + "\n  ".join(rows)
 
 
 class NetMasks(MaskSet):
@@ -218,10 +216,11 @@ class NetMasks(MaskSet):
         self.total = sum(s.numel for s in self.sites)
 
     @property
-    def bits(self) -> Tensor:
+    def bits(self) -> Tensor:  # type: ignore[override]
         parts = [m.mask.flatten().bool() for m in self.modules.values()]
-        one = len({t.device for t in parts}) == 1  # then one copy from the device
-        return torch.cat(parts if one else [t.cpu() for t in parts]).cpu()
+        if len({part.device for part in parts}) > 1:
+            parts = [part.cpu() for part in parts]
+        return torch.cat(parts).cpu()  # one copy from the device
 
 
 def masks(net: nn.Module) -> MaskSet:
@@ -244,39 +243,41 @@ def set_masks(net: nn.Module, masks: MaskSet) -> None:
     >>> net[1].mask
     tensor([False,  True, False])
     """
-    own = NetMasks(net)
-    own.check_same_sites(masks.sites, "this mask")
-    modules = list(own.modules.values())
+    live = NetMasks(net)
+    live.check_same_sites(masks.sites, "this mask")
+    modules = list(live.modules.values())
     bits = masks.bits.to(modules[0].mask.device)  # one copy to the device
-    for module, site in zip(modules, own.sites, strict=True):
-        module.mask.copy_(bits[site.start : site.start + site.numel].view(site.shape))
+    for module, part in zip(modules, live.parts(bits), strict=True):
+        module.mask.copy_(part)
 
 
 def mask_modules(net: nn.Module) -> dict[str, MaskedActivation]:
     """The net's masked activations by name, as `convert` numbered them, or in module order."""
     buffers = net.named_buffers(remove_duplicate=False)
     plain = plain_names(name for name, _ in (*net.named_parameters(), *buffers))
-    found = {
+    acts = {
         plain[f"{name}.mask".lstrip(".")].removesuffix("mask").rstrip("."): module
         for name, module in net.named_modules()
         if isinstance(module, MaskedActivation)
     }
-    if not found:
+    if not acts:
         raise ValueError(
             f"{type(net).__name__} has no masked activations: fastbcd.convert it, "
             f"or place fastbcd.MaskedReLU by hand"
         )
-    return dict(sorted(found.items(), key=lambda item: item[1].order))
+    return dict(sorted(acts.items(), key=lambda item: item[1].order))
 
 
 def make_sites(shapes: dict[str, tuple[int, ...]]) -> tuple[Site, ...]:
     """Sites with consecutive ids in the given order."""
-    sites, start = [], 0
+    sites = []
+    start = 0
     for name, shape in shapes.items():
-        if any(n < 0 for n in shape):
-            raise ValueError(f"site {name!r} has shape {tuple(shape)}")
-        sites.append(Site(name, tuple(map(int, shape)), start))
-        start += sites[-1].numel
+        site = Site(name, tuple(map(int, shape)), start)
+        if min(site.shape, default=0) < 0:
+            raise ValueError(f"site {name!r} has shape {site.shape}")
+        sites.append(site)
+        start += site.numel
     return tuple(sites)
 
 
@@ -288,13 +289,7 @@ def _distinct(n: int, k: int, seed: int, step: int, trial: int) -> np.ndarray:
     """
     if k > n // 2:
         return np.delete(np.arange(n), _distinct(n, n - k, seed, step, trial))
-    # A counter-based generator: (seed; step, trial) selects the stream. Only its raw 64-bit
-    # output is used, which is the same in every version of numpy.
-    # Each is the upper of two 64-bit words; the lower one is left for Philox to count in.
-    for value in (seed, step, trial):
-        if not 0 <= value < 2**63:
-            raise ValueError(f"seed, step and trial must lie in 0 .. 2^63 - 1; got {value}")
-    stream = np.random.Philox(key=[0, seed], counter=[0, trial, 0, step])
+    stream = philox(MASKS, seed=seed, step=step, trial=trial)
     drawn = np.empty(0, dtype=np.int64)
     while len(drawn) < k:
         raw = stream.random_raw(2 * (k - len(drawn)) + 16) >> np.uint64(32)

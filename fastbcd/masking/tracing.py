@@ -13,9 +13,9 @@ import inspect
 import itertools
 import operator
 import traceback
-from difflib import SequenceMatcher
+from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,8 @@ _DROPOUTS: dict[Any, type[nn.Module]] = {
 }
 _SWITCHED = {F.batch_norm, *_DROPOUTS}  # functions with an argument `training`
 
+Match = dict[fx.Node, fx.Node]  # node in training -> the node in evaluation that computes the same
+
 
 class ConversionError(ValueError):
     """The network cannot be converted; the message says where and what to do instead.
@@ -48,26 +50,33 @@ class ConversionError(ValueError):
 BY_HAND = "place fastbcd.MaskedReLU(shape) by hand, or name the ReLU in skip= to leave it as it is"
 
 
+def require(condition: bool, message: str) -> None:
+    """Raise a ConversionError with this message unless the condition is true."""
+    if not condition:
+        raise ConversionError(message)
+
+
 def trace_both_modes(net: nn.Module, example: Tensor) -> tuple[fx.Graph, set[str]]:
     """The graph of the net, which is in eval mode, and the modules that it calls as a whole."""
     leaves: set[str] = set()
     while True:
         trained = copy.deepcopy(net).train()
         graph = _traced(net, example, leaves)
-        difference = _compare(net, trained, graph, _traced(trained, example, leaves))
-        if not difference.others:
-            _follow_mode(net, trained, difference.switched)
+        train_graph = _traced(trained, example, leaves)
+        match = _matched(net, graph, trained, train_graph)
+        differing = _differing(graph, trained, train_graph, match)
+        if not differing:
+            _follow_mode(net, match)
             graph._tracer_cls = Tracer  # which unpickling makes without arguments
             return graph, leaves
-        owners = {owner_of(node) for node in difference.others} - {"", *leaves}
-        if not owners:
-            first = difference.others[0]
-            kind = type(net).__name__
-            raise ConversionError(
-                f"{kind} cannot be converted: {owner_of(first) or kind!r} computes something "
-                f"else in training than in evaluation (at {first.name!r}); use modules such as "
-                f"nn.BatchNorm2d and nn.Dropout, or move it into a module without ReLUs"
-            )
+        owners = {owner_of(node) for node in differing} - {"", *leaves}
+        kind = type(net).__name__
+        require(
+            bool(owners),
+            f"{kind} cannot be converted: {owner_of(differing[0]) or kind!r} computes something "
+            f"else in training than in evaluation (at {differing[0].name!r}); use modules such as "
+            f"nn.BatchNorm2d and nn.Dropout, or move it into a module without ReLUs",
+        )
         leaves |= owners
 
 
@@ -84,139 +93,102 @@ def _traced(net: nn.Module, example: Tensor, leaves: set[str]) -> fx.Graph:
 
 def _innermost_frame(error: Exception) -> str:
     """file:line in the user's own code where tracing failed."""
-    ours = str(Path(__file__).parent.parent), str(Path(torch.__file__).parent)
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if not f.filename.startswith(ours)]
-    if not theirs:
-        return "unknown place"
-    return f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno}"
+    where = "unknown place"
+    ours = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith(ours):
+            where = f"{Path(frame.filename).name}:{frame.lineno}"
+    return where
 
 
-class Difference(NamedTuple):
-    """How the graph in training differs from the one in evaluation."""
-
-    switched: list[fx.Node]  # calls that differ in the argument `training` alone
-    others: list[fx.Node]  # all nodes that differ in another way
-
-
-def _compare(
-    net: nn.Module, trained: nn.Module, graph: fx.Graph, train_graph: fx.Graph
-) -> Difference:
-    match = _matched(list(graph.nodes), list(train_graph.nodes))
-    matched = set(match.values())
-    switched: list[fx.Node] = []
-    others = [node for node in graph.nodes if node not in matched]
-    for theirs, ours in match.items():
-        if theirs.op == "output":
-            others += _lost_outputs(theirs, ours, match)
-        elif theirs.op == "get_attr":
-            if _is_another_constant(str(ours.target), net, trained):
-                others.append(ours)
-        elif _renamed(theirs, match) == (ours.args, ours.kwargs):
-            continue
-        elif _is_switched(theirs, ours, match):
-            switched.append(ours)
-        else:
-            others += _extra_inputs(theirs, match) or [ours]
-    others += [n for n in train_graph.nodes if n not in match and _writes(n, trained, match)]
-    return Difference(switched, others)
-
-
-def _matched(ours: list[fx.Node], theirs: list[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """node in training -> the same node in evaluation."""
-    before = [(n.op, n.target, owner_of(n)) for n in ours]
-    after = [(n.op, n.target, owner_of(n)) for n in theirs]
-    match: dict[fx.Node, fx.Node] = {}
-    for a, b, size in SequenceMatcher(None, before, after, autojunk=False).get_matching_blocks():
-        match.update(zip(theirs[b : b + size], ours[a : a + size], strict=True))
+def _matched(net: nn.Module, graph: fx.Graph, trained: nn.Module, train_graph: fx.Graph) -> Match:
+    """The nodes that do the same, up to the argument `training`, with inputs that are the same."""
+    waiting: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in reversed(graph.nodes):
+        waiting[_key(net, node, {})].append(node)
+    match: Match = {}
+    for node in train_graph.nodes:
+        if match.keys() >= set(node.all_input_nodes):
+            same = waiting[_key(trained, node, match)]
+            if same:
+                match[node] = same.pop()
     return match
 
 
-def _renamed(node: fx.Node, match: dict[fx.Node, fx.Node]) -> Any:
-    """The arguments of a node in training, with the nodes of evaluation."""
-    return fx.node.map_arg((node.args, node.kwargs), lambda n: match.get(n, n))
+def _key(net: nn.Module, node: fx.Node, match: Match) -> str:
+    """What a node computes from which nodes of evaluation."""
+    target: Any = node.target
+    inputs: Any = (node.args, node.kwargs)
+    if target in _SWITCHED:
+        inputs = {**bound_arguments(node), "training": None}
+    elif "_tensor_constant" in str(target):
+        target = operator.attrgetter(target)(net).tolist()
+    inputs = fx.node.map_arg(inputs, lambda n: match.get(n, n))
+    return str((node.op, target, owner_of(node), inputs))
 
 
-def _extra_inputs(node: fx.Node, match: dict[fx.Node, fx.Node]) -> list[fx.Node]:
-    """The inputs that only training has."""
-    return [n for n in node.all_input_nodes if n not in match]
+def _label(node: fx.Node) -> tuple[Any, ...]:
+    return node.op, node.target, owner_of(node)
 
 
-def _is_switched(theirs: fx.Node, ours: fx.Node, match: dict[fx.Node, fx.Node]) -> bool:
-    """Do two calls differ in nothing except training=True in training?"""
-    if ours.target not in _SWITCHED or _extra_inputs(theirs, match):
-        return False
-    in_training = {**_bound(ours.target, ours.args, ours.kwargs), "training": True}
-    return _bound(ours.target, *_renamed(theirs, match)) == in_training
-
-
-def _bound(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """All arguments of a call by name."""
-    bound = inspect.signature(function).bind(*args, **kwargs)
+def bound_arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of the call of a function by name."""
+    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
     bound.apply_defaults()
     return bound.arguments
 
 
-def _lost_outputs(theirs: fx.Node, ours: fx.Node, match: dict[fx.Node, fx.Node]) -> list[fx.Node]:
-    """What differs in the outputs; none if training only adds some."""
-    values = list(theirs.all_input_nodes)
-    for node in values:  # of a named tuple, too
+def _differing(
+    graph: fx.Graph, trained: nn.Module, train_graph: fx.Graph, match: Match
+) -> list[fx.Node]:
+    """The nodes that make training differ from evaluation; none if it only adds outputs."""
+    same = set(match.values())
+    lost = [n for n in graph.nodes if n not in same]
+    added = [n for n in train_graph.nodes if n not in match]
+    writing = [n for n in added if _writes(n, trained, match)]
+    if [n.op for n in lost] == ["output"] and _outputs(train_graph, match) >= _outputs(graph, {}):
+        lost = []
+    if not lost:
+        return writing
+    ours = Counter(map(_label, graph.nodes))
+    theirs = Counter(map(_label, train_graph.nodes))
+    alone = (ours - theirs) | (theirs - ours)  # any other node differs by its inputs alone
+    return [n for n in (*lost, *added) if _label(n) in alone] or lost[:1]
+
+
+def _outputs(graph: fx.Graph, match: Match) -> set[fx.Node]:
+    """The nodes of evaluation that the output has, also inside a named tuple."""
+    nodes = graph.output_node().all_input_nodes
+    for node in nodes:
         if isinstance(node.target, type):
-            values += node.all_input_nodes
-    if {match.get(n) for n in values}.issuperset(ours.all_input_nodes):
-        return []
-    return [n for n in values if n not in match] or [theirs]
+            nodes += node.all_input_nodes
+    return {match.get(node, node) for node in nodes}
 
 
-def _is_another_constant(target: str, net: nn.Module, trained: nn.Module) -> bool:
-    if "_tensor_constant" not in target:
-        return False
-    read = operator.attrgetter(target)
-    return not same_values(read(net), read(trained))
-
-
-def _writes(node: fx.Node, trained: nn.Module, match: dict[fx.Node, fx.Node]) -> bool:
+def _writes(node: fx.Node, trained: nn.Module, match: Match) -> bool:
     """Does a node of training alone write into a buffer, or into what evaluation reads?"""
     if not (overwrites(trained, node) or node.target is operator.setitem):
         return False
     return any(n in match or n.op == "get_attr" for n in node.all_input_nodes[:1])
 
 
-def _follow_mode(net: nn.Module, trained: nn.Module, nodes: list[fx.Node]) -> None:
-    """Call modules, which follow train(), instead of these functions."""
-    norms = [node for node in nodes if node.target is F.batch_norm]
-    counters = {node: f"{owner_of(node)}.num_batches_tracked".lstrip(".") for node in norms}
-    counting = _changed_buffers(net, trained)
-    unknown = counting - set(counters.values())
-    if unknown:
-        raise ConversionError(
-            f"{type(net).__name__} cannot be converted: its forward changes the buffer "
-            f"{min(unknown)!r} in training, which torch.fx does not trace"
-        )
-    for node in nodes:
-        arguments = _bound(node.target, node.args, node.kwargs)
+def _follow_mode(net: nn.Module, match: Match) -> None:
+    """Call modules, which follow train(), instead of functions whose argument `training` does."""
+    for theirs, node in match.items():
+        if node.target not in _SWITCHED:
+            continue
+        arguments = bound_arguments(node)
+        if arguments["training"] == bound_arguments(theirs)["training"]:
+            continue
         tensors: dict[str, Any] = {}
-        if node in counters:
-            module: nn.Module = FunctionalBatchNorm(arguments["momentum"], arguments["eps"])
-            tensors = {k: arguments[k] for k in ("running_mean", "running_var", "weight", "bias")}
-            if counters[node] in counting:
-                with node.graph.inserting_before(node):
-                    tensors["num_batches_tracked"] = node.graph.get_attr(counters[node])
+        if node.target in _DROPOUTS:
+            module: nn.Module = _DROPOUTS[node.target](arguments["p"])
         else:
-            module = _DROPOUTS[node.target](arguments["p"])
+            module = FunctionalBatchNorm(arguments["momentum"], arguments["eps"])
+            tensors = {k: arguments[k] for k in ("running_mean", "running_var", "weight", "bias")}
         inplace = arguments.get("inplace", False)
         source = arguments["input"]
         replace_call(net, node, module.eval(), source=source, inplace=inplace, tensors=tensors)
-
-
-def _changed_buffers(net: nn.Module, trained: nn.Module) -> set[str]:
-    """The buffers that the forward in training changed while it was traced."""
-    after = dict(trained.named_buffers())
-    return {
-        name
-        for name, buffer in net.named_buffers()
-        if not buffer.is_meta and not same_values(buffer, after[name])
-    }
 
 
 def owner_of(node: fx.Node) -> str:
@@ -246,16 +218,15 @@ def replace_call(
 ) -> fx.Node:
     """Call module(source, **tensors) instead of the node.
 
-    The first call of an nn.ReLU gives its name to the module; for any other call the module is
-    registered as call_path(node), or with _2, _3, ... if that is taken.
+    The module replaces an nn.ReLU at its first call. For any other call it is registered as
+    call_path(node), or with _2, _3, ... if that is taken.
     """
     owner, _, name = call_path(node).rpartition(".")
     parent = net.get_submodule(owner)
-    replaced = parent.get_submodule(name) if node.op == "call_module" else None
-    if replaced is not None:
-        _copy_hooks(replaced, module)
-    if type(replaced) is not nn.ReLU:
-        name = _free_name(parent, name)
+    if node.op != "call_module" or type(net.get_submodule(str(node.target))) is not nn.ReLU:
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        names = itertools.chain([name], numbered)
+        name = next(free for free in names if not hasattr(parent, free))
     parent.register_module(name, module)
     with node.graph.inserting_after(node):
         path = ".".join(filter(None, [owner, name]))
@@ -268,19 +239,6 @@ def replace_call(
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
     return new
-
-
-def _free_name(parent: nn.Module, name: str) -> str:
-    if not hasattr(parent, name):
-        return name
-    numbered = (f"{name}_{number}" for number in itertools.count(2))
-    return next(other for other in numbered if not hasattr(parent, other))
-
-
-def _copy_hooks(replaced: nn.Module, module: nn.Module) -> None:
-    for key, hooks in vars(replaced).items():
-        if key.startswith(("_forward_", "_backward_", "_is_full_backward")):
-            vars(module)[key] = copy.copy(hooks)
 
 
 def same_values(a: Any, b: Any) -> bool:

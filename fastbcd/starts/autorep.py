@@ -85,7 +85,7 @@ def autorep(net: nn.Module, data: Any, budget: int | Budget, **settings: Any) ->
     >>> data = torch.randn(50, 1, 4, 4), torch.arange(50) % 3
     >>> start = autorep(net, data, 2, epochs=40, lr=0.1)
     >>> start.masks.count(), start.model[2]
-    (2, MaskedPoly((6,), 2 kept))
+    (2, MaskedPoly((6,)))
     """
     return train_masks(Replacement, net, data, budget, AutoRepSettings(**settings))
 

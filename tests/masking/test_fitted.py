@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fastbcd
-from fastbcd.masking.fitted import SQUARES, line, quadratic
+from fastbcd.masking.fitted import SQUARES, nearest
 from helpers.nets import images, make, thinned
 
 
@@ -84,14 +84,14 @@ def test_a_channel_without_variance() -> None:
     """No line is nearer than another: the slope is ReLU's. No square is needed."""
     for value, expected in ((2.0, [0.0, 1.0]), (-2.0, [0.0, 0.0]), (0.0, [0.0, 0.0])):
         given = moments(torch.full((1, 50), value, dtype=torch.float64))
-        torch.testing.assert_close(line(given).flatten().tolist(), expected)
-        torch.testing.assert_close(quadratic(given).flatten().tolist(), [*expected, 0.0])
+        for share in (0.0, SQUARES):
+            coef = nearest(given, share).flatten().tolist()
+            torch.testing.assert_close(coef, [*expected, 0.0])
 
 
 def test_a_channel_with_two_values_has_a_line() -> None:
     given = moments(torch.tensor([[-1.0, 2.0] * 20], dtype=torch.float64))
-    expected = [*line(given).flatten().tolist(), 0.0]
-    torch.testing.assert_close(quadratic(given).flatten().tolist(), expected)
+    torch.testing.assert_close(nearest(given, SQUARES), nearest(given, 0.0))
 
 
 def test_a_removal_changes_the_logits_less_than_by_the_identity() -> None:

@@ -47,8 +47,8 @@ def test_sites_and_counts() -> None:
 
 def test_repr_is_a_table() -> None:
     lines = repr(some_masks()).splitlines()
-    assert lines[0] == "MaskSet: 27 of 31 ReLUs kept (87.1%), 3 sites"
-    assert lines[1].split() == ["a.relu", "2×3×3", "16", "of", "18", "88.9%"]
+    assert lines[0] == "MaskSet: 27 of 31 ReLUs kept, 3 sites"
+    assert lines[1].split() == ["a.relu", "2×3×3", "16", "of", "18"]
     assert len({len(line) for line in lines[1:]}) == 1
 
 
@@ -184,7 +184,7 @@ def test_sample_refuses() -> None:
         m.sample(28, seed=0, step=0, trial=0)
     with pytest.raises(ValueError, match="cannot sample -1"):
         m.sample(-1, seed=0, step=0, trial=0)
-    with pytest.raises(ValueError, match="got -4"):
+    with pytest.raises(ValueError, match="seed=-4"):
         m.sample(1, seed=-4, step=0, trial=0)
 
 
@@ -326,22 +326,6 @@ def test_a_part_called_module_is_no_wrapper(tmp_path) -> None:
     assert all(torch.equal(other.state_dict()[k], t) for k, t in net.state_dict().items())
 
 
-def test_only_module_names_are_loaded_as_they_are() -> None:
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
-
-        def forward(self, x):
-            return self.module(x)
-
-    net = fastbcd.convert(Inner(), torch.zeros(1, 4))
-    fresh = fastbcd.convert(Inner(), torch.zeros(1, 4))
-    fresh.load_state_dict(net.state_dict())
-    assert torch.equal(fresh.module[0].weight, net.module[0].weight)
-    fresh.load_state_dict({f"module.{k}": v for k, v in net.state_dict().items()})
-
-
 def test_names_that_collide_are_refused() -> None:
     names = ["a._orig_mod.weight", "a.weight"]
     with pytest.raises(ValueError, match=r"two tensors have the same name, 'a\.weight'"):
@@ -359,13 +343,13 @@ def test_large_seeds(seed) -> None:
     drawn = masks.sample(10, seed=seed, step=2**40, trial=3)
     assert torch.equal(drawn, masks.sample(10, seed=seed, step=2**40, trial=3))
     assert len(set(drawn.tolist())) == 10
-    with pytest.raises(ValueError, match="must lie in 0"):
+    with pytest.raises(ValueError, match=f"seed={2**63}"):
         masks.sample(10, seed=2**63, step=0, trial=0)
 
 
 @pytest.mark.parametrize(
     "sites",
-    ["[", "[" * 9999, "3", "{}", '[["a", 4]]', '[["a", [5]]]', '[["a", [-1, -4]]]', '[["a", "4"]]',
+    ["[", "[" * 9999, "3", "{}", '[["a", 4]]', '[["a", [5]]]', '[["a", [-1, -4]]]',
      '[["a", [4], 1]]', '[["a", [10000000000000000]]]', '[[["a"], [4]]]'],
 )  # fmt: skip
 def test_damaged_metadata_of_a_mask_file(sites, tmp_path) -> None:
