@@ -95,7 +95,7 @@ def reduced(
             tuner = tuner or fastbcd.Finetuner(net, problem.train, tuning, problem.dense)
             tuner.run(less)
             tensors = take(net)
-            write_atomically(path, lambda file, t=tensors: file.write(save(t)))
+            write_atomically(path, save(tensors))
             print(f"trained {path.name}", flush=True)
         restore(net, load_file(path))
     return net.eval()
@@ -158,7 +158,7 @@ class Arm:
         masks.save(self.folder / "masks.safetensors")
         weights = {name: tensor.contiguous() for name, tensor in self.net.state_dict().items()}
         save_file(weights, self.folder / "net.safetensors")
-        write_atomically(path, lambda file: file.write(json.dumps(found).encode()))
+        write_atomically(path, json.dumps(found).encode())
         return found
 
     def snl(self, relus: int, epochs: int, tune: fastbcd.Finetune | None = None) -> None:

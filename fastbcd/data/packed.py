@@ -84,7 +84,7 @@ def pack(
     if classes is not None:
         check_labels(labels, classes, "the data")
     meta = save(arrays, {"format": FORMAT, "classes": json.dumps(classes)})
-    write_atomically(folder / META, lambda file: file.write(meta))
+    write_atomically(folder / META, meta)
 
 
 def _write_images(

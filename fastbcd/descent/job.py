@@ -18,7 +18,8 @@ from fastbcd.descent.schedules import Schedule, size_of
 from fastbcd.descent.tuning import Training
 from fastbcd.masking.masks import MaskSet, masks
 from fastbcd.runs.config import Config
-from fastbcd.runs.journal import Journal, journal, peek
+from fastbcd.runs.journal import Journal, journal
+from fastbcd.runs.read import saved_run
 from fastbcd.runs.step import Start, Step
 from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.settings import Settings, setting
@@ -231,10 +232,11 @@ class Job(NamedTuple):
 
     def saved(self, run_dir: str | os.PathLike[str] | None) -> tuple[list[Step], MaskSet]:
         """The finished steps of the run in a directory, and its masks; the net's without a run."""
-        saved = None
-        if run_dir is not None:
-            saved = peek(self.config(), Path(run_dir), Step)
-        return saved or ([], masks(self.problem.net))
+        saved = None if run_dir is None else saved_run(Path(run_dir))
+        if saved is None or saved.masks is None:
+            return [], masks(self.problem.net)
+        self.config().check_same(saved.config, saved.path)
+        return saved.history, saved.masks
 
 
 def _check_recorded(name: str, value: Any, kind: type) -> None:

@@ -172,7 +172,7 @@ class MaskSet:
         sites = json.dumps([[s.name, s.shape] for s in self.sites])
         metadata = {"format": "fastbcd.masks", "version": "1", "sites": sites}
         content = save({"bits": self.bits.to(torch.uint8)}, metadata)
-        write_atomically(Path(path), lambda file: file.write(content))
+        write_atomically(Path(path), content)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> MaskSet:

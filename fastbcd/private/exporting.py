@@ -61,7 +61,7 @@ def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> flo
                 f"{path} was not written: it would give other logits than the net, by "
                 f"{difference:.2g} of the largest; please report this with the net"
             )
-    write_atomically(path, lambda file: file.write(written))
+    write_atomically(path, written)
     return max(differences, default=None)
 
 

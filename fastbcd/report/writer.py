@@ -10,7 +10,6 @@ import io
 import os
 from collections import Counter
 from collections.abc import Sequence
-from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +67,7 @@ def write(
     files = {f"{card.name}.png": card.png for card in cards}
     files["report.html"] = html.encode()
     for name, content in files.items():
-        write_atomically(folder / name, methodcaller("write", content))
+        write_atomically(folder / name, content)
     return folder / "report.html"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from fastbcd import models
 from fastbcd.data.images import ImageData
 from fastbcd.masking.masks import masks
 from fastbcd.runs.fingerprint import tensors_of
-from fastbcd.runtime.ranks import digest
+from fastbcd.runtime.ranks import differences, digest
 from fastbcd.runtime.version import __version__
 
 TITLES = {
@@ -28,9 +27,9 @@ TITLES = {
     "senet": "SENet",
     "relupruner": "ReLUPruner",
 }
+CONFIG = "config.json"
 VERSION = "3"
 SAMPLED = 256  # images whose pixels enter the digest of a data set
-MISSING = "(missing)"
 # Facts that do not decide the outcome and may differ on resuming.
 NOT_COMPARED = ("fastbcd", "data.name", "test.name", "net.arch")
 
@@ -84,7 +83,7 @@ class Config:
         test: ImageData | None,
     ) -> Config:
         """The configuration of a run that is about to begin or to resume."""
-        made = cls(
+        return cls(
             format=f"fastbcd.{kind} {VERSION}",
             fastbcd=__version__,
             settings=settings,
@@ -92,7 +91,6 @@ class Config:
             test=None if test is None else _data_facts(test),
             net=_net_facts(net),
         )
-        return decode_config(json.loads(as_json(made)), "the settings of this run")
 
     @property
     def kind(self) -> str:
@@ -101,38 +99,27 @@ class Config:
 
     def check_same(self, old: Config, folder: Path) -> None:
         """Refuse to continue a run that `old` describes, naming the first difference."""
-        before = msgspec.to_builtins(old)
-        now = msgspec.to_builtins(self)
-        for name, then, new in differences(before, now):
-            raise ValueError(
-                f"{folder} holds another run: {name} is {then} there and {new} now; "
-                f"name another run_dir, or repeat the call with the settings of that run"
-            )
+        then = msgspec.to_builtins(old)
+        now = json.loads(as_json(self))
+        for name, before, after in differences(then, now):
+            if not name.startswith(NOT_COMPARED):
+                raise ValueError(
+                    f"{folder} holds another run: {name.removeprefix('settings.')} is {before} "
+                    f"there and {after} now; name another run_dir, or repeat the call with the "
+                    f"settings of that run"
+                )
 
 
 def read_config(folder: Path) -> Config:
     """The checked contents of a folder's config.json."""
-    path = folder / "config.json"
+    path = folder / CONFIG
     try:
-        values = json.loads(path.read_bytes().decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not readable as JSON: {error}") from error
-    name = values.get("format") if isinstance(values, dict) else None
+        config = msgspec.convert(json.loads(path.read_bytes()), Config)
+    except (ValueError, msgspec.ValidationError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged or not of a run: {error}") from error
     known = [f"fastbcd.{kind} {VERSION}" for kind in TITLES]
-    if name not in known:
-        raise ValueError(f"{path}: format is {name!r}; expected one of {', '.join(known)}")
-    return decode_config(values, str(path))
-
-
-def decode_config(values: Any, where: str) -> Config:
-    """A configuration from the values in JSON; ValueError names a field that is wrong."""
-    try:
-        config = msgspec.convert(values, Config)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{where}: {error}") from error
-    for name, shape in config.net.sites.items():
-        if any(size < 0 for size in shape):
-            raise ValueError(f"{where}: net.sites.{name} is {shape}; expected a shape")
+    if config.format not in known:
+        raise ValueError(f"{path}: format is {config.format!r}; expected one of {', '.join(known)}")
     return config
 
 
@@ -140,18 +127,6 @@ def as_json(value: Any, indent: int | None = None) -> str:
     """Dataclasses, settings and numbers of NumPy as JSON."""
     builtins = msgspec.to_builtins(value, str_keys=True, enc_hook=lambda number: number.item())
     return json.dumps(builtins, indent=indent, ensure_ascii=False)
-
-
-def differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
-    """(name, old value, new value) wherever two JSON values differ in what decides an outcome."""
-    if name in NOT_COMPARED:
-        return
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in {**new, **old}:
-            inner = f"{name}.{key}" if name else key
-            yield from differences(old.get(key, MISSING), new.get(key, MISSING), inner)
-    elif old != new and json.dumps(old) != json.dumps(new):  # the second for NaN
-        yield name.removeprefix("settings."), _shown(old), _shown(new)
 
 
 def _data_facts(data: ImageData) -> DataFacts:
@@ -180,17 +155,10 @@ def _net_facts(net: nn.Module) -> NetFacts:
 
 def _arch(net: nn.Module) -> dict[str, Any] | None:
     """What `fastbcd.models.build` takes to build the net again, if that is known."""
-    if type(net).__name__ in ("DataParallel", "DistributedDataParallel"):
-        net = net.module  # type: ignore[assignment]
-    arch: Any = getattr(net, "arch", None)
+    inner = getattr(net, "module", net)  # of DataParallel
+    arch = getattr(inner, "arch", None)
     if not isinstance(arch, dict) or not (arch.get("name") in models.NAMES or "model" in arch):
         return None
     if all(isinstance(value, str | int | float) for value in arch.values()):
         return arch
     return None
-
-
-def _shown(value: Any) -> str:
-    if value is MISSING:
-        return MISSING
-    return json.dumps(value, ensure_ascii=False)

@@ -6,9 +6,10 @@
     state.previous.safetensors    the state before that
     history.jsonl                 the history for other programs; it is never read
 
-A state holds the tensors, the records of all steps, the digest of config.json, that of the start,
-and a SHA-256 of it all. So a flipped bit and a file of another run are found on reading. A step is
-finished when its state is in place. One process works in a directory at a time.
+A state holds the tensors, the records of all steps, the digest of the config.json and the start
+that it was written beside, and a SHA-256 of it all. So a flipped bit and a file of another run are
+found on reading. A step is finished when its state is in place. One process works in a directory
+at a time.
 """
 
 from __future__ import annotations
@@ -17,29 +18,24 @@ import fcntl
 import hashlib
 import json
 import os
-import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fastbcd.masking.masks import MaskSet, make_sites
-from fastbcd.runs.config import Config, as_json, read_config
+from fastbcd.runs.config import CONFIG, Config, as_json, read_config
 from fastbcd.runtime.atomic_files import write_atomically
 from fastbcd.runtime.ranks import digest
 
-FORMAT = "fastbcd.state 3"
 START = "start.safetensors"
 STATE = "state.safetensors"
 PREVIOUS = "state.previous.safetensors"
 HISTORY = "history.jsonl"
-OWN = ("config.json", START, STATE, PREVIOUS, HISTORY)
-# What a process that was killed while it wrote one of these files leaves behind.
-LEFTOVER = re.compile(rf"\.({'|'.join(map(re.escape, OWN))})\.\d+\.tmp")
-OTHER_RUN = "the file was edited or belongs to another run; put the original file back"
+STATES = (STATE, PREVIOUS, START)  # the newest first
+OWN = (CONFIG, *STATES, HISTORY)
 
 
 class State(NamedTuple):
@@ -61,14 +57,14 @@ class RunDirectory:
     def __init__(self, path: Path, config: Config, resume: str) -> None:
         if path.exists() and not path.is_dir():
             raise NotADirectoryError(f"run_dir {path} is a file; name a directory")
-        if resume == "must" and not (path / "config.json").exists():
+        if resume == "must" and not (path / CONFIG).exists():
             raise FileNotFoundError(
                 f"there is no run in {path} to resume: config.json is missing; "
                 f"resume='auto' would begin one"
             )
-        self.path = path
         path.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(path)
+        self.path = path.resolve()  # a link or a working directory may change during the run
+        self._lock = _locked(self.path)
         try:
             self._begin(config, resume)
         except BaseException:
@@ -88,15 +84,14 @@ class RunDirectory:
 
     def write(self, state: State) -> None:
         """Make this the state after the last finished step; without a history it is the start."""
-        content = _encoded(state, _sha256(self.path / "config.json"), self._start_digest(state))
+        self._check_alone()
         try:
             if state.history:
-                write_atomically(
-                    self.path / STATE, lambda file: file.write(content), self.path / PREVIOUS
-                )
-                self._append(state.history[-1])
+                content = _encoded(state, self.path / STATE)
+                write_atomically(self.path / STATE, content, keep=self.path / PREVIOUS)
+                self._export(state.history)
             else:
-                write_atomically(self.path / START, lambda file: file.write(content))
+                write_atomically(self.path / START, _encoded(state, self.path / START))
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -107,133 +102,108 @@ class RunDirectory:
 
     def _begin(self, config: Config, resume: str) -> None:
         """Write config.json, or compare it with the one that is there."""
-        names = sorted(entry.name for entry in self.path.iterdir() if entry.name != ".lock")
-        leftovers = [name for name in names if LEFTOVER.fullmatch(name)]
-        present = [name for name in names if name not in leftovers]
+        present = sorted(p.name for p in self.path.iterdir() if not p.name.startswith("."))
         if resume == "never" and present:
             raise FileExistsError(
                 f"run_dir {self.path} is not empty (it holds {present[0]}); name another "
                 f"directory, or resume the run there: resume='auto'"
             )
-        if "config.json" in present:
+        if CONFIG in present:
             config.check_same(read_config(self.path), self.path)
         else:
-            self._write_config(config, present)
-        for name in leftovers:
-            (self.path / name).unlink(missing_ok=True)
+            for name in present:
+                if name in OWN:
+                    raise ValueError(
+                        f"{self.path} holds {name} but no config.json, so it is not known which "
+                        f"run that belongs to; name another directory"
+                    )
+            text = as_json(config, indent=2) + "\n"
+            write_atomically(self.path / CONFIG, text.encode())
+        for name in OWN:
+            for leftover in self.path.glob(f".{name}.[0-9]*.tmp"):  # of a killed process
+                leftover.unlink(missing_ok=True)
 
-    def _write_config(self, config: Config, present: list[str]) -> None:
-        for name in present:
-            if name in OWN:
-                raise ValueError(
-                    f"{self.path} holds {name} but no config.json, so it is not known which "
-                    f"run that belongs to; name another directory"
-                )
-        text = as_json(config, indent=2) + "\n"
-        write_atomically(self.path / "config.json", lambda file: file.write(text.encode()))
-
-    def _start_digest(self, state: State) -> str:
-        if state.history:
-            return _sha256(self.path / START)
-        return ""
-
-    def _append(self, record: dict[str, Any]) -> None:
-        with open(self.path / HISTORY, "ab") as file:
-            file.write(_line(record))
+    def _check_alone(self) -> None:
+        """Refuse to write where another process may have taken the lock."""
+        lock = self.path / ".lock"
+        if lock.exists() and os.path.samestat(os.fstat(self._lock), os.stat(lock)):
+            return
+        raise RuntimeError(
+            f"{lock} was removed or replaced while this run was working, so another process may be "
+            f"writing there; nothing more was written: start the same command again"
+        )
 
     def _export(self, history: list[dict[str, Any]]) -> None:
-        """Write history.jsonl, unless it holds these records already."""
-        path = self.path / HISTORY
-        content = b"".join(map(_line, history))
-        if not path.exists() or path.read_bytes() != content:
-            write_atomically(path, lambda file: file.write(content))
+        """Write history.jsonl."""
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in history]
+        write_atomically(self.path / HISTORY, "".join(lines).encode())
 
 
-def read_state(folder: Path) -> State | None:
+def read_state(folder: Path, names: Iterable[str] = STATES) -> State | None:
     """The newest state in a run directory; None if nothing was saved yet.
 
     ValueError names a file that is damaged or of another run, and the way out.
     """
-    for name in (STATE, PREVIOUS):
+    for name in names:
         if (folder / name).exists():
-            if not (folder / START).exists():
-                raise FileNotFoundError(
-                    f"{folder / START} is missing: put it back; it is where the run began"
-                )
-            return _decoded(folder / name, _sha256(folder / START))
-    return read_start(folder)
+            return _decoded(folder / name)
+    return None
 
 
 def read_start(folder: Path) -> State | None:
     """The state before the first step; None if nothing was saved yet."""
-    if not (folder / START).exists():
-        return None
-    return _decoded(folder / START, "")
+    return read_state(folder, (START,))
 
 
-def masks_in(tensors: dict[str, Tensor], sites: dict[str, list[int]], where: str) -> MaskSet:
-    """The masks in a state."""
-    bits = []
-    for name, shape in sites.items():
-        mask = tensors.get(f"{name}.mask".lstrip("."))
-        if mask is None or list(mask.shape) != shape:
-            raise ValueError(f"{where}: the state has no mask of shape {shape} for site {name!r}")
-        bits.append(mask.flatten().bool())
-    shapes = {name: tuple(shape) for name, shape in sites.items()}
-    return MaskSet(make_sites(shapes), torch.cat(bits))
+def _encoded(state: State, path: Path) -> bytes:
+    """A state as the bytes of its file."""
+    about = state._asdict() | {"beside": _digest_beside(path)}
+    tensors = about.pop("tensors")
+    run = as_json(about)
+    return save(tensors, {"run": run, "sha256": _mark(tensors, run)})
 
 
-def _decoded(path: Path, start: str) -> State:
-    """What `_encoded` made; start: the digest of the run's start file, "" for the start itself."""
+def _decoded(path: Path) -> State:
+    """What `_encoded` made."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         about = json.loads(metadata["run"])
-        state = State(tensors, about["start"], about["history"], about["done"])
+        beside = about.pop("beside")
+        state = State(tensors, **about)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}). {_way_out(path)}") from error
     if metadata.get("sha256") != _mark(tensors, metadata["run"]):
         raise ValueError(
             f"{path} is damaged: its contents do not match their SHA-256. {_way_out(path)}"
         )
-    if about.get("config") != _sha256(path.parent / "config.json"):
-        raise ValueError(f"{path} was not written beside this config.json: {OTHER_RUN}")
-    if about.get("after") != start:
-        raise ValueError(f"{path} was not written beside this {START}: {OTHER_RUN}")
+    if beside != _digest_beside(path):
+        raise ValueError(
+            f"{path} was not written beside this {CONFIG} and {START}: one of them is missing, was "
+            f"edited or belongs to another run; put the original back"
+        )
     return state
 
 
-def _encoded(state: State, config: str, start: str) -> bytes:
-    """A state as the bytes of its file."""
-    about = {
-        "config": config,
-        "after": start,
-        "start": state.start,
-        "history": state.history,
-        "done": state.done,
-    }
-    run = as_json(about)
-    metadata = {"format": FORMAT, "run": run, "sha256": _mark(state.tensors, run)}
-    return save(state.tensors, metadata)
+def _digest_beside(path: Path) -> str:
+    """SHA-256 of the other files that a state belongs to."""
+    mark = hashlib.sha256()
+    for name in (CONFIG, START):
+        file = path.with_name(name)
+        if file != path and file.exists():
+            mark.update(file.read_bytes())
+    return mark.hexdigest()
 
 
 def _mark(tensors: dict[str, Tensor], run: str) -> str:
     return hashlib.sha256(digest(tensors) + run.encode()).hexdigest()
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def _way_out(path: Path) -> str:
-    if path.name == STATE and (path.parent / PREVIOUS).exists():
+    if path.name == STATE and path.with_name(PREVIOUS).exists():
         return f"Move it away and start again, to resume from {PREVIOUS}, one step earlier"
     return "Put a copy of it back, or begin again in another directory"
-
-
-def _line(record: dict[str, Any]) -> bytes:
-    return (json.dumps(record, ensure_ascii=False) + "\n").encode()
 
 
 def _locked(path: Path) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd.masking.masks import plain_names
-from fastbcd.runtime.ranks import digest
+from fastbcd.runtime.ranks import differences, digest
 
 
 def take(net: nn.Module) -> dict[str, Tensor]:
@@ -24,18 +24,13 @@ def restore(net: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 def check_fits(net: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Refuse a snapshot of another net, naming the first difference."""
-    mine = tensors_of(net)
-    if mine.keys() != tensors.keys():
-        first = min(mine.keys() ^ tensors.keys())
-        owner = "net" if first in mine else "snapshot"
-        raise ValueError(f"the snapshot is of another net: only the {owner} has {first!r}")
-    for name, tensor in mine.items():
-        shape = tuple(tensors[name].shape)
-        if tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"the snapshot is of another net: {name} has shape {shape}, the net's has "
-                f"{tuple(tensor.shape)}"
-            )
+    shapes = {name: list(t.shape) for name, t in tensors_of(net).items()}
+    stored = {name: list(t.shape) for name, t in tensors.items()}
+    for name, mine, other in differences(shapes, stored):
+        raise ValueError(
+            f"the snapshot is of another net: {name} has shape {mine} in the net and {other} in "
+            f"the snapshot"
+        )
 
 
 def weights_mark(net: nn.Module | None) -> str | None:

@@ -18,22 +18,22 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from fastbcd.masking.masks import MaskSet, masks
+from fastbcd.masking.masks import masks
 from fastbcd.runs import fingerprint as snapshots
-from fastbcd.runs.config import Config, as_json, read_config
-from fastbcd.runs.directory import RunDirectory, State, masks_in, read_start, read_state
+from fastbcd.runs.config import Config, as_json
+from fastbcd.runs.directory import RunDirectory, State, read_start
 from fastbcd.runs.step import Epoch, Start, Step, decode, encode
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import keep_mode
 from fastbcd.runtime.show import say
+from fastbcd.runtime.validate import check_choice
 
 Record = TypeVar("Record", Step, Epoch)
 Tensors = dict[str, Tensor]
 EXTRA = "extra/"  # prefix of the tensors that are not the net's, in a state
-RESUME = {"auto": "auto", "must": "must", "never": "never", True: "must", False: "never"}
+RESUME = ("auto", "must", "never", True, False)
 
 
 class Journal(Generic[Record]):
@@ -54,6 +54,11 @@ class Journal(Generic[Record]):
         self._directory = directory  # rank 0's
         self._good: Tensors = {}  # the net after the last finished step
 
+    def begin(self, start: Start) -> None:
+        """Keep the net as it is before the first step."""
+        self.start = start
+        self._save([], {})
+
     def finish(self, record: Record, extra: Tensors | None = None) -> None:
         """Make `record` the last finished step: the net is kept as it is now.
 
@@ -62,18 +67,16 @@ class Journal(Generic[Record]):
         history = list(self.history)
         history.append(record)
         self._save(history, extra or {})
-        self.history = history
 
-    def begin(self, start: Start) -> None:
-        """Keep the net as it is before the first step."""
-        self.start = start
-        self._save([], {})
+    def undo(self) -> None:
+        """Make the net what it was after the last finished step."""
+        if self._good:
+            snapshots.restore(self.net, self._good)
 
     def resume(self, state: State, kind: type[Record]) -> None:
         """Make the net and this journal what they were when the state was saved."""
-        where = "the saved state"
-        self.start = decode(Start, state.start, where)
-        self.history = [decode(kind, record, where) for record in state.history]
+        self.start = decode(Start, state.start, "the saved state")
+        self.history = [decode(kind, record, "the saved state") for record in state.history]
         for name, tensor in state.tensors.items():
             if name.startswith(EXTRA):
                 self.extra[name.removeprefix(EXTRA)] = tensor
@@ -82,42 +85,32 @@ class Journal(Generic[Record]):
         self.undo()
 
     def start_tensors(self) -> Tensors:
-        """The net's tensors before the first step; of a run that was resumed, from its file."""
-        path = None if self._directory is None else self._directory.path
-        state: State | None = None
-
-        def read() -> str:
-            nonlocal state
-            if path is not None:
-                state = read_start(path)
-            return _without_tensors(state)
-
-        facts = json.loads(ranks.on_first(read))
-        state = _sent(facts, state)
-        if state is None:
+        """The net's tensors before the first step."""
+        if not self.history:
             return self._good
-        return state.tensors
-
-    def undo(self) -> None:
-        """Make the net what it was after the last finished step."""
-        if self._good:
-            snapshots.restore(self.net, self._good)
+        return ranks.on_first(self._read_start)
 
     def _save(self, history: list[Record], extra: Tensors) -> None:
-        tensors = snapshots.take(self.net)
-        ranks.check_same("the weights and masks", tensors)
-        records = [encode(record) for record in history]
-        over = self.over(history)
-        more = {EXTRA + name: tensor for name, tensor in extra.items()}
-        state = State(tensors | more, encode(self.start), records, over)
+        net = snapshots.take(self.net)
+        ranks.check_same("the weights and masks", net)
+        state = State(
+            tensors=net | {EXTRA + name: tensor for name, tensor in extra.items()},
+            start=encode(self.start),
+            history=[encode(record) for record in history],
+            done=self.over(history),
+        )
         ranks.on_first(lambda: self._write(state))
-        self._good = tensors
+        self.history = history
         self.extra = extra
+        self._good = net
 
-    def _write(self, state: State) -> str:
+    def _write(self, state: State) -> None:
         if self._directory is not None:
             self._directory.write(state)
-        return ""
+
+    def _read_start(self) -> Tensors:
+        state = None if self._directory is None else read_start(self._directory.path)
+        return {} if state is None else state.tensors
 
 
 @contextmanager
@@ -129,7 +122,7 @@ def journal(
     begin: Callable[[], Start],
     over: Callable[[list[Record]], bool],
     run_dir: str | os.PathLike[str] | None,
-    resume: str | bool,
+    resume: Any,
     same: dict[str, str] | None = None,
 ) -> Iterator[Journal[Record]]:
     """Begin or resume a run; all ranks give the same arguments.
@@ -141,11 +134,22 @@ def journal(
         run_dir: where to save; None: in memory only. resume: as in `bcd`.
         same: what ranks must have in common beside the config.
     """
-    how = check_resume(resume)
+    check_choice("resume", resume, RESUME)
+    how = {True: "must", False: "never"}.get(resume, resume)
     facts = {"config": config, "run_dir": str(run_dir), **(same or {})}
     ranks.check_facts(json.loads(as_json(facts)))
     with ExitStack() as stack:
-        directory, state = _opened(stack, run_dir, config, how)
+        directory: RunDirectory | None = None
+        state: State | None = None
+
+        def open_directory() -> State | None:
+            nonlocal directory
+            directory = RunDirectory(Path(run_dir or "."), config, how)
+            stack.callback(directory.close)
+            return directory.newest()
+
+        if run_dir is not None:
+            state = ranks.on_first(open_directory)
         run = Journal(net, over, directory)
         stack.enter_context(keep_mode(net))
         if state is None:
@@ -158,67 +162,6 @@ def journal(
         except BaseException:
             run.undo()
             raise
-
-
-def peek(config: Config, run_dir: Path, kind: type[Record]) -> tuple[list[Record], MaskSet] | None:
-    """The history and the masks of a run, if it has begun; nothing is locked or written."""
-    if not (run_dir / "config.json").exists():
-        return None
-    config.check_same(read_config(run_dir), run_dir)
-    state = read_state(run_dir)
-    if state is None:
-        return None
-    history = [decode(kind, record, str(run_dir)) for record in state.history]
-    return history, masks_in(state.tensors, config.net.sites, str(run_dir))
-
-
-def check_resume(resume: Any) -> str:
-    """One of "auto", "must", "never"."""
-    if not isinstance(resume, str | bool) or resume not in RESUME:
-        raise ValueError(f"resume={resume!r}; choose from 'auto', 'must' (True), 'never' (False)")
-    return RESUME[resume]
-
-
-def _opened(
-    stack: ExitStack, run_dir: Any, config: Config, resume: str
-) -> tuple[RunDirectory | None, State | None]:
-    """Rank 0's directory until the stack is left, and on all ranks the state in it."""
-    if run_dir is None:
-        return None, None
-    directory: RunDirectory | None = None
-    state: State | None = None
-
-    def open_directory() -> str:
-        nonlocal directory, state
-        directory = RunDirectory(Path(run_dir), config, resume)
-        stack.callback(directory.close)
-        state = directory.newest()
-        return _without_tensors(state)
-
-    facts = json.loads(ranks.on_first(open_directory))
-    return directory, _sent(facts, state)
-
-
-def _without_tensors(state: State | None) -> str:
-    """A state as text, with dtypes and shapes in place of its tensors."""
-    if state is None:
-        return "null"
-    shapes = {name: [str(t.dtype)[6:], list(t.shape)] for name, t in state.tensors.items()}
-    return json.dumps(state._replace(tensors=shapes)._asdict())  # type: ignore[arg-type]
-
-
-def _sent(facts: Any, state: State | None) -> State | None:
-    """Rank 0's state on every rank; facts: of `_without_tensors`."""
-    if facts is None:
-        return None
-    tensors: Tensors = {}
-    for name, (dtype, shape) in facts["tensors"].items():
-        if state is None:  # not rank 0
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        else:
-            tensor = state.tensors[name]
-        tensors[name] = ranks.from_first(tensor)
-    return State(tensors, facts["start"], facts["history"], facts["done"])
 
 
 def _announce(run: Journal[Any], run_dir: Any) -> None:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd import models
-from fastbcd.masking.masks import MaskSet
+from fastbcd.masking.masks import MaskSet, make_sites
 from fastbcd.runs import fingerprint
-from fastbcd.runs.config import TITLES, Config, read_config
-from fastbcd.runs.directory import State, masks_in, read_start, read_state
+from fastbcd.runs.config import CONFIG, TITLES, Config, read_config
+from fastbcd.runs.directory import read_start, read_state
 from fastbcd.runs.step import Epoch, Start, Step, decode
 
 REPLACEMENT_OF = {0: "identity", 2: "line", 3: "poly"}  # by coefficients per channel
@@ -61,13 +61,13 @@ class SavedRun:
         if self.masks is not None:
             return self.masks.count()
         counts = [epoch.count for epoch in self.history if epoch.count is not None]
-        return counts[-1] if counts else self.start.count()
+        return [self.start.count(), *counts][-1]
 
     @property
     def accuracy(self) -> float | None:
         """The last test accuracy in percent; None if it was not measured."""
         tested = [r.test_accuracy for r in self.history if r.test_accuracy is not None]
-        return tested[-1] if tested else None
+        return [None, *tested][-1]
 
     @property
     def replacement(self) -> str:
@@ -77,19 +77,20 @@ class SavedRun:
     @property
     def poly(self) -> tuple[str, ...]:
         """The sites whose removed ReLUs are quadratics."""
-        return quadratics(self.weights or {}, self.config.net.sites)
+        rows = coefficients(self.weights or {}, self.config.net.sites)
+        return tuple(name for name, row in rows.items() if row == 3)
 
     @cached_property
     def model(self) -> nn.Module:
         """The run's net with its weights and masks, on the CPU, in eval mode."""
-        arch = self.config.net.arch
-        weights = self.weights or {}
-        if arch is None or "name" not in arch:
-            made = "a net of its own" if arch is None else f"the net of {arch['model']}"
+        arch = self.config.net.arch or {}
+        if "name" not in arch:
             raise ValueError(
-                f"{self.path} is a run of {made}, which cannot be built from the run alone: build "
-                f"it as for the run and pass it, load_run(path, model=net)"
+                f"{self.path} is a run of {arch.get('model', 'a net of its own')}, which cannot be "
+                f"built from the run alone: build it as for the run and pass it, "
+                f"load_run(path, model=net)"
             )
+        weights = self.weights or {}
         try:
             with torch.device("meta"):  # first without memory, as the record may be wrong
                 fingerprint.check_fits(models.build(**arch), weights)
@@ -98,8 +99,7 @@ class SavedRun:
                 f"{self.path}: the recorded net {arch} does not fit: {error}"
             ) from error
         dtypes = [t.dtype for t in weights.values() if t.is_floating_point()]
-        net = models.build(**arch).to(dtypes[0] if dtypes else torch.float32)
-        return self.fill(net)
+        return self.fill(models.build(**arch).to(dtypes[0]))
 
     def fill(self, net: nn.Module) -> nn.Module:
         """Write the run's weights and masks into the net; returns it in eval mode."""
@@ -111,11 +111,9 @@ class SavedRun:
         try:
             fingerprint.restore(net, self.weights)
         except ValueError as error:
-            hint = ""
-            if self.replacement != "identity":
-                hint = f" (give a net with replacement={self.replacement!r})"
             raise ValueError(
-                f"{self.path} does not fit {type(net).__name__}: {error}{hint}"
+                f"{self.path} does not fit {type(net).__name__} "
+                f"(its net has replacement={self.replacement!r}): {error}"
             ) from error
         return net.eval()
 
@@ -138,57 +136,56 @@ def load_run(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sa
     >>> torch.equal(run.model(data[0]), net.eval()(data[0]))
     True
     """
-    folder = Path(path)
-    if not folder.exists():
-        raise FileNotFoundError(f"there is nothing at {folder}; name a run directory")
-    if not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file; name the run directory it is in")
-    state = read_state(folder) if (folder / "config.json").exists() else None
-    before = read_start(folder)
-    if state is None or before is None:
+    run = saved_run(Path(path))
+    if run is None:
         raise ValueError(
-            f"{folder} holds no run that has begun: a run directory has config.json and "
+            f"{path} holds no run that has begun: name a run directory; it has config.json and "
             f"start.safetensors in it, as `fastbcd bcd --run-dir` writes them"
         )
-    run = _saved_run(folder, read_config(folder), state, before)
     if model is not None:
         run.__dict__["model"] = run.fill(model)
     return run
 
 
-def _saved_run(folder: Path, config: Config, state: State, before: State) -> SavedRun:
+def saved_run(folder: Path) -> SavedRun | None:
+    """The run in a folder; None if nothing was saved yet."""
+    if not (folder / CONFIG).exists():
+        return None
+    config = read_config(folder)
+    state = read_state(folder)
+    before = read_start(folder)
+    if state is None or before is None:
+        return None
     kind: Any = Step if config.kind == "bcd" else Epoch
-    history = [decode(kind, record, str(folder)) for record in state.history]
-    start = masks_in(before.tensors, config.net.sites, str(folder))
-    weights = None
-    now = None
-    if not history or getattr(history[-1], "phase", "") != "masks":
-        weights = {name: state.tensors[name] for name in config.net.tensors}
-        now = masks_in(weights, config.net.sites, str(folder))
-        added = int((now.bits & ~start.bits).sum())
-        if added:  # no method adds a ReLU
-            raise ValueError(
-                f"{folder} keeps {added:,} ReLUs that its start does not: these states are not of "
-                f"one run"
-            )
-    return SavedRun(
+    run = SavedRun(
         path=folder,
         config=config,
-        history=history,
+        history=[decode(kind, record, str(folder)) for record in state.history],
         done=state.done,
         begin=decode(Start, state.start, str(folder)),
-        start=start,
-        masks=now,
-        weights=weights,
+        start=_masks_in(before.tensors, config),
+        masks=None,
+        weights=None,
     )
+    last = run.history[-1] if run.history else None
+    if getattr(last, "phase", None) != "masks":
+        run.weights = {name: state.tensors[name] for name in config.net.tensors}
+        run.masks = _masks_in(run.weights, config)
+    return run
 
 
-def quadratics(tensors: dict[str, Tensor], sites: Iterable[str]) -> tuple[str, ...]:
-    """The sites with three coefficients per channel: their removed ReLUs are quadratics."""
-    return tuple(name for name in sites if len(tensors.get(f"{name}.coef", ())) == 3)
+def _masks_in(tensors: dict[str, Tensor], config: Config) -> MaskSet:
+    """The masks among the tensors of a state."""
+    shapes = {name: tuple(shape) for name, shape in config.net.sites.items()}
+    bits = [tensors[f"{name}.mask".lstrip(".")].flatten().bool() for name in shapes]
+    return MaskSet(make_sites(shapes), torch.cat(bits))
 
 
 def replacement(tensors: dict[str, Tensor], sites: Iterable[str]) -> str:
     """What the removed ReLUs of these sites are: "identity", "line" or "poly"."""
-    rows = [len(tensors.get(f"{name}.coef", ())) for name in sites]
-    return REPLACEMENT_OF[max(rows, default=0)]
+    return REPLACEMENT_OF[max(coefficients(tensors, sites).values(), default=0)]
+
+
+def coefficients(tensors: dict[str, Tensor], sites: Iterable[str]) -> dict[str, int]:
+    """Of each site, how many coefficients per channel it has."""
+    return {name: len(tensors.get(f"{name}.coef", ())) for name in sites}

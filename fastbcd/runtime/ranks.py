@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,10 @@ from torch import Tensor
 
 from fastbcd.runtime.warn_once import warn_once
 
+Answer = TypeVar("Answer")
+
 TIMEOUT = timedelta(minutes=10)  # that a rank waits for the others
+MISSING = "(missing)"
 
 
 def rank() -> int:
@@ -82,21 +85,22 @@ def agree(tensors: Iterable[Tensor]) -> None:
             t.copy_(part.view_as(t))
 
 
-def on_first(work: Callable[[], str]) -> str:
-    """Rank 0 does the work, all ranks get its text. If it fails all fail, so that none waits."""
+def on_first(work: Callable[[], Answer]) -> Answer:
+    """Rank 0 does the work, all ranks get its answer. If it fails all fail, so that none waits."""
     if world() == 1:
         return work()
     failure: Exception | None = None
-    answer = ["", ""]  # the text of an error, the text of the work
+    answer: list[Any] = [None, None]  # the text of an error, what the work gave
     if rank() == 0:
         try:
             answer[1] = work()
         except Exception as error:
-            failure, answer[0] = error, f"{type(error).__name__}: {error}"
+            failure = error
+            answer[0] = f"{type(error).__name__}: {error}"
     dist.broadcast_object_list(answer, src=0)
     if failure is not None:
         raise failure
-    if answer[0]:
+    if answer[0] is not None:
         raise RuntimeError(f"rank 0 failed: {answer[0]}")
     return answer[1]
 
@@ -117,25 +121,35 @@ def check_facts(facts: dict[str, Any]) -> None:
             f"not made the same call, or ended with an error of their own ({error})"
         ) from error
     everyone: list[Any] = [None] * world()
-    dist.all_gather_object(everyone, dict(_flat(facts)))
-    first = everyone[0]
+    dist.all_gather_object(everyone, facts)
     for number, other in enumerate(everyone):
-        for name in {**first, **other}:
-            if first.get(name) != other.get(name):
-                raise RuntimeError(
-                    f"ranks differ: {name} is {first.get(name, 'missing')} on rank 0 and "
-                    f"{other.get(name, 'missing')} on rank {number}; give every rank the same net, "
-                    f"data and settings"
-                )
+        for name, first, here in differences(everyone[0], other):
+            raise RuntimeError(
+                f"ranks differ: {name} is {first} on rank 0 and {here} on rank {number}; give "
+                f"every rank the same net, data and settings"
+            )
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted name, JSON text) of every value in nested dictionaries."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, json.dumps(value, ensure_ascii=False)
+def differences(one: Any, other: Any, name: str = "") -> Iterator[tuple[str, str, str]]:
+    """(dotted name, JSON text in one, JSON text in the other) wherever two JSON values differ.
+
+    >>> list(differences({"a": {"b": 1}}, {"a": {"b": 2, "c": 3}}))
+    [('a.b', '1', '2'), ('a.c', '(missing)', '3')]
+    """
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in {**other, **one}:
+            inner = f"{name}.{key}" if name else key
+            yield from differences(one.get(key, MISSING), other.get(key, MISSING), inner)
+        return
+    texts = [_text(value) for value in (one, other)]
+    if texts[0] != texts[1]:
+        yield name, texts[0], texts[1]
+
+
+def _text(value: Any) -> str:
+    if value is MISSING:
+        return MISSING
+    return json.dumps(value, ensure_ascii=False)
 
 
 def check_same(what: str, tensors: dict[str, Tensor]) -> None:

@@ -219,9 +219,10 @@ def test_a_state_without_its_config(stopped) -> None:
         resume_steps(stopped)
 
 
-def test_a_config_that_is_no_json(stopped) -> None:
-    (stopped / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not readable as JSON"):
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": "fastbcd.bcd 3"}', '"\\xff"', ""])
+def test_a_config_that_is_none(content, stopped) -> None:
+    (stopped / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json is damaged or not of a run"):
         resume_steps(stopped)
 
 
@@ -273,6 +274,30 @@ def test_two_at_once_are_refused(tmp_path) -> None:
         RunDirectory(tmp_path, config_of(), "auto")
     first.close()
     RunDirectory(tmp_path, config_of(), "auto").close()
+
+
+@pytest.mark.parametrize("change", ["removed", "taken", "elsewhere", "here"])
+def test_a_directory_that_another_process_may_have_is_not_written(tmp_path, change) -> None:
+    """Its lock was removed, or it became a link to another directory; a link to itself is fine."""
+    place = tmp_path / "run"
+    directory = RunDirectory(place, config_of(), "auto")
+    state = State({"a": torch.zeros(2)}, {}, [], False)
+    if change in ("removed", "taken"):
+        (place / ".lock").unlink()
+    else:
+        place.rename(tmp_path / "moved")
+        (tmp_path / "other").mkdir()
+        place.symlink_to(tmp_path / ("moved" if change == "here" else "other"))
+    if change == "taken":
+        RunDirectory(place, config_of(), "auto").close()
+    if change == "here":
+        directory.write(state)
+        assert read_start(tmp_path / "moved") is not None
+    else:
+        with pytest.raises(RuntimeError, match=r"\.lock was removed or replaced while this run"):
+            directory.write(state)
+        assert read_start(place) is None
+    directory.close()
 
 
 def test_an_error_lets_go_of_the_lock(tmp_path) -> None:

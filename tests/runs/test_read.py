@@ -58,7 +58,7 @@ def test_masks_of_another_run_are_refused(finished, tmp_path) -> None:
     shutil.copytree(finished, place)
     (place / "state.safetensors").replace(place / "start.safetensors")
     (place / "state.previous.safetensors").replace(place / "state.safetensors")
-    with pytest.raises(ValueError, match=r"was not written beside this start\.safetensors"):
+    with pytest.raises(ValueError, match=r"was not written beside this config\.json and start"):
         load_run(place)
 
 

@@ -75,7 +75,7 @@ def test_ranks_that_were_given_different_arguments(found) -> None:
         "pixels": "data.digest is ",
         "normalisation": "data.mean is [0.0, 0.0, 0.0] on rank 0 and [0.5, 0.5, 0.5] on",
         "test": "test.digest is ",
-        "no test": "test is null on rank 0 and missing",
+        "no test": 'test is null on rank 0 and {"name": ',
         "budget": "settings.budget is 5 on rank 0 and 6 on rank 1",
         "finetune": 'settings.finetune is null on rank 0 and "function ',
         "run_dir": "run_dir is ",
