@@ -22,8 +22,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fastbcd
+from fastbcd.data.for_net import data_for
 from fastbcd.scoring.accuracy import accuracy
-from fastbcd.scoring.score import prepared, read
+from fastbcd.scoring.answers import prepared
 from fastbcd.training.finetuner import Finetuner
 from fastbcd.training.settings import Finetune
 from table import machine
@@ -34,8 +35,8 @@ RELUS = (188_416, 60_000, 20_000, 5_000)
 
 def all_logits(net: nn.Module, removals: list[torch.Tensor], data, engine: str) -> torch.Tensor:
     """Logits [K, N, classes] of the hypotheses."""
-    images, masks = read(net, data)
-    with prepared(net, masks, removals, images, fastbcd.Engine(engine)) as plan:
+    images = data_for(net, data)
+    with prepared(net, removals, images, fastbcd.Engine(engine)) as plan:
         work = plan.engine.prepare(dict(enumerate(removals)), plan.lanes)
         parts = []
         with torch.inference_mode():

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +30,12 @@ from torch import Tensor, nn
 import fastbcd
 from arms import Problem, cifar10, fashion_mnist, reduced
 from fastbcd.cli.demo import trained_resnet
+from fastbcd.data.for_net import data_for
+from fastbcd.scoring.answers import Answers, prepared
+from fastbcd.scoring.confident import Confident, visiting_order
+from fastbcd.scoring.decision import Search
 from fastbcd.scoring.engine import Engine
 from fastbcd.scoring.metric import DEFAULT
-from fastbcd.scoring.sampled import Sampled, new_margins, visiting_order
-from fastbcd.scoring.score import answers, prepared, read
 from table import machine
 
 CONFIDENCES = (0.99, 0.999)
@@ -40,10 +43,10 @@ CONFIDENCES = (0.99, 0.999)
 
 def record(net: nn.Module, data: fastbcd.ImageData, removals: dict[int, Tensor]) -> np.ndarray:
     """Margins and losses of the base and the hypotheses, [1 + H, 2, N]."""
-    images, current = read(net, data)
-    with prepared(net, current, [*removals.values()], images, Engine()) as plan:
-        found = answers(plan, DEFAULT, images, removals, base=True)
-    return torch.stack([found[k] for k in (-1, *removals)]).numpy()
+    images = data_for(net, data)
+    with prepared(net, [*removals.values()], images, Engine()) as plan:
+        answers = Answers(plan, DEFAULT, images, removals)([-1, *removals], 0, len(images))
+    return torch.stack([*answers.values()]).numpy()
 
 
 def records(net: nn.Module, data: fastbcd.ImageData, count: int, o: argparse.Namespace):
@@ -89,20 +92,18 @@ def sampled(rows: np.ndarray, adt: float, confidence: float, margins, data, seed
     place = visits.order.numpy()
 
     def visit(numbers, begin, end):
-        return {k: rows[k + 1][:, place[begin:end]] for k in numbers}
+        return {k: torch.from_numpy(rows[k + 1][:, place[begin:end]]) for k in numbers}
 
-    search = Sampled(visit, visits, adt=adt, confidence=confidence, whole=margins is None)
-    choice, size, begin = None, 1, 0
-    while choice is None and begin < len(rows) - 1:
-        choice = search.wave(range(begin, min(begin + size, len(rows) - 1)))
-        begin, size = begin + size, min(2 * size, 8)
-    passes = choice is not None
-    if choice is None:
-        values = {k: search.estimate(k) for k in search.best()}
-        choice = max(values, key=lambda k: (values[k][0], -values[k][1], -k))
-    images = sum(search.seen(k) for k in search.found)
-    found = (search.found[k][0] for k in (-1, choice))
-    return choice, passes, images, new_margins(visits, *found)
+    decision = Confident(visits, adt=adt, confidence=confidence)
+    search = Search(visit, decision)
+    if margins is None:
+        search.complete(-1)
+    begins, waves = [0, 1, 3, *range(7, len(rows), 8)], []
+    for first, last in pairwise([*begins, len(rows)]):
+        waves.append([*range(first, min(last, len(rows) - 1))])
+    choice, passes = search.choose(wave for wave in waves if wave)
+    images = sum(map(decision.seen, decision.answers))
+    return choice, passes, images, decision.record(choice)["margins"]
 
 
 def compare(steps: list[np.ndarray], adt: float, total: int, seeds: int) -> dict[str, dict]:

@@ -33,7 +33,7 @@ import fastbcd
 from arms import cifar10, reduced
 from fastbcd.masking.masks import MaskSet
 from fastbcd.scoring.accuracy import accuracy
-from fastbcd.scoring.choose import fewer
+from fastbcd.scoring.decision import fewer
 from fastbcd.training.settings import Finetune
 from table import machine
 

@@ -335,16 +335,26 @@ class ImageData:
         """
         return pixels.normalise(images, self.mean, self.std, **options)
 
-    def batches(self, batch_size: int, **options: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """(normalised images, labels) in order; options: memory_format, dtype of `normalise`."""
-        check_whole("batch_size", batch_size, 1)
-        starts = range(0, len(self), batch_size)
-        return (self._batch(slice(start, start + batch_size), **options) for start in starts)
+    def batches(
+        self, batch_size: int, positions: range | Tensor | None = None, **options: Any
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """(normalised images, labels) in order, or at these positions in theirs.
 
-    def _batch(self, part: slice, **options: Any) -> tuple[Tensor, Tensor]:
+        options: memory_format and dtype, as for `normalise`.
+        """
+        check_whole("batch_size", batch_size, 1)
+        if positions is None:
+            positions = range(len(self))
+        starts = range(0, len(positions), batch_size)
+        return (self._batch(positions[i : i + batch_size], **options) for i in starts)
+
+    def _batch(self, part: range | Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        if isinstance(part, Tensor):
+            return self.normalise(self._take(part), **options), self.labels[part]
+        here = slice(part.start, part.stop)
         images = self.images
-        images = images[part] if self.rows is None else images[self.rows[part]]
-        return self.normalise(self._deliver(images), **options), self.labels[part]
+        images = images[here] if self.rows is None else images[self.rows[here]]
+        return self.normalise(self._deliver(images), **options), self.labels[here]
 
     # ------------------------------------------------------------------ views
 

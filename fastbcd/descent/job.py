@@ -23,7 +23,7 @@ from fastbcd.runs.read import saved_run
 from fastbcd.runs.step import Start, Step
 from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.settings import Settings, setting
-from fastbcd.scoring.confidence import check_confidence
+from fastbcd.scoring.confident import check_confidence
 from fastbcd.scoring.engine import ENGINES, Engine, as_engine
 from fastbcd.scoring.metric import Criterion, Loss, Metric
 

@@ -9,8 +9,8 @@ from torch import nn
 from fastbcd.data.for_net import data_for
 from fastbcd.data.images import ImageData
 from fastbcd.scoring.accuracy import accuracy, check_metric
+from fastbcd.scoring.answers import check_scorable
 from fastbcd.scoring.metric import Criterion
-from fastbcd.scoring.score import check_scorable
 
 
 class Problem:

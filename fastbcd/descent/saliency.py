@@ -160,7 +160,7 @@ def _totals(
         for x, labels in mine.batches(batch_size, memory_format=memory_format, dtype=dtype_of(net)):
             outputs = model(x)
             # In double: softmax - 1 loses its digits where the net is certain.
-            loss = criterion.summed_loss(outputs, labels)
+            loss = criterion.losses(outputs, labels).sum()
             if distill is not None:
                 logits = distill.logits[first : first + len(x)]
                 logits = logits.to(outputs.device, torch.float64)

@@ -1,7 +1,8 @@
-"""The accuracy of a network, and the checks that its logits fit the labels."""
+"""The accuracy of a network, and the checks that its outputs fit the labels."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from fastbcd.data.for_net import data_for
 from fastbcd.data.images import ImageData
 from fastbcd.graph.fuse import fused
 from fastbcd.masking.convert import unwrap
-from fastbcd.runtime import ranks
 from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.runtime.module_mode import eval_mode
+from fastbcd.runtime.ranks import all_sum, rank, world
 from fastbcd.scoring.metric import Criterion, Metric, describe
+
+Judge = Callable[[Tensor, Tensor, int], Tensor]  # (images, targets, place of the first) -> answers
 
 
 def accuracy(
@@ -30,19 +33,48 @@ def accuracy(
     >>> 0.0 <= accuracy(net, (torch.randn(8, 1, 2, 2), torch.arange(8) % 3)) <= 100.0
     True
     """
-    net, images = unwrap(net), data_for(net, data)
+    net = unwrap(net)
+    images = data_for(net, data)
     if not len(images):
         raise ValueError("there are no images to measure the accuracy on")
-    criterion = Criterion(metric, loss=metric)  # a loss is not needed
-    mine = images.shard(ranks.rank(), ranks.world())
-    total = torch.zeros((), dtype=torch.float64, device=images.device)
+    criterion = Criterion(metric)
+    if metric is not None:
+        criterion = Criterion(metric, _no_loss)
     with torch.autocast(images.device.type, enabled=False):
         check_metric(net, images, criterion, "the net")
         model, layout = fused(net, train=False)
-        with eval_mode(net), torch.inference_mode():
-            for x, targets in mine.batches(batch_size, dtype=dtype_of(net), memory_format=layout):
-                total += criterion.values(model.eval()(x), targets).sum()
-    return criterion.percent(float(ranks.all_sum(total)), len(images))
+
+        def judge(x: Tensor, targets: Tensor, _: int) -> Tensor:
+            return criterion.each(_one(model.eval()(x)), targets)
+
+        with eval_mode(net):
+            options = {"dtype": dtype_of(net), "memory_format": layout}
+            (answers,) = judged(images, range(len(images)), batch_size, 1, judge, **options)
+    criterion.check(answers, "the net", torch.arange(len(images)))
+    return criterion.percent(criterion.sums(answers)[0], len(images))
+
+
+def judged(
+    data: ImageData,
+    positions: range | Tensor,
+    batch_size: int,
+    count: int,
+    judge: Judge,
+    **options: Any,
+) -> Tensor:
+    """What `judge` makes of the images at these positions, DoubleTensor[count, 2, N] on the CPU.
+
+    Each rank runs a part of the images; all ranks get all answers. options: of `data.batches`.
+    """
+    total = len(positions)
+    answers = torch.zeros(count, 2, total, dtype=torch.float64, device=data.device)
+    place = rank() * total // world()
+    mine = positions[place : (rank() + 1) * total // world()]
+    with torch.inference_mode():
+        for x, targets in data.batches(batch_size, mine, **options):
+            answers[:, :, place : place + len(x)] = judge(x, targets, place)
+            place += len(x)
+    return all_sum(answers).cpu()
 
 
 def check_metric(net: nn.Module, data: ImageData, criterion: Criterion, who: str) -> None:
@@ -55,9 +87,8 @@ def check_metric(net: nn.Module, data: ImageData, criterion: Criterion, who: str
     outputs = first_outputs(net, data, who, len(targets))
     criterion.check_targets(outputs, data.labels, who)
     with torch.inference_mode():
-        stacked = tree_map_only(Tensor, lambda t: t.unsqueeze(0), outputs)
-        row = criterion.rows(stacked, targets)
-    criterion.check_row(row[0].tolist(), who, "for the first images")
+        (answers,) = criterion.each(_one(outputs), targets)
+    criterion.check(answers, who, torch.arange(len(targets)))
 
 
 def check_classes(net: nn.Module, data: ImageData, who: str) -> int:
@@ -90,3 +121,12 @@ def first_outputs(net: nn.Module, data: ImageData, who: str, n: int) -> Any:
             f"{who} does not run on images of shape {list(data.images.shape[1:])}: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}{hint}"
         ) from error
+
+
+def _one(outputs: Any) -> Any:
+    """The outputs of a net as those of one hypothesis, [1, B, ...]."""
+    return tree_map_only(Tensor, lambda t: t.unsqueeze(0), outputs)
+
+
+def _no_loss(outputs: Any, targets: Tensor) -> Tensor:
+    return targets.new_zeros(())

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 Metric = Callable[[Any, Tensor], Tensor]
 Loss = Callable[[Any, Tensor], Tensor]
-WIDTH = 4  # of a row: the sums of metric and loss; how many values are invalid, and their sum
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,16 @@ class Criterion:
     @cached_property
     def bounds(self) -> tuple[float, float] | None:
         """The least and the largest value of the metric, if it declares them."""
-        given = (0.0, 1.0) if self.metric is None else getattr(self.metric, "bounds", None)
-        if given is None:
+        if self.metric is None:
+            return 0.0, 1.0
+        bounds = getattr(self.metric, "bounds", None)
+        if bounds is None:
             return None
         with suppress(TypeError, ValueError):
-            low, high = map(float, given)
+            low, high = map(float, bounds)
             if math.isfinite(high - low) and low < high:
                 return low, high
-        raise ValueError(f"metric.bounds={given!r}; it must be two numbers (low, high)")
+        raise ValueError(f"metric.bounds={bounds!r}; it must be two numbers (low, high)")
 
     @property
     def points(self) -> float:
@@ -65,84 +66,81 @@ class Criterion:
         low = 0.0 if self.bounds is None else self.bounds[0]
         return self.points * (total - low * samples) / samples
 
-    def values(self, outputs: Any, targets: Tensor) -> Tensor:
-        """The metric of each sample, DoubleTensor[B]."""
+    def each(self, outputs: Any, targets: Tensor) -> Tensor:
+        """Outputs of n hypotheses, tensors [n, B, ...] -> DoubleTensor[n, 2, B]: metric and loss.
+
+        Without a metric it is the margin, which is positive where the answer is right.
+        """
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        count = len(tensors[0]) if tensors else 1
+        copies = range(count)
         if self.metric is None:
-            return (outputs.argmax(1) == targets).double()
-        found = self.metric(outputs, targets)
-        if not isinstance(found, Tensor) or found.shape != targets.shape[:1]:
+            values = margins(outputs, targets)
+        else:
+            values = torch.stack([self._values(_copy_of(outputs, i), targets) for i in copies])
+        if self.loss is None:
+            repeated = targets.expand(count, *targets.shape).flatten(0, 1)
+            losses = _cross_entropy(outputs.flatten(0, 1), repeated).view(count, -1)
+        else:
+            losses = torch.stack([self.losses(_copy_of(outputs, i), targets) for i in copies])
+        return torch.stack([values, losses], 1)
+
+    def _values(self, outputs: Any, targets: Tensor) -> Tensor:
+        """The user's metric of each sample, DoubleTensor[B]; beyond its bounds only if invalid."""
+        assert self.metric is not None
+        values = self.metric(outputs, targets)
+        if not isinstance(values, Tensor) or values.shape != targets.shape[:1]:
             raise ValueError(
-                f"the metric returns {describe(found)} for a batch of {len(targets)}; it must "
+                f"the metric returns {describe(values)} for a batch of {len(targets)}; it must "
                 f"return one value per sample, a tensor [{len(targets)}]"
             )
-        return found.double()
+        values = values.double()
+        if self.bounds is None:
+            return values
+        inside = values.clamp(*self.bounds)
+        rounded = (values - inside).abs() * self.points <= 1e-4
+        return inside.where(rounded, values)
 
-    def summed_loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """The loss summed over the batch, a DoubleTensor []; it can be differentiated."""
-        if self.loss is None:
-            each = F.cross_entropy(outputs.double(), targets, reduction="none")
-            return each.flatten(1).mean(1).sum() if each.ndim > 1 else each.sum()
-        found = self.loss(outputs, targets)
-        if not isinstance(found, Tensor) or found.shape not in ((), targets.shape[:1]):
-            raise ValueError(
-                f"the loss returns {describe(found)} for a batch of {len(targets)}; it must return "
-                f"one value per sample, a tensor [{len(targets)}], or their mean, a tensor []"
-            )
-        return found.double().sum() * (1 if found.ndim else len(targets))
+    def losses(self, outputs: Any, targets: Tensor) -> Tensor:
+        """The loss of each sample, a DoubleTensor[B] that can be differentiated.
 
-    def rows(self, outputs: Any, targets: Tensor) -> Tensor:
-        """Outputs of n hypotheses, tensors [n, B, ...] -> DoubleTensor[n, WIDTH] of sums."""
-        if self.metric is None and self.loss is None:
-            hits = outputs.argmax(-1) == targets
-            answers = outputs.double().flatten(0, 1), targets.repeat(len(outputs))
-            losses = F.cross_entropy(*answers, reduction="none").view(hits.shape).sum(1)
-            return torch.stack([hits.double().sum(1), losses, *losses.new_zeros(2, len(hits))], 1)
-        found = []
-        for i in range(next((len(t) for t in tree_leaves(outputs) if isinstance(t, Tensor)), 1)):
-            values = self.values(_copy_of(outputs, i), targets)
-            invalid = ~values.isfinite()
-            if self.bounds is not None:
-                inside = values.clamp(*self.bounds)
-                invalid |= (values - inside).abs() * self.points > 1e-4  # beyond rounding
-                values = values.where(invalid, inside)
-            loss = self.summed_loss(_copy_of(outputs, i), targets)
-            wrong = torch.where(invalid, values, 0.0).sum()
-            found.append(torch.stack([values.sum(), loss, invalid.double().sum(), wrong]))
-        return torch.stack(found)
-
-    def margins_and_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Logits [n, B, classes] -> DoubleTensor[n, 2, B], for accuracy as the metric.
-
-        The margin is the logit of the label minus the largest other one; its sign is that of the
-        answer, also if logits are equal. A loss that is one number for a batch is its mean.
+        A loss that is one number for a batch is that of each of its samples.
         """
-        correct = outputs.argmax(-1) == targets
-        top = outputs.double().topk(min(2, outputs.shape[-1])).values
-        own = outputs.double().gather(-1, targets.expand(len(outputs), -1).unsqueeze(-1))[..., 0]
-        above = (top[..., 0] - top[..., -1]).clamp(min=1e-300)
-        margins = torch.where(correct, above, own - top[..., 0])
         if self.loss is None:
-            answers = outputs.double().flatten(0, 1), targets.repeat(len(outputs))
-            losses = F.cross_entropy(*answers, reduction="none").view(margins.shape)
-        else:
-            means = [self.summed_loss(_copy_of(outputs, i), targets) for i in range(len(outputs))]
-            losses = torch.stack(means).unsqueeze(1).expand(margins.shape) / len(targets)
-        return torch.stack([margins, losses], 1)
-
-    def check_row(self, row: list[float], who: str, where: str) -> None:
-        """An error if the metric or the loss of some samples is invalid."""
-        _, loss, invalid, wrong = row
-        if math.isnan(loss):
-            what = "gives NaN logits" if self.loss is None else "has a loss of NaN"
-            raise FloatingPointError(
-                f"{who} {what} {where}; look at the weights and at the range of the activations"
+            return _cross_entropy(outputs, targets)
+        losses = self.loss(outputs, targets)
+        if not isinstance(losses, Tensor) or losses.shape not in ((), targets.shape[:1]):
+            raise ValueError(
+                f"the loss returns {describe(losses)} for a batch of {len(targets)}; it must "
+                f"return one value per sample, a tensor [{len(targets)}], or their mean, []"
             )
-        if invalid:
-            mean = f"{wrong / invalid:g} on average" if math.isfinite(wrong) else "not finite"
+        return losses.double().expand(len(targets))
+
+    def sums(self, answers: Tensor) -> tuple[float, float]:
+        """The metric and the loss, summed over answers [2, n]; without a metric, right answers."""
+        values, losses = answers
+        if self.metric is None:
+            values = values > 0
+        return float(values.sum()), float(losses.sum())
+
+    def check(self, answers: Tensor, who: str, images: Tensor) -> None:
+        """An error that names the first image whose metric or loss is invalid; answers [2, n]."""
+        values, losses = answers
+        for place in losses.isnan().nonzero():
+            problem = "gives NaN logits" if self.loss is None else "has a loss of NaN"
+            raise FloatingPointError(
+                f"{who} {problem} for image {int(images[place])}; look at the weights and at the "
+                f"range of the activations"
+            )
+        if self.metric is None:
+            return
+        low, high = self.bounds or (-math.inf, math.inf)
+        valid = values.isfinite() & (values >= low) & (values <= high)
+        for place in (~valid).nonzero():
             bounds = "" if self.bounds is None else f" and lie in its bounds {self.bounds}"
             raise ValueError(
-                f"the metric returns {invalid:.0f} invalid values ({mean}) for {who} {where}; they "
-                f"must be finite{bounds}"
+                f"the metric returns {float(values[place]):g} for image {int(images[place])} and "
+                f"{who}; its values must be finite{bounds}"
             )
 
     def check_targets(self, outputs: Any, targets: Tensor, who: str) -> None:
@@ -161,6 +159,28 @@ class Criterion:
 
 
 DEFAULT = Criterion()
+
+
+def margins(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Logits [n, B, classes] -> DoubleTensor[n, B]: that of the label minus the largest other one.
+
+    Its sign is that of the answer, also if logits are equal.
+
+    >>> margins(torch.tensor([[[1.0, 3.0], [2.0, 2.0]]]), torch.tensor([1, 1]))
+    tensor([[2., 0.]], dtype=torch.float64)
+    """
+    logits = outputs.double()
+    top = logits.topk(min(2, logits.shape[-1])).values
+    above = (top[..., 0] - top[..., -1]).clamp(min=1e-300)
+    of_label = logits.gather(-1, targets.expand(len(logits), -1).unsqueeze(-1)).squeeze(-1)
+    correct = outputs.argmax(-1) == targets
+    return torch.where(correct, above, of_label - top[..., 0])
+
+
+def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Of each sample, DoubleTensor[B]: the mean over its pixels."""
+    losses = F.cross_entropy(outputs.double(), targets, reduction="none")
+    return losses.reshape(len(targets), -1).mean(1)
 
 
 def are_logits(outputs: Any, targets: Tensor) -> bool:

@@ -51,6 +51,11 @@ class ScoringPlan:
     bytes: int = 0  # largest amount of memory that values take at a time
     details: str = ""
 
+    @property
+    def together(self) -> int:
+        """Images that all ranks run at a time."""
+        return self.batch * world()
+
     def use_fewer_lanes(self, alive: int, error: torch.OutOfMemoryError) -> None:
         """After an out-of-memory error: half as many hypotheses at a time."""
         before = self.lanes

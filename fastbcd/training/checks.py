@@ -54,7 +54,7 @@ def check_loss(net: nn.Module, data: ImageData, loss: Loss | None) -> None:
     outputs = first_outputs(net, data, "the net", 2)
     criterion = Criterion(loss=loss)
     criterion.check_targets(outputs, data.labels, "the net")
-    criterion.summed_loss(outputs, next(data.batches(2))[1])
+    criterion.losses(outputs, next(data.batches(2))[1])
 
 
 def check_separate(net: nn.Module, teacher: nn.Module) -> None:

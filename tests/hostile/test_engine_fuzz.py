@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import fastbcd
-from fastbcd.scoring.score import prepared, read
+from fastbcd.data.for_net import data_for
+from fastbcd.scoring.answers import prepared
 from helpers.hostile import seeds
 from helpers.nets import emptied, thinned
 from helpers.random_nets import random_net
@@ -17,12 +18,13 @@ def differences(net, engine: str, seed: int) -> float | str:
     generator = torch.Generator().manual_seed(seed)
     x = 3 * torch.randn(5, 4, 8, 8, generator=generator)
     data = (x, torch.arange(5))
-    images, masks = read(net, data)
+    images = data_for(net, data)
+    masks = fastbcd.masks(net).copy()
     kept = masks.bits.nonzero().flatten()
     removals = [kept[torch.rand(len(kept), generator=generator) < p] for p in (0.1, 0.5, 1.0)]
     removals += [kept[-2:], kept[len(kept) // 2 :][:1]]
     try:
-        with prepared(net, masks, removals, images, fastbcd.Engine(engine, batch_size=4)) as plan:
+        with prepared(net, removals, images, fastbcd.Engine(engine, batch_size=4)) as plan:
             assert plan.engine.name == engine
             work = plan.engine.prepare(dict(enumerate(removals)), 1 + seed % 4)
             found: dict[int, torch.Tensor] = {}

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import fastbcd
 from fastbcd import Engine, choose, score
-from fastbcd.scoring import score as score_module
+from fastbcd.scoring.answers import Answers
+from fastbcd.scoring.exact import Exact
 from helpers.nets import images, make, thinned
 
 
@@ -97,24 +98,20 @@ def test_hopeless_hypotheses_are_dropped_early() -> None:
 
 @pytest.mark.parametrize("adt", [-3.0, 0.0, 2.6, 20.0])
 @pytest.mark.parametrize("metric", [None, distance])
-def test_sums_are_read_when_a_decision_is_possible(monkeypatch, adt, metric) -> None:
-    """The choice is as if they were read after every batch; at most a quarter more is scored."""
+def test_answers_are_read_when_a_decision_is_possible(monkeypatch, adt, metric) -> None:
+    """The choice is as if they were read after every batch; hardly more is scored."""
     net, data = trained("mlp", 120, 7, 2)
     hypotheses = [fastbcd.masks(net).sample(k, seed=2, step=0, trial=0) for k in (29, 9, 3, 30, 1)]
-    found, reads = [], []
-    plain = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: reads.append(t.shape) or plain(t))
-    for every in (64, 1):
-        monkeypatch.setattr(score_module, "LOOK_EVERY", every)
-        reads.append(None)
-        found.append(
-            choose(net, hypotheses, data, adt=adt, engine=Engine(batch_size=3), metric=metric)
-        )
-    few, all_ = found
+    options = {"adt": adt, "engine": Engine(batch_size=3), "metric": metric}
+    reads, plain = [], Answers.__call__
+    monkeypatch.setattr(Answers, "__call__", lambda *a: reads.append(a) or plain(*a))
+    few, count = choose(net, hypotheses, data, **options), len(reads)
+    monkeypatch.setattr(Exact, "until", lambda self, numbers: min(self.seen(numbers[0]) + 3, 120))
+    all_ = choose(net, hypotheses, data, **options)
     assert (few.number, few.accepted, few.correct) == (all_.number, all_.accepted, all_.correct)
     assert few.loss == pytest.approx(all_.loss)
-    assert all_.images <= few.images <= 1.25 * all_.images + 3 * len(hypotheses)
-    assert reads.index(None, 1) < len(reads) / 2 - 20
+    assert few.images <= 1.07 * all_.images + 3 * len(hypotheses)
+    assert count < 0.6 * (len(reads) - count)
 
 
 def test_a_tie_in_correct_answers_goes_to_the_smaller_loss() -> None:

@@ -11,9 +11,16 @@ import torch
 
 import fastbcd
 from fastbcd import Engine, choose
-from fastbcd.scoring import sampled
-from fastbcd.scoring.confidence import interval, log_evidence
-from fastbcd.scoring.sampled import Sampled, Visits, expected_visits, new_margins, visiting_order
+from fastbcd.scoring import confident
+from fastbcd.scoring.confident import (
+    Confident,
+    Visits,
+    expected_visits,
+    new_margins,
+    visiting_order,
+)
+from fastbcd.scoring.decision import Search
+from fastbcd.scoring.evidence import interval, log_evidence
 from helpers.nets import images, make, thinned
 
 
@@ -101,22 +108,20 @@ def steps(kind: str, total: int, limit: int, count: int, rng: np.random.Generato
         yield np.stack(rows), weights
 
 
-def decided(rows: np.ndarray, weights: np.ndarray, rng, **settings) -> tuple[int, Sampled]:
-    """The number that is accepted, or -1 - the number of the best; and the search."""
+def decided(rows: np.ndarray, weights: np.ndarray, rng, **settings) -> tuple[int, Confident]:
+    """The number that is accepted, or -1 - the number of the best; and the decision."""
     times = rng.exponential(size=len(weights)) / weights
     order = times.argsort()
 
     def visit(numbers, begin, end):
         part = rows[:, order[begin:end]]
-        return {k: np.stack([part[k + 1], np.zeros(end - begin)]) for k in numbers}
+        rows_of = {k: np.stack([part[k + 1], np.zeros(end - begin)]) for k in numbers}
+        return {k: torch.from_numpy(answers) for k, answers in rows_of.items()}
 
     visits = Visits(torch.from_numpy(order), weights[order], times[order], torch.zeros(0))
-    search = Sampled(visit, visits, **settings)
-    for wave in ([0], [1, 2]):
-        if (number := search.wave(wave)) is not None:
-            return number, search
-    left = {k: search.estimate(k)[0] for k in search.best()}
-    return -1 - max(left, key=left.__getitem__), search
+    decision = Confident(visits, **settings)
+    number, accepted = Search(visit, decision).choose([[0], [1, 2]])
+    return number if accepted else -1 - number, decision
 
 
 @pytest.mark.parametrize("ratio", [1, 10], ids=["equal", "unequal"])
@@ -147,7 +152,7 @@ def test_a_bound_fails_no_more_often_than_promised(gains, excess, ratio) -> None
 @pytest.mark.parametrize("kind", ["uniform", "strata", "likely", "rare", "misleading"])
 def test_a_step_errs_no_more_often_than_promised(kind, monkeypatch) -> None:
     """Whole steps, most decisions at ADT to within one image, at a promise of 30 %."""
-    monkeypatch.setattr(sampled, "LEAST", 20)
+    monkeypatch.setattr(confident, "LEAST", 20)
     total, limit, promise, count = 300, 6, 0.3, 250
     rng, wrong, early = np.random.default_rng(len(kind)), 0, 0
     for rows, weights in steps(kind, total, limit, count, rng):
@@ -158,7 +163,7 @@ def test_a_step_errs_no_more_often_than_promised(kind, monkeypatch) -> None:
             wrong += found != passing[0]
         else:  # of equal ones, the smaller loss would decide
             wrong += found >= 0 or right[-found] < right[1:].max()
-        early += min(search.seen(k) for k in search.found) < total
+        early += min(search.seen(k) for k in search.answers) < total
     assert wrong / count <= promise
     assert early > count / 4, "many are decided early, or the test would not say much"
 
@@ -173,10 +178,11 @@ def test_estimates_have_no_bias() -> None:
         times = rng.exponential(size=total) / weights
         order = times.argsort()
         visits = Visits(torch.from_numpy(order), weights[order], times[order], torch.zeros(0))
-        search = Sampled(lambda *_: {}, visits, adt=1.0, confidence=0.9)
-        search.found = {k: np.stack([rows[0], abs(rows[0])])[:, order[:150]] for k in (-1, 0)}
-        found.append(search.estimate(0))
-        assert search.drop(0) == 0
+        decision = Confident(visits, adt=1.0, confidence=0.9)
+        for k in (-1, 0):
+            decision.add(k, torch.from_numpy(np.stack([rows[0], abs(rows[0])])[:, order[:150]]))
+        found.append(decision.totals(0))
+        assert decision.drops() == {0: 0.0}
     correct, losses = np.mean(found, axis=0)
     assert correct == pytest.approx(340, abs=2)
     assert losses == pytest.approx(400)
@@ -258,7 +264,7 @@ def test_images_that_may_change_are_visited_sooner_and_by_their_weights() -> Non
     by_image = np.empty(n)
     by_image[visits.order.numpy()] = visits.weights
     assert (np.diff(by_image) <= 0).all(), "nearer to another answer, larger weight"
-    assert 2 < len(set(by_image)) <= sampled.STRATA + 1
+    assert 2 < len(set(by_image)) <= confident.STRATA + 1
     # Changes of 1 at most were seen, and 1.5 at most are expected.
     assert by_image[n // 5 :].max() == by_image.min()
     assert (visits.order.numpy()[:200] < n // 5).mean() > 0.4

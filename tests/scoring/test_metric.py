@@ -289,9 +289,9 @@ def empty(outputs, targets):
         ({"metric": lambda o, t: 0.5}, ValueError, "the metric returns 0.5 for a batch of 2"),
         ({"metric": lambda o, t: (o, [t])}, ValueError,
          r"returns \('float32 \[2, 3, 8, 8\]', \['int64 \[2, 8, 8\]'\]\)"),
-        ({"metric": twice}, ValueError, r"2 invalid values \(1\.\d+ on average\) for the net .*"
+        ({"metric": twice}, ValueError, r"returns 1\.\d+ for image 0 and the net; .*"
          r"lie in its bounds \(0\.0, 1\.0\)"),
-        ({"metric": undefined}, ValueError, r"2 invalid values \(not finite\) for the net"),
+        ({"metric": undefined}, ValueError, "returns nan for image 0 and the net; its"),
         ({"metric": empty}, ValueError, r"metric.bounds=\(1, 1\); it must be two numbers"),
         ({"metric": "accuracy"}, TypeError, "metric='accuracy'; it must be a callable"),
         ({"loss": 3}, TypeError, "loss=3; it must be a callable"),
@@ -354,7 +354,7 @@ def test_targets_that_cross_entropy_does_not_fit() -> None:
         score(make("resnet"), torch.tensor([[0]]), (x, torch.randn(11, 5)))
 
 
-def test_values_that_become_invalid_name_the_hypothesis_and_the_batch() -> None:
+def test_values_that_become_invalid_name_the_hypothesis_and_the_image() -> None:
     net, data, _ = task("segmentation", 9)
     base = net(data[0]).detach()
 
@@ -367,8 +367,7 @@ def test_values_that_become_invalid_name_the_hypothesis_and_the_batch() -> None:
 
     removals = removals_of(net)[-1::-1]
     for engine in ("sequential", "stacked"):
-        with pytest.raises(ValueError, match=r"1 invalid values \(7000 on average\) for hypothesis "
-                           r"1 in the batch of images 6 to 8"):  # fmt: skip
+        with pytest.raises(ValueError, match="returns 7000 for image 6 and hypothesis 1; its"):
             score(net, removals[:2], data, Engine(engine, batch_size=3), metric=moved)
 
 

@@ -1,7 +1,7 @@
-"""The search of a step with a confidence: each decision takes the images that it needs.
+"""Decisions with a confidence: each takes the images that it needs.
 
 Each step draws an order for itself. Images that are likely to change their answer, as their margins
-in earlier steps say, have larger weights and are drawn sooner; confidence.py bounds differences
+in earlier steps say, have larger weights and are drawn sooner; evidence.py bounds differences
 from such draws. Decisions are made at fixed numbers of images, so they depend on no engine, batch
 size or number of ranks.
 
@@ -15,15 +15,16 @@ The chance of another choice than the exact one is at most error = 1 - confidenc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fastbcd.data.images import ImageData
-from fastbcd.scoring.confidence import interval, log_evidence
+from fastbcd.runtime.validate import check_number
+from fastbcd.scoring.evidence import interval, log_evidence
+from fastbcd.scoring.metric import Metric
 
 # Images between two decisions, the largest of: LEAST, a part of all, a part of those seen.
 LEAST, LOOKS, GROW = 128, 100, 16
@@ -31,11 +32,6 @@ STRATA = 4  # in which answers change with a chance of 1/4, 1/16, ...; and one w
 WIDER = 1.5  # margins may change so many times as much as by the last choice, which is a good one
 ROOM = 0.75  # of ADT: from a drop that is expected to ADT
 MOST = 0.999  # of a stratum is expected to be visited
-
-
-# (numbers, begin, end) -> by number (-1: the base): margins and losses of these visits, [2, n].
-# The margin is the logit of the label minus the largest other one: negative if the answer is wrong.
-Visit = Callable[[list[int], int, int], dict[int, np.ndarray]]
 
 
 class Visits(NamedTuple):
@@ -47,110 +43,107 @@ class Visits(NamedTuple):
     margins: Tensor  # [2, N] by image, see `visiting_order`
 
 
-class Sampled:
-    """One step's search: who answers what so far, and what is decided.
+class Confident:
+    """The decision of a step from the first images of a random order.
 
-    visit: runs hypotheses on the images of a range of visits. whole: run the base on all images at
-    once.
+    An answer is the margin, which is positive where the hypothesis is right, and the loss.
     """
 
-    def __init__(
-        self, visit: Visit, visits: Visits, *, adt: float, confidence: float, whole: bool = False
-    ) -> None:
-        self.visit, self.visits, self.error = visit, visits, 1.0 - confidence
-        self.total = total = len(visits.order)
-        # A difference of `limit` or more answers is no pass.
-        self.limit = _limit(adt, total)
-        self.looks = [0]
-        while (n := self.looks[-1]) < total:
-            self.looks.append(min(n + max(LEAST, total // LOOKS, n // GROW), total))
-        # By number: [2, seen].
-        self.found = visit([-1], 0, total) if whole else {-1: np.zeros((2, 0))}
+    to_the_end = False
+    tie = 0.0
+
+    def __init__(self, visits: Visits, *, adt: float, confidence: float) -> None:
+        self.visits = visits
+        self.error = 1.0 - confidence
+        self.samples = len(visits.order)
+        self.limit = _limit(adt, self.samples)  # a difference of so many answers is no pass
+        self.answers: dict[int, np.ndarray] = {}  # by number (-1: the base): [2, seen]
+        self.left: list[int] = []  # in the comparison of those that fail
 
     def seen(self, k: int) -> int:
-        """How many images a hypothesis was run on."""
-        return self.found[k].shape[1]
+        return self.answers[k].shape[1] if k in self.answers else 0
 
-    def proceed(self, numbers: list[int]) -> int:
-        """Run hypotheses that have seen the same images up to the next look; its place."""
-        begin = self.seen(numbers[0])
-        look = next(n for n in self.looks if n > begin)
-        wanted = [-1, *numbers] if self.seen(-1) < look else numbers
-        for k, new in self.visit(wanted, begin, look).items():
-            self.found[k] = np.concatenate([self.found[k], new], 1)
-        return look
+    def add(self, k: int, answers: Tensor) -> None:
+        parts = [self.answers[k]] if k in self.answers else []
+        self.answers[k] = np.concatenate([*parts, answers.numpy()], 1)
 
-    def wave(self, numbers: Iterable[int]) -> int | None:
-        """Decide about hypotheses in parallel; the number of the one to accept, or None."""
-        alive = sorted(numbers)
-        self.found.update({k: np.zeros((2, 0)) for k in alive})
-        passed: int | None = None
-        while alive:
-            look = self.proceed(alive)
-            for k in list(alive):
-                verdict = self.verdict(k, look)
-                if verdict is not None:
-                    alive.remove(k)
-                if verdict:
-                    passed, alive = k, [j for j in alive if j < k]
-                    break
-        return passed
+    def until(self, numbers: list[int]) -> int:
+        """The next look. Looks are at fixed numbers of images; the base alone runs on all."""
+        if numbers == [-1]:
+            return self.samples
+        look = 0
+        while look <= self.seen(numbers[0]):
+            look += max(LEAST, self.samples // LOOKS, look // GROW)
+        return min(look, self.samples)
 
-    def verdict(self, k: int, look: int) -> bool | None:
-        """Does the hypothesis pass? None: not decided."""
-        return self.is_below(-1, k, look, self.limit, self.error / ((k + 1) * (k + 2)))
+    def verdict(self, k: int) -> bool | None:
+        if not self.seen(k):
+            return None
+        return self.is_below(-1, k, self.seen(k), self.limit, self.error / ((k + 1) * (k + 2)))
 
     def is_below(self, one: int, other: int, n: int, limit: int, error: float) -> bool | None:
         """After n visits: is D of the pair below the limit? None: not decided."""
-        changes, weights = self.changes(one, other, n), self.visits.weights
+        changes = self.changes(one, other, n)
+        weights = self.visits.weights
         if log_evidence(changes, weights, limit) >= -math.log(error):
             return True
-        return False if log_evidence(-changes, weights, 1 - limit) >= -math.log(error) else None
+        if log_evidence(-changes, weights, 1 - limit) >= -math.log(error):
+            return False
+        return None
 
     def changes(self, one: int, other: int, n: int) -> np.ndarray:
         """[n]: 1 where only the first is right, -1 where only the other is."""
-        a, b = (self.found[k][0, :n] > 0 for k in (one, other))
-        return a.astype(np.int64) - b
+        first, second = (self.answers[k][0, :n] > 0 for k in (one, other))
+        return first.astype(np.int64) - second
 
-    def best(self) -> list[int]:
-        """If none passes: those that may be the best, one, or several that saw all images."""
-        left = sorted(k for k in self.found if k >= 0)
-        error = self.error / (len(left) + 1) / max(len(left) - 1, 1)
-        while len(left) > 1:
-            n = min(self.seen(k) for k in left)
-            leader = max(left, key=lambda k: self.estimate(k, n)[0])
+    def contenders(self) -> list[int]:
+        """One, or several of which those that have seen the fewest images must see more."""
+        tried = sorted(k for k in self.answers if k >= 0)
+        self.left = self.left or tried
+        error = self.error / (len(tried) + 1) / max(len(tried) - 1, 1)
+        while len(self.left) > 1:
+            n = min(map(self.seen, self.left))
+            leader = max(self.left, key=lambda k: self.totals(k, n)[0])
             # If D of the pair (leader, k) is not below 1, k has fewer correct answers.
-            behind = {k: self.is_below(leader, k, n, 1, error) for k in left if k != leader}
-            left = [k for k in left if behind.get(k) is not False]
-            if n == self.total:
+            below = {k: self.is_below(leader, k, n, 1, error) for k in self.left}
+            self.left = [k for k in self.left if below[k] is not False]
+            if any(self.seen(k) == n for k in self.left):
                 break
-            if last := [k for k in left if self.seen(k) == n]:
-                self.proceed(last)
-        return sorted(left)
+        return self.left
 
     # ------------------------------------------------------------------ what is reported
 
-    def estimate(self, k: int, n: int | None = None) -> tuple[float, float]:
+    def totals(self, k: int, n: int | None = None) -> tuple[float, float]:
         """Correct answers and summed loss on all images, estimated from the first n visits.
 
         Each visit stands for 1 / its chance to be one of the n. None: from all visits.
         """
-        n = self.seen(k) if n is None else n
-        margins, losses = self.found[k][:, :n]
-        until = self.visits.times[n] if n < self.total else math.inf
+        if n is None:
+            n = self.seen(k)
+        margins, losses = self.answers[k][:, :n]
+        until = math.inf
+        if n < self.samples:
+            until = self.visits.times[n]
         images = -1 / np.expm1(-self.visits.weights[:n] * until)
-        images *= self.total / images.sum()
+        images *= self.samples / images.sum()
         return float((margins > 0) @ images), float(losses @ images)
 
-    def drop(self, k: int) -> float:
-        """The drop in percentage points, estimated from the images that were seen."""
-        n = self.seen(k)  # the base has seen these images too
-        return 100.0 * (self.estimate(-1, n)[0] - self.estimate(k)[0]) / self.total
+    def drops(self) -> dict[int, float]:
+        """In percentage points, estimated from the images that each has seen."""
+        return {k: self._drop(k) for k in self.answers if k >= 0}
 
-    def interval(self, k: int) -> tuple[float, float]:
-        """Holds the exact drop in percentage points, with the probability `confidence`."""
-        ends = interval(self.changes(-1, k, self.seen(k)), self.visits.weights, self.error)
-        return 100.0 * ends[0] / self.total, 100.0 * ends[1] / self.total
+    def _drop(self, k: int) -> float:
+        n = self.seen(k)  # the base has seen these images too
+        return 100.0 * (self.totals(-1, n)[0] - self.totals(k)[0]) / self.samples
+
+    def record(self, chosen: int) -> dict[str, Any]:
+        changes = self.changes(-1, chosen, self.seen(chosen))
+        low, high = interval(changes, self.visits.weights, self.error)
+        return {
+            "seen": {k: self.seen(k) for k in self.answers},
+            "interval": (100.0 * low / self.samples, 100.0 * high / self.samples),
+            "margins": new_margins(self.visits, self.answers[-1][0], self.answers[chosen][0]),
+        }
 
 
 def visiting_order(
@@ -186,7 +179,9 @@ def _rates(chances: np.ndarray, limit: int, error: float) -> np.ndarray:
     this V with the fewest images. Where no change is expected, r losses must not be overlooked:
     (1 - rate)^r = error.
     """
-    bar, room, roots = math.log(2 / error), ROOM * max(limit, 1), np.sqrt(chances)
+    bar = math.log(2 / error)
+    room = ROOM * max(limit, 1)
+    roots = np.sqrt(chances)
     rates = roots * (roots.sum() / (room**2 / (2 * bar) + chances.sum()))
     return np.minimum(np.maximum(rates, -math.expm1(-bar / room)), MOST)
 
@@ -201,11 +196,13 @@ def new_margins(visits: Visits, base: np.ndarray, chosen: np.ndarray) -> Tensor:
 
     base, chosen: margins of the first visits, in their order.
     """
-    order, both = visits.order.cpu(), min(len(base), len(chosen))
-    distance, change = visits.margins[0].clone(), torch.full_like(visits.margins[1], torch.nan)
+    order = visits.order.cpu()
+    distance = visits.margins[0].clone()
+    change = torch.full_like(distance, torch.nan)
     for seen in (base, chosen):
         distance[order[: len(seen)]] = torch.from_numpy(abs(seen)).float()
-    change[order[:both]] = torch.from_numpy(abs(chosen[:both] - base[:both])).float()
+    shared = min(len(base), len(chosen))
+    change[order[:shared]] = torch.from_numpy(abs(chosen[:shared] - base[:shared])).float()
     return torch.stack([distance, change])
 
 
@@ -223,3 +220,23 @@ def _limit(adt: float, total: int) -> int:
     while d <= total and 100.0 * d / total < adt:
         d += 1
     return d
+
+
+def check_confidence(confidence: float | None, metric: Metric | None) -> None:
+    """Refuse what is no probability, and metrics whose values are not 0 or 1.
+
+    >>> check_confidence(99.9, None)
+    Traceback (most recent call last):
+    ValueError: confidence=99.9; it must be above 0 and below 1, such as 0.999, or None: exact
+    """
+    if confidence is None:
+        return
+    check_number("confidence", confidence)
+    if not 0 < confidence < 1:
+        way_out = "it must be above 0 and below 1, such as 0.999, or None: exact"
+        raise ValueError(f"confidence={confidence}; {way_out}")
+    if metric is not None:
+        name = getattr(metric, "__name__", type(metric).__name__)
+        raise ValueError(
+            f"confidence={confidence} bounds the accuracy, not metric={name}; leave one of them out"
+        )

@@ -22,9 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from fastbcd.runtime.validate import check_number
-from fastbcd.scoring.metric import Metric
-
 BETS = {0.05: 0.125, 0.3: 0.125, 0.7: 0.25, 0.99: 0.5}  # and the weight of each
 
 
@@ -38,8 +35,10 @@ def log_evidence(changes: Any, weights: Any, difference: Any) -> np.ndarray:
     >>> log_evidence(np.zeros(3000), np.ones(10_000), [0, 30]).round(1)
     array([0. , 9.9])
     """
-    x, weights = np.asarray(changes), np.asarray(weights, np.float64)
-    d, n = np.asarray(difference), x.shape[-1]
+    x = np.asarray(changes)
+    weights = np.asarray(weights, np.float64)
+    d = np.asarray(difference)
+    n = x.shape[-1]
     left = weights[..., ::-1].cumsum(-1)[..., ::-1][..., :n]  # at each draw
     largest = left / weights.min(-1, keepdims=True)
     sums = x.cumsum(-1)
@@ -47,7 +46,8 @@ def log_evidence(changes: Any, weights: Any, difference: Any) -> np.ndarray:
     # 1e-9: all images that are left may be losses.
     won = (a - x * (left / weights[..., :n])) / (largest * (1 + 1e-9) - a)
     money = [math.log(part) + np.log1p(bet * won).sum(-1) for bet, part in BETS.items()]
-    needed, ahead = d - sums[..., -1], weights.shape[-1] - n
+    needed = d - sums[..., -1]
+    ahead = weights.shape[-1] - n
     known = np.where(needed > ahead, np.inf, -np.inf)
     return np.where((needed > ahead) | (needed <= -ahead), known, np.logaddexp.reduce(money))
 
@@ -62,32 +62,16 @@ def interval(changes: np.ndarray, weights: np.ndarray, error: float) -> tuple[in
 
     def end(changes: np.ndarray) -> int:
         """The largest d without evidence of 2 / error against D >= d."""
-        now, ahead = int(changes.sum()), len(weights) - len(changes)
-        inside, outside = now - ahead, now + ahead + 1
+        now = int(changes.sum())
+        ahead = len(weights) - len(changes)
+        inside = now - ahead
+        outside = now + ahead + 1
         while outside - inside > 1:
             middle = (inside + outside) // 2
-            holds = log_evidence(changes, weights, middle) < math.log(2 / error)
-            inside, outside = (middle, outside) if holds else (inside, middle)
+            if log_evidence(changes, weights, middle) < math.log(2 / error):
+                inside = middle
+            else:
+                outside = middle
         return inside
 
     return -end(-changes), end(changes)
-
-
-def check_confidence(confidence: float | None, metric: Metric | None) -> None:
-    """Refuse what is no probability, and metrics whose values are not 0 or 1.
-
-    >>> check_confidence(99.9, None)
-    Traceback (most recent call last):
-    ValueError: confidence=99.9; it must be above 0 and below 1, such as 0.999, or None: exact
-    """
-    if confidence is None:
-        return
-    check_number("confidence", confidence)
-    if not 0 < confidence < 1:
-        way_out = "it must be above 0 and below 1, such as 0.999, or None: exact"
-        raise ValueError(f"confidence={confidence}; {way_out}")
-    if metric is not None:
-        name = getattr(metric, "__name__", type(metric).__name__)
-        raise ValueError(
-            f"confidence={confidence} bounds the accuracy, not metric={name}; leave one of them out"
-        )

@@ -1,0 +1,176 @@
+"""Answers: the one pass over images, of the hypotheses that a call or a step asks about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from fastbcd.data.images import ImageData
+from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
+from fastbcd.runtime.dtypes import dtype_of
+from fastbcd.runtime.limits import default_memory
+from fastbcd.runtime.malloc import kept_memory
+from fastbcd.runtime.module_mode import eval_mode
+from fastbcd.runtime.ranks import from_first
+from fastbcd.runtime.tf32 import own_precision, repeatable_convolutions
+from fastbcd.scoring.accuracy import check_metric, judged
+from fastbcd.scoring.engine import Engine, Request
+from fastbcd.scoring.metric import DEFAULT, Criterion, at_least_float32
+from fastbcd.scoring.plan import ScoringPlan, make_plan
+from fastbcd.scoring.stacked import Stacked
+
+
+class Answers:
+    """Runs hypotheses, by number, on ranges of the images; -1 is the base, the net as it is.
+
+    removals: LongTensor[D] by number; the caller may add to it. order: int64 [N], in which the
+    images are visited; None: as they lie.
+    """
+
+    def __init__(
+        self,
+        plan: ScoringPlan,
+        criterion: Criterion,
+        data: ImageData,
+        removals: dict[int, Tensor],
+        order: Tensor | None = None,
+    ) -> None:
+        self.plan = plan
+        self.criterion = criterion
+        self.data = data
+        self.removals = removals
+        self.order = order
+        self.running: dict[int, Tensor] | None = None  # what the engine is prepared for
+        self.work: Any = None
+
+    def __call__(self, numbers: list[int], begin: int, end: int) -> dict[int, Tensor]:
+        """By number, metric and loss of the visits begin to end, DoubleTensor[2, end - begin]."""
+        removals = {k: self.removals[k] for k in numbers if k >= 0}
+        if self.running is None or removals.keys() != self.running.keys():
+            self._prepare(removals)
+        # A hypothesis that removes nothing is the base.
+        base = -1 in numbers or not all(ids.numel() for ids in removals.values())
+        positions: range | Tensor = range(begin, end)
+        images = torch.arange(begin, end)
+        if self.order is not None:
+            positions = self.order[begin:end]
+            images = positions.cpu()
+
+        def judge(x: Tensor, targets: Tensor, place: int) -> Tensor:
+            batch = images[place : place + len(x)]
+            by_number = self._answers(x, targets, base, batch)
+            return torch.stack([by_number[k if k in by_number else -1] for k in numbers])
+
+        answers = judged(
+            self.data,
+            positions,
+            self.plan.batch,
+            len(numbers),
+            judge,
+            dtype=self.plan.request.example.dtype,
+            memory_format=self.plan.engine.memory_format,
+        )
+        by_number = dict(zip(numbers, answers, strict=True))
+        for k, answer in by_number.items():
+            who = f"hypothesis {k}" if k >= 0 else "the base net"
+            self.criterion.check(answer, who, images)
+        return by_number
+
+    def _prepare(self, removals: dict[int, Tensor]) -> None:
+        self.running = removals
+        self.work = self.plan.engine.prepare(removals, self.plan.lanes)
+
+    def _answers(self, x: Tensor, targets: Tensor, base: bool, images: Tensor) -> dict[int, Tensor]:
+        """Of one batch; after an out-of-memory error with fewer hypotheses at a time."""
+        assert self.running is not None
+        try:
+            answers: dict[int, Tensor] = {}
+            for numbers, outputs in self.plan.engine.logits(x, self.work, base, images):
+                with torch.autocast(x.device.type, enabled=False):  # that of bf16
+                    outputs = tree_map_only(Tensor, at_least_float32, outputs)
+                    answers.update(zip(numbers, self.criterion.each(outputs, targets), strict=True))
+            return answers
+        except torch.OutOfMemoryError as error:
+            self.plan.use_fewer_lanes(len(self.running), error)
+        self._prepare(self.running)
+        return self._answers(x, targets, base, images)
+
+
+@contextmanager
+def prepared(
+    net: nn.Module,
+    removals: list[Tensor],
+    images: ImageData,
+    engine: Engine,
+    criterion: Criterion = DEFAULT,
+    *,
+    expected: int | None = None,
+    visits: int | None = None,
+) -> Iterator[ScoringPlan]:
+    """The plan, with the net in eval mode; afterwards the net is as it was.
+
+    removals: all, or some that are typical of the `expected` number of them. visits: how many of
+    the images each will need, probably. Precision is stated here: a caller's autocast has no
+    effect.
+    """
+    current = masks(net).copy()
+    with repeatable_convolutions(), eval_mode(net), ExitStack() as stack:
+        stack.callback(set_masks, net, current)
+        with own_precision(images.device, "float32"), torch.inference_mode():
+            check_scorable(net, images, criterion)
+            example = next(images.batches(2, dtype=dtype_of(net)))[0]
+            memory = engine.memory or default_memory(example.device)
+            request = Request(
+                net,
+                current,
+                removals,
+                hypotheses=expected or len(removals),
+                images=visits or len(images),
+                example=example,
+                batch_size=engine.batch_size,
+                # Ranks plan alike, whatever memory each of them has.
+                memory=int(from_first(torch.tensor(min(memory, 2**62)))),
+                precision=engine.precision,
+            )
+            plan = make_plan(request, engine.name)
+        if isinstance(plan.engine, Stacked):
+            stack.enter_context(kept_memory())
+        stack.enter_context(own_precision(images.device, engine.precision))
+        yield plan
+
+
+def check_scorable(net: nn.Module, images: ImageData, criterion: Criterion = DEFAULT) -> None:
+    """An error if this net cannot be scored on these images."""
+    if not len(images):
+        raise ValueError("there are no images to score on")
+    mask_modules(net)  # the first error of a net without masks
+    check_metric(net, images, criterion, "the net")
+
+
+def check_removals(
+    current: MaskSet, removals: Tensor | Iterable[Tensor], first: int = 0
+) -> list[Tensor]:
+    """Each removal as a LongTensor of distinct kept ids; errors count from `first`."""
+    if isinstance(removals, Tensor) and removals.ndim != 2:
+        raise ValueError(
+            f"removals have shape {tuple(removals.shape)}; expected [K, D]: K hypotheses of D ids"
+        )
+    return [checked_removal(current, removal, k) for k, removal in enumerate(removals, first)]
+
+
+def checked_removal(current: MaskSet, removal: Tensor, number: int) -> Tensor:
+    """A LongTensor of distinct kept ids."""
+    try:
+        ids = current.check_kept(torch.as_tensor(removal))
+    except (ValueError, IndexError, TypeError) as error:
+        raise type(error)(f"hypothesis {number}: {error}") from None
+    if ids.ndim != 1:
+        raise ValueError(f"hypothesis {number} has shape {tuple(ids.shape)}; expected [D]: D ids")
+    if len(ids.unique()) != len(ids):
+        raise ValueError(f"hypothesis {number} names a ReLU twice")
+    return ids
