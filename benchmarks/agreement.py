@@ -23,6 +23,7 @@ from torch import nn
 
 import fastbcd
 from fastbcd.data.for_net import data_for
+from fastbcd.data.npz import load_npz
 from fastbcd.scoring.accuracy import accuracy
 from fastbcd.scoring.answers import prepared
 from fastbcd.training.finetuner import Finetuner
@@ -76,7 +77,7 @@ def main(images: int = 1000) -> None:
     net = fastbcd.models.resnet20(num_classes=10, image_size=32)
     net.load_state_dict(load_file(folder / "resnet20-cifar10.safetensors"), strict=False)
     teacher = copy.deepcopy(net).eval()
-    sets = [fastbcd.ImageData.from_npz(folder / "cifar10-12k.npz", s, mean=MEAN, std=STD)
+    sets = [load_npz(folder / "cifar10-12k.npz", s, mean=MEAN, std=STD)
             for s in ("train", "test")]  # fmt: skip
     data = sets[0].first(images)
     print(machine())

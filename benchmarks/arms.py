@@ -23,6 +23,7 @@ from torch import nn
 
 import fastbcd
 from fastbcd.cli.demo import trained_resnet
+from fastbcd.data.npz import load_npz
 from fastbcd.runs.fingerprint import restore, take
 from fastbcd.runtime.atomic_files import write_atomically
 
@@ -43,7 +44,7 @@ def cifar10(images: int) -> Problem:
     folder = Path(os.environ["FASTBCD_DATA"])
     net = fastbcd.models.resnet20(num_classes=10, image_size=32)
     net.load_state_dict(load_file(folder / "resnet20-cifar10.safetensors"), strict=False)
-    train, test = (fastbcd.ImageData.from_npz(folder / "cifar10-12k.npz", s, mean=MEAN, std=STD)
+    train, test = (load_npz(folder / "cifar10-12k.npz", s, mean=MEAN, std=STD)
                    for s in ("train", "test"))  # fmt: skip
     held_out = train.rest(images) if images < len(train) else None
     return Problem(net.eval(), train.first(images), test, held_out)

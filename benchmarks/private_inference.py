@@ -72,6 +72,7 @@ from torch import Tensor, nn
 
 import fastbcd
 from fastbcd import private
+from fastbcd.data.npz import load_npz
 from fastbcd.masking.masks import MaskSet, mask_modules
 from fastbcd.models.resnet import PadShortcut, ResNet
 
@@ -110,7 +111,7 @@ def build(options: argparse.Namespace) -> tuple[nn.Module, Tensor]:
     folder = Path(os.environ.get("FASTBCD_DATA", "data"))
     net = fastbcd.models.resnet20(num_classes=10, image_size=32, replacement=options.replacement)
     net.load_state_dict(load_file(folder / "resnet20-cifar10.safetensors"), strict=False)
-    data = fastbcd.ImageData.from_npz(folder / "cifar10-12k.npz", "test", MEAN, STD)
+    data = load_npz(folder / "cifar10-12k.npz", "test", MEAN, STD)
     return net.eval(), next(data.first(1).batches(1))[0]
 
 

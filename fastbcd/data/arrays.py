@@ -55,11 +55,9 @@ def are_indices(targets: Tensor) -> bool:
     return targets.dtype == torch.int64 and targets.ndim == 1
 
 
-def count_classes(labels: Tensor, classes: int | None) -> int | None:
-    """`classes`; if it is not given, the largest class index + 1, or None for other targets."""
-    if classes is not None or not are_indices(labels):
-        return classes
-    return int(labels.max()) + 1 if len(labels) else 0
+def count_classes(*labels: Tensor) -> int:
+    """The largest class index + 1; 0 without labels."""
+    return 1 + max((int(indices.max()) for indices in labels if len(indices)), default=-1)
 
 
 def check_values(name: str, tensor: Tensor) -> None:

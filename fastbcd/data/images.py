@@ -31,16 +31,10 @@ from torch.utils.data import TensorDataset
 from fastbcd.data import arrays, pixels
 from fastbcd.data.arrays import Stats, are_indices, target_tensor
 from fastbcd.data.items import Items
-from fastbcd.data.npz import read_npz
 from fastbcd.data.packed import read_packed
 from fastbcd.runtime.limits import default_memory
+from fastbcd.runtime.philox import AUGMENT, ORDER, VIEWS, philox
 from fastbcd.runtime.validate import check_whole
-
-# Streams of random numbers; 0 is the masks'.
-ORDER = 1
-VIEWS = 2
-PLACES = 3
-AUGMENT = 4
 
 TrainBatches = Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]  # inputs, labels, indices, views
 Augment = Callable[[Tensor, torch.Generator], Tensor]
@@ -71,7 +65,7 @@ class ImageData:
     # Per channel, of uint8/255 or of the floats; one value for [N,F]; 0 and 1 if not given.
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    classes: int | None  # None: the labels are not class indices
+    classes: int | None = None  # largest label + 1 if not given; None if they are not indices
     # int64 [N], each sample's number in the data it is a part of; 0 .. N-1 if not given
     ids: Tensor = None  # type: ignore[assignment]
     name: str | None = None  # what `load` was asked for; a run records it
@@ -79,30 +73,30 @@ class ImageData:
     rows: Tensor | None = None  # int64 [N], sample k is images[rows[k]]; None: it is images[k]
 
     def __post_init__(self) -> None:
-        images = self.images
-        if images.dtype not in arrays.DTYPES:
-            raise TypeError(f"images are {images.dtype}; they must be uint8, float32 or float64")
-        shape = list(images.shape)
+        shape = list(self.images.shape)
+        if self.images.dtype not in arrays.DTYPES:
+            raise TypeError(
+                f"images are {self.images.dtype}; they must be uint8, float32 or float64"
+            )
         if len(shape) < 2 or 0 in shape[1:]:
             raise ValueError(f"images have shape {shape}, not [N,C,H,W] or [N,C,...] of at least 1")
-        count = len(images)
-        if self.rows is not None:
-            count = len(self.rows)
+        count = len(self.images) if self.rows is None else len(self.rows)
         if self.labels.shape[:1] != (count,):
             raise ValueError(
                 f"labels are {self.labels.dtype} {list(self.labels.shape)} beside {count} images; "
                 f"they must be [{count}] or [{count},...]"
             )
-        if images.device not in (self.device, torch.device("cpu")):
-            raise ValueError(f"labels are on {self.device}, the images on {images.device}")
-        if self.ids is None:
-            object.__setattr__(self, "ids", torch.arange(count, device=self.device))
+        if self.images.device not in (self.device, torch.device("cpu")):
+            raise ValueError(f"labels are on {self.device}, the images on {self.images.device}")
         mean, std = pixels.stats(self.mean, self.std, shape[1:])
-        object.__setattr__(self, "mean", mean)
-        object.__setattr__(self, "std", std)
-        if self.classes is not None:
-            check_whole("classes", self.classes, 0, most=2**63 - 1)
-            arrays.check_labels(self.labels, self.classes, "the data")
+        ids = torch.arange(count, device=self.device) if self.ids is None else self.ids
+        classes = self.classes
+        if classes is None and are_indices(self.labels):
+            classes = arrays.count_classes(self.labels)
+        if classes is not None:
+            check_whole("classes", classes, 0, most=2**63 - 1)
+            arrays.check_labels(self.labels, classes, "the data")
+        vars(self).update(mean=mean, std=std, ids=ids, classes=classes)
 
     # ------------------------------------------------------------------ where it comes from
 
@@ -125,43 +119,7 @@ class ImageData:
         0 and 1 if not given. classes: largest label + 1 if not given.
         """
         x = arrays.input_tensor(images)
-        y = target_tensor(labels).to(x.device)
-        return cls(x, y, mean, std, arrays.count_classes(y, classes))  # type: ignore[arg-type]
-
-    @classmethod
-    def from_npz(
-        cls,
-        path: str | Path,
-        split: str = "train",
-        mean: Stats = None,
-        std: Stats = None,
-        classes: int | None = None,
-    ) -> ImageData:
-        """From an .npz file with {split}_images and {split}_labels, or images and labels.
-
-        mean and std that are not given are those of the file, if it has arrays of these names;
-        classes are counted over all of its labels.
-        """
-        stored = read_npz(path)
-        prefix = f"{split}_"
-        if "images" in stored and f"{split}_images" not in stored:
-            prefix = ""
-        for name in (f"{prefix}images", f"{prefix}labels"):
-            if name not in stored:
-                names = ", ".join(stored) or "none"
-                raise ValueError(f"{path} has no array {name!r}; it has {names}")
-        if mean is None:
-            mean = stored.get("mean")
-        if std is None:
-            std = stored.get("std")
-        try:
-            targets = [target_tensor(stored[name]) for name in stored if name.endswith("labels")]
-            if all(map(are_indices, targets)):
-                classes = arrays.count_classes(torch.cat(targets), classes)
-            images = stored[f"{prefix}images"]
-            return cls.from_arrays(images, stored[f"{prefix}labels"], mean, std, classes)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{path}, split {split!r}: {error}") from error
+        return cls(x, target_tensor(labels).to(x.device), mean, std, classes)  # type: ignore[arg-type]
 
     @classmethod
     def from_dataset(
@@ -176,19 +134,16 @@ class ImageData:
         """
         items = Items(source)
         if isinstance(items.dataset, TensorDataset) and len(items.dataset.tensors) == 2:
-            data = cls.from_arrays(*items.dataset.tensors, mean, std, classes)
-            return data if isinstance(items.positions, range) else data.subset(items.positions)
+            return cls.from_arrays(*items.dataset.tensors, mean, std, classes)
         items.check_repeatable()
         first, _ = items.item(0)
-        images = np.empty((len(items.positions), *first.shape), first.dtype)
+        images = np.empty((items.count or 0, *first.shape), first.dtype)
         targets = []
         for number, (image, target) in enumerate(items):
             images[number] = image
             targets.append(target)
         labels = target_tensor(np.stack(targets))
-        ids = torch.tensor(items.positions)
-        count = arrays.count_classes(labels, classes)
-        return cls(torch.from_numpy(images), labels, mean, std, count, ids)  # type: ignore[arg-type]
+        return cls(torch.from_numpy(images), labels, mean, std, classes)  # type: ignore[arg-type]
 
     @classmethod
     def open(cls, path: str | Path) -> ImageData:
@@ -219,15 +174,6 @@ class ImageData:
         """The device of labels and batches."""
         return self.labels.device
 
-    @property
-    def where(self) -> str:
-        """Where the images lie, in words."""
-        if self.path is not None:
-            return f"mapped from {self.path}"
-        if self.images.device != self.device:
-            return "images in the host's memory"
-        return "in memory"
-
     def need_classes(self, what: str) -> int:
         """The number of classes; an error that names `what` needs it if there is none."""
         if self.classes is None:
@@ -257,25 +203,24 @@ class ImageData:
         if labels.device == self.device:
             return self
         moved: dict[str, Any] = {"labels": labels, "ids": self.ids.to(device)}
-        if device.type == "cpu" or self._fits(device):
-            images = self.images.to(device)
-            moved |= {"images": images, "path": self.path if images is self.images else None}
+        images = self.images
+        size = len(self) * images[:1].nbytes
+        fits = device.type == "cpu" or images.is_cuda or size <= default_memory(device) // 2
+        if fits and images.device != device:
+            if self.rows is not None:
+                images = images.index_select(0, self.rows)
+            moved |= {"images": images.to(device), "rows": None, "path": None}
         return dataclasses.replace(self, **moved)
-
-    def _fits(self, device: torch.device) -> bool:
-        """Whether all images can lie on this GPU."""
-        on_gpu = self.images.device.type != "cpu"
-        return on_gpu or (self.rows is None and self.images.nbytes <= default_memory(device) // 2)
 
     def first(self, n: int) -> ImageData:
         """The first n samples, sharing memory."""
         if not 0 <= n <= len(self):
             raise ValueError(f"first({n}): there are {len(self)} samples")
-        return self._slice(slice(0, n))
+        return self._part(slice(0, n))
 
     def rest(self, n: int) -> ImageData:
         """All but the first n samples, sharing memory; none if there are no more."""
-        return self._slice(slice(max(n, 0), None))
+        return self._part(slice(max(n, 0), None))
 
     def shard(self, rank: int, world: int) -> ImageData:
         """Part `rank` of `world` contiguous parts whose sizes differ by at most one.
@@ -284,45 +229,34 @@ class ImageData:
         >>> [data.shard(r, 3).ids.tolist() for r in range(3)]
         [[0, 1], [2, 3], [4, 5, 6]]
         """
-        return self._slice(_share(len(self), rank, world))
-
-    def _slice(self, part: slice) -> ImageData:
-        parts = {"labels": self.labels[part], "ids": self.ids[part]}
-        if self.rows is None:
-            parts["images"] = self.images[part]
-        else:
-            parts["rows"] = self.rows[part]
-        return dataclasses.replace(self, **parts)  # type: ignore[arg-type]
+        return self._part(_share(len(self), rank, world))
 
     def subset(self, indices: Any) -> ImageData:
-        """The samples at these positions; they keep their ids and so their views.
-
-        Images in memory on the data's device are copied; of others the positions are kept.
-        """
+        """The samples at these positions, sharing memory; they keep their ids, so their views."""
         index = target_tensor(indices, "indices").to(self.device)
         if not are_indices(index):
             raise TypeError(f"indices are {index.dtype} {list(index.shape)}, not whole numbers [n]")
-        part = {"labels": self.labels[index], "ids": self.ids[index]}
-        if self.path is None and self.rows is None and self.images.device == self.device:
-            part["images"] = self.images[index]
-        else:
-            part["rows"] = self._rows(index)
-        return dataclasses.replace(self, **part)  # type: ignore[arg-type]
+        return self._part(torch.arange(len(self), device=self.device)[index])
+
+    def _part(self, part: slice | Tensor) -> ImageData:
+        labels = self.labels[part]
+        ids = self.ids[part]
+        if self.rows is None and isinstance(part, slice):
+            return dataclasses.replace(self, images=self.images[part], labels=labels, ids=ids)
+        return dataclasses.replace(self, rows=self._rows(part), labels=labels, ids=ids)
 
     # ------------------------------------------------------------------ batches
 
-    def _rows(self, positions: Tensor) -> Tensor:
+    def _rows(self, part: slice | Tensor) -> Any:
         """Where in `images` these samples lie."""
-        positions = positions.to(self.images.device)
-        if self.rows is None:
-            return positions
-        return self.rows[positions]
+        if isinstance(part, Tensor):
+            part = part.to(self.images.device)
+        return part if self.rows is None else self.rows[part]
 
-    def _take(self, positions: Tensor) -> Tensor:
+    def _take(self, part: slice | Tensor) -> Tensor:
         """The images of these samples, on the data's device."""
-        return self._deliver(self.images.index_select(0, self._rows(positions)))
-
-    def _deliver(self, images: Tensor) -> Tensor:
+        rows = self._rows(part)
+        images = self.images[rows] if isinstance(rows, slice) else self.images.index_select(0, rows)
         if images.device == self.device:
             return images
         # Pinned, so that the copy goes on while the GPU works on the batches before.
@@ -348,13 +282,10 @@ class ImageData:
         starts = range(0, len(positions), batch_size)
         return (self._batch(positions[i : i + batch_size], **options) for i in starts)
 
-    def _batch(self, part: range | Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        if isinstance(part, Tensor):
-            return self.normalise(self._take(part), **options), self.labels[part]
-        here = slice(part.start, part.stop)
-        images = self.images
-        images = images[here] if self.rows is None else images[self.rows[here]]
-        return self.normalise(self._deliver(images), **options), self.labels[here]
+    def _batch(self, part: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        if isinstance(part, range):
+            part = slice(part.start, part.stop)
+        return self.normalise(self._take(part), **options), self.labels[part]
 
     # ------------------------------------------------------------------ views
 
@@ -362,11 +293,6 @@ class ImageData:
         """A shuffle, int64 [N]. Part of the data keeps the order its samples have in the whole."""
         keys = _random(ORDER, self.ids, seed=seed, step=step, epoch=epoch)
         return torch.from_numpy(np.argsort(keys, kind="stable")).to(self.device)
-
-    def uniform(self, *, seed: int, step: int) -> np.ndarray:
-        """A random number above 0 and below 1 for each place, float64 [N], whatever is there."""
-        keys = _random(PLACES, torch.arange(len(self)), seed=seed, step=step, epoch=0)
-        return ((keys >> np.uint64(11)) + 0.5) * 2.0**-53
 
     def check_views(self, padding: int, flip: bool) -> None:
         """Refuse crops and flips of inputs that are not images, or with a map as the target."""
@@ -396,11 +322,9 @@ class ImageData:
         """The view each sample takes in this epoch, int64 [N]; without flip all are even."""
         self.check_views(padding, flip)
         count = np.uint64(self.view_count(padding))
-        views = _random(VIEWS, self.ids, seed=seed, step=step, epoch=epoch) % count
-        ids = torch.from_numpy(views.astype(np.int64))
-        if not flip:
-            ids -= ids % 2
-        return ids.to(self.device)
+        drawn = _random(VIEWS, self.ids, seed=seed, step=step, epoch=epoch) % count
+        views = torch.from_numpy(drawn.astype(np.int64)).to(self.device)
+        return views if flip else views - views % 2
 
     def views(
         self, indices: Tensor, view_ids: Tensor, *, padding: int = 4, **options: Any
@@ -420,11 +344,10 @@ class ImageData:
 
     def sizes(self, batch_size: int, smallest: int = 1) -> list[int]:
         """The sizes of an epoch's batches; a last one below `smallest` joins the one before it."""
-        count = len(self)
-        sizes = [min(batch_size, count - start) for start in range(0, count, batch_size)]
-        if len(sizes) > 1 and sizes[-1] < smallest:
-            last = sizes.pop()
-            sizes[-1] += last
+        full, last = divmod(len(self), batch_size)
+        sizes = [batch_size] * full + [last] * (last > 0)
+        if full and 0 < last < smallest:
+            sizes[-2:] = [batch_size + last]
         return sizes
 
     def train_batches(
@@ -477,16 +400,10 @@ class ImageData:
         return batches()
 
 
-def _random(stream: int, ids: Tensor, *, seed: int, step: int, epoch: int) -> np.ndarray:
+def _random(stream: int, ids: Tensor, **numbers: int) -> np.ndarray:
     """A 64-bit number for each id: the id-th of the stream (seed, step, epoch)."""
-    for name, value in (("seed", seed), ("step", step), ("epoch", epoch)):
-        check_whole(name, value, 0, most=2**63 - 1)
-    key = np.array([stream, seed], np.uint64)
-    # Philox counts in the lowest word; raw numbers, as only these never change with numpy.
-    counter = np.array([0, 0, epoch, step], np.uint64)
     positions = ids.cpu().numpy()
-    generator = np.random.Philox(key=key, counter=counter)
-    return generator.random_raw(int(positions.max(initial=-1)) + 1)[positions]
+    return philox(stream, **numbers).random_raw(int(positions.max(initial=-1)) + 1)[positions]
 
 
 def _augmented(augment: Augment, images: Tensor, seed: int) -> Tensor:

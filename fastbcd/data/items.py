@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from fastbcd.data.arrays import HALVES, channels_last, check_values
+from fastbcd.data.arrays import HALVES, channels_last, check_values, target_tensor
 
 Item = tuple[np.ndarray, np.ndarray]  # an input [C,...] and its target
 READ_TWICE = 8  # items that show whether a dataset gives the same images again
@@ -28,35 +27,33 @@ class Items:
     def __init__(self, source: Any) -> None:
         self.dataset = source
         self.loading: dict[str, Any] = {}
-        self.positions: Any = None  # in the dataset, a range if all; None: it is iterated over
         if isinstance(source, torch_data.DataLoader):
             self.dataset = source.dataset
             names = ("num_workers", "worker_init_fn", "multiprocessing_context")
             self.loading = {name: getattr(source, name) for name in names}
+        self.count: int | None = None  # None: unknown
         if isinstance(self.dataset, torch_data.IterableDataset):
             return
-        self.positions = range(len(self.dataset))
-        if isinstance(source, torch_data.DataLoader):
+        self.count = len(self.dataset)
+        if self.count == 0:
+            raise ValueError("the dataset has no items, so its images have no shape")
+        if self.loading:
             sampler: Any = getattr(source.batch_sampler, "sampler", source.sampler)
-            if isinstance(sampler, torch_data.SubsetRandomSampler):
-                self.positions = sorted(sampler.indices)
-            elif not isinstance(sampler, WHOLE):
+            if not isinstance(sampler, WHOLE):
                 raise TypeError(
                     f"the loader's {type(sampler).__name__} may leave samples out or repeat them; "
                     f"give the Dataset itself, or a torch.utils.data.Subset of it"
                 )
-        if not self.positions:
-            raise ValueError("the dataset has no items, so its images have no shape")
 
     def item(self, number: int) -> Item:
         """One item, read in this process."""
-        return read_item(self.dataset[self.positions[number]], number)
+        return read_item(self.dataset[number], number)
 
     def check_repeatable(self) -> None:
         """Refuse a Dataset whose first items change from reading to reading."""
-        for number in range(min(READ_TWICE, len(self.positions or ()))):
-            image = self.item(number)[0]
-            again = self.item(number)[0]
+        for number in range(min(READ_TWICE, self.count or 0)):
+            image, _ = self.item(number)
+            again, _ = self.item(number)
             if not np.array_equal(image, again, equal_nan=image.dtype.kind == "f"):
                 raise ValueError(
                     f"item {number} of the dataset is another image each time it is read; give "
@@ -68,16 +65,19 @@ class Items:
         loader: torch_data.DataLoader[Any] = torch_data.DataLoader(
             self.dataset,
             batch_size=None,
-            sampler=self.positions,
             collate_fn=_unchanged,
             generator=torch.Generator(),  # reading does not change torch's random numbers
             **self.loading,
         )
-        first: Item | None = None
+        kinds: list[Any] = []
         for number, raw in enumerate(loader):
             item = read_item(raw, number)
-            first = first or item
-            _check_alike(number, item, first)
+            kinds = [*kinds[:1], [f"{array.dtype} {array.shape}" for array in item]]
+            if kinds[0] != kinds[-1]:
+                raise ValueError(
+                    f"image and target of item {number} of the dataset are {kinds[1]}, those of "
+                    f"item 0 {kinds[0]}; bring all to one size and dtype"
+                )
             yield item
 
 
@@ -91,7 +91,8 @@ def read_item(item: Any, number: int) -> Item:
         kind = type(item).__name__
         raise TypeError(f"item {number} of the dataset is a {kind}, not (image, label)")
     image = _read_image(item[0], f"the image of item {number} of the dataset")
-    return image, _read_target(item[1], f"the label of item {number} of the dataset")
+    who = f"the label of item {number} of the dataset"
+    return image, target_tensor(_array(item[1], who), who).numpy()
 
 
 def _read_image(image: Any, who: str) -> np.ndarray:
@@ -99,11 +100,8 @@ def _read_image(image: Any, who: str) -> np.ndarray:
     if isinstance(mode, str) and mode not in ("L", "RGB"):
         raise TypeError(f"{who} has mode {mode!r}; convert it: image.convert('RGB')")
     array = _array(image, who)
-    if (
-        array.size == 0
-        or array.ndim == 0
-        or not (array.dtype == np.uint8 or array.dtype.kind == "f")
-    ):
+    is_image = array.dtype == np.uint8 or array.dtype.kind == "f"
+    if not is_image or array.size == 0 or array.ndim == 0:
         raise TypeError(
             f"{who} is a {type(image).__name__}: {array.dtype} {list(array.shape)}; it must be a "
             f"PIL image, or uint8 or float [C,H,W] or [C,...]"
@@ -115,16 +113,6 @@ def _read_image(image: Any, who: str) -> np.ndarray:
     return array
 
 
-def _read_target(label: Any, who: str) -> np.ndarray:
-    try:
-        return np.asarray(operator.index(label), np.int64)
-    except (TypeError, ValueError):
-        target = _array(label, who)
-    if target.dtype.kind not in "iufb":
-        raise TypeError(f"{who} is {label!r}, not an int, nor an array of numbers")
-    return target
-
-
 def _array(value: Any, who: str) -> np.ndarray:
     if not isinstance(value, Tensor):
         return np.asarray(value)
@@ -132,12 +120,3 @@ def _array(value: Any, who: str) -> np.ndarray:
     if value.dtype in HALVES:
         value = value.float()
     return value.numpy(force=True)
-
-
-def _check_alike(number: int, item: Item, first: Item) -> None:
-    for part, now, before in zip(("image", "target"), item, first, strict=True):
-        if now.shape != before.shape or now.dtype != before.dtype:
-            raise ValueError(
-                f"the {part} of item {number} of the dataset is {now.dtype} {now.shape}, that of "
-                f"item 0 {before.dtype} {before.shape}; bring all to one size and dtype"
-            )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from fastbcd.data import pixels
-from fastbcd.data.arrays import DTYPES, Stats, check_labels, count_classes, target_tensor
-from fastbcd.data.items import Item, Items
+from fastbcd.data.arrays import Stats, check_labels, target_tensor
+from fastbcd.data.items import Items
 from fastbcd.runtime.atomic_files import write_atomically
-from fastbcd.runtime.validate import check_choice
 
 FORMAT = "fastbcd images 1"
 IMAGES = "images.bin"
@@ -38,7 +36,6 @@ def pack(
     mean: Stats = None,
     std: Stats = None,
     classes: int | None = None,
-    dtype: torch.dtype = torch.uint8,
     overwrite: bool = False,
     progress: bool = True,
 ) -> None:
@@ -49,19 +46,19 @@ def pack(
 
     Args:
         source: a torch Dataset of (image, label) items without random transforms, or a DataLoader
-            of one, whose workers then read. The order is that of the dataset.
+            of one, whose workers then read. The order is that of the dataset. Give bytes, without
+            ToTensor and Normalize: floats take four times the space.
         path: the folder. `fastbcd.load(path)` opens the folders `train` and `test` in a path.
         mean, std: per channel, for (x - mean)/std, where x is uint8/255, or the floats themselves;
             0 and 1 if not given.
         classes: the number of classes; the largest label + 1 if not given.
-        dtype: of the images: torch.uint8, or torch.float32 or torch.float64 for floats.
         overwrite: replace a complete folder, instead of refusing it.
         progress: show a progress bar.
 
     >>> import tempfile, fastbcd
     >>> dataset = torch.utils.data.TensorDataset(torch.rand(6, 3, 8, 8), torch.arange(6))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     fastbcd.pack(dataset, folder, dtype=torch.float32, progress=False)
+    ...     fastbcd.pack(dataset, folder, progress=False)
     ...     fastbcd.ImageData.open(folder)
     ImageData(6 × 3×8×8 float32, 6 classes, cpu)
     """
@@ -70,50 +67,34 @@ def pack(
         raise FileExistsError(
             f"{path} is packed already: use fastbcd.ImageData.open, or pass overwrite=True"
         )
-    check_choice("dtype", dtype, DTYPES)
     items = Items(source)
     items.check_repeatable()
     folder.mkdir(parents=True, exist_ok=True)
     for name in (META, IMAGES):
         (folder / name).unlink(missing_ok=True)  # whoever has mapped it keeps the old file
-    total = None if items.positions is None else len(items.positions)
-    bar = tqdm(items, f"packing {path}", total, disable=not progress)
-    arrays = _write_images(folder / IMAGES, bar, str(dtype)[6:], mean, std)
-    labels = torch.from_numpy(arrays["labels"])
-    classes = count_classes(labels, classes)
-    if classes is not None:
-        check_labels(labels, classes, "the data")
-    meta = save(arrays, {"format": FORMAT, "classes": json.dumps(classes)})
-    write_atomically(folder / META, meta)
-
-
-def _write_images(
-    path: Path, items: Iterable[Item], dtype: str, mean: Stats, std: Stats
-) -> dict[str, np.ndarray]:
-    """Write the images; returns the arrays of `meta.safetensors`."""
     targets: list[np.ndarray] = []
-    with open(path, "wb") as file:
-        for image, target in items:
+    with open(folder / IMAGES, "wb") as file:
+        for image, target in tqdm(items, f"packing {path}", items.count, disable=not progress):
             if not targets:
-                shape = image.shape
-                stats = pixels.stats(mean, std, shape)
-            if (image.dtype == np.uint8) != (dtype == "uint8"):
-                raise TypeError(
-                    f"the images are {image.dtype} and dtype=torch.{dtype}: give uint8 images, "
-                    f"without ToTensor and Normalize, or for floats dtype=torch.float32"
-                )
-            file.write(np.ascontiguousarray(image, dtype).data)
+                means, stds = pixels.stats(mean, std, image.shape)
+                like = np.empty((0, *image.shape), image.dtype)
+            file.write(np.ascontiguousarray(image).data)
             targets.append(target)
         file.flush()
         os.fsync(file.fileno())
     if not targets:
         raise ValueError("the dataset has no items, so its images have no shape")
-    return {
-        "labels": target_tensor(np.stack(targets)).numpy(),
-        "like": np.empty((0, *shape), dtype),  # has the shape and dtype of the images
-        "mean": np.array(stats[0]),
-        "std": np.array(stats[1]),
+    labels = target_tensor(np.stack(targets))
+    if classes is not None:
+        check_labels(labels, classes, "the data")
+    arrays = {
+        "labels": labels.numpy(),
+        "like": like,
+        "mean": np.array(means),
+        "std": np.array(stds),
     }
+    meta = save(arrays, {"format": FORMAT, "classes": json.dumps(classes)})
+    write_atomically(folder / META, meta)
 
 
 def read_packed(folder: Path) -> dict[str, Any]:

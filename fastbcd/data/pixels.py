@@ -16,28 +16,24 @@ Values = tuple[float, ...]
 
 def stats(mean: Any, std: Any, shape: Sequence[int]) -> tuple[Values, Values]:
     """A mean and std for inputs of this shape, without N: 0 and 1 where none is given."""
-    channels = 1
-    if len(shape) > 1:
-        channels = shape[0]
-    means = _per_channel("mean", mean, 0.0, channels)
-    stds = _per_channel("std", std, 1.0, channels)
+    channels = shape[0] if len(shape) > 1 else 1
+    means = _per_channel("mean", np.zeros(channels) if mean is None else mean, channels)
+    stds = _per_channel("std", np.ones(channels) if std is None else std, channels)
     if min(stds) <= 0:
         raise ValueError(f"std is {stds}; it must be above 0")
     return means, stds
 
 
-def _per_channel(name: str, values: Any, default: float, channels: int) -> Values:
-    if values is None:
-        return (default,) * channels
+def _per_channel(name: str, values: Any, channels: int) -> Values:
     try:
-        numbers = tuple(np.atleast_1d(values).astype(float).tolist())
+        numbers = np.atleast_1d(values).astype(float)
     except (TypeError, ValueError):
         raise TypeError(f"{name}={values!r}; it must have a number for each channel") from None
-    if len(numbers) != channels:
-        raise ValueError(f"{name} has {len(numbers)} values for {channels} channels")
+    if numbers.shape != (channels,):
+        raise ValueError(f"{name} has {numbers.size} values for {channels} channels")
     if not np.isfinite(numbers).all():
         raise ValueError(f"{name} is {numbers}; it must be finite")
-    return numbers
+    return tuple(numbers.tolist())
 
 
 def normalise(

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils import data as torch_data
 
-from fastbcd.data.cifar import read_cifar
 from fastbcd.data.images import ImageData
 from fastbcd.data.items import Items
-from fastbcd.data.tiny_imagenet import TinyImageNet
+from fastbcd.data.known import TinyImageNet, read_cifar
+from fastbcd.data.npz import load_npz
 from fastbcd.runtime import ranks
 from fastbcd.runtime.limits import default_memory
 
@@ -46,27 +46,27 @@ def as_data(data: Any) -> ImageData:
             f"data is a {type(data).__name__}; give ImageData, an (images, labels) pair of arrays, "
             f"a torch Dataset or a DataLoader"
         )
-    _check_memory(Items(data))
+    if not isinstance(data, torch_data.TensorDataset):  # which is in memory already
+        _check_memory(data)
     return ImageData.from_dataset(data)
 
 
-def _check_memory(items: Items) -> None:
+def _check_memory(data: Any) -> None:
     """Refuse a Dataset that takes more than half of the free memory, or that has no length.
 
     The ranks of a machine share its memory, and rank 0 answers for all.
     """
+    items = Items(data)
     name = type(items.dataset).__name__
     way = "fastbcd.pack(dataset, path) writes it once, fastbcd.ImageData.open(path) maps it"
-    if items.positions is None:
+    if items.count is None:
         raise TypeError(f"{name} has no length: {way}")
-    if isinstance(items.dataset, torch_data.TensorDataset):
-        return
-    needed = len(items.positions) * sum(array.nbytes for array in items.item(0))
+    needed = items.count * sum(array.nbytes for array in items.item(0))
     free = default_memory(torch.device("cpu")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not ranks.from_first(torch.tensor(needed <= free)):
         raise ValueError(
             f"{name} does not fit into half of the free memory, {free / 2**30:,.1f} GiB: its "
-            f"{len(items.positions):,} items take {needed / 2**30:,.1f} GiB; {way}"
+            f"{items.count:,} items take {needed / 2**30:,.1f} GiB; {way}"
         )
 
 
@@ -92,7 +92,7 @@ def load(
     """
     folder = Path(root or os.environ.get("FASTBCD_DATA") or "data")
     if str(name).endswith(".npz"):
-        data = ImageData.from_npz(name, split)
+        data = load_npz(name, split)
     elif split not in ("train", "test"):
         raise ValueError(f"split is {split!r}; {name} has 'train' and 'test'")
     elif name in KNOWN:
@@ -109,11 +109,10 @@ def load(
 
 def _known(name: str, split: str, root: Path, download: bool) -> ImageData:
     mean, std, classes = KNOWN[name]
-    if name == "fashion-mnist-mini":
-        assets = resources.files("fastbcd.data") / "assets"
-        with resources.as_file(assets / f"{name}.npz") as path:
-            return ImageData.from_npz(path, split, mean, std, classes)
     if name == "tiny-imagenet":
         return ImageData.from_dataset(TinyImageNet(root, split), mean, std, classes)
-    images, labels = read_cifar(name, root, split, download)
-    return ImageData.from_arrays(images, labels, mean, std, classes)
+    if name.startswith("cifar"):
+        images, labels = read_cifar(name, root, split, download)
+        return ImageData.from_arrays(images, labels, mean, std, classes)
+    with resources.as_file(resources.files("fastbcd.data") / "assets" / f"{name}.npz") as path:
+        return load_npz(path, split, mean, std)

@@ -30,3 +30,8 @@ def philox(
     key = np.array([stream, seed], np.uint64)
     counter = np.array([0, trial, epoch, step], np.uint64)  # it counts in the lowest word
     return np.random.Philox(key=key, counter=counter)
+
+
+def uniform(generator: np.random.Philox, count: int) -> np.ndarray:
+    """The next random numbers above 0 and below 1, float64 [count]."""
+    return ((generator.random_raw(count) >> np.uint64(11)) + 0.5) * 2.0**-53

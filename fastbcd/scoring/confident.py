@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fastbcd.data.images import ImageData
+from fastbcd.runtime.philox import PLACES, philox, uniform
 from fastbcd.runtime.validate import check_number
 from fastbcd.scoring.evidence import interval, log_evidence
 from fastbcd.scoring.metric import Metric
@@ -166,7 +167,7 @@ def visiting_order(
         chances[(distance < WIDER * change.nanquantile(1 - part)).numpy()] = part
     weights = -np.log1p(-_rates(chances, _limit(adt, len(data)), 1 - confidence))
     # Of exponential times with rates w, the next is that of an image with its share of the w left.
-    times = -np.log(data.uniform(seed=seed, step=step)) / weights
+    times = -np.log(uniform(philox(PLACES, seed=seed, step=step), len(data))) / weights
     order = np.argsort(times, kind="stable")
     return Visits(torch.from_numpy(order).to(data.device), weights[order], times[order], margins)
 

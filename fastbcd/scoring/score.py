@@ -105,7 +105,7 @@ def score(
     hypotheses = check_removals(masks(net), removals)
     with prepared(net, hypotheses, images, as_engine(engine), criterion) as plan:
         if explain:
-            print(f"data: {images}, {images.where}", plan, sep="\n")
+            print(f"data: {images}", plan, sep="\n")
         answers = Answers(plan, criterion, images, dict(enumerate(hypotheses)))
         exact = Exact(criterion, len(images), adt=0.0, early=False, batch=plan.together)
         Search(answers, exact).complete(-1, *range(len(hypotheses)))

@@ -12,7 +12,6 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     TensorDataset,
-    WeightedRandomSampler,
 )
 
 import fastbcd
@@ -211,13 +210,9 @@ def test_tensor_dataset_shares_its_tensors():
 
 def test_subsets():
     items = Items(RAW.images, RAW.labels)
-    picked = DataLoader(items, sampler=SubsetRandomSampler([9, 2, 5]))
-    part = ImageData.from_dataset(picked, classes=4)
-    assert part.ids.tolist() == [2, 5, 9]
-    assert torch.equal(part.images, RAW.images[[2, 5, 9]])
     assert torch.equal(as_data(Subset(items, [4, 1])).images, RAW.images[[4, 1]])
-    with pytest.raises(TypeError, match="WeightedRandomSampler may leave samples out"):
-        as_data(DataLoader(items, sampler=WeightedRandomSampler([0.5] * 12, 12)))
+    with pytest.raises(TypeError, match="SubsetRandomSampler may leave samples out"):
+        as_data(DataLoader(items, sampler=SubsetRandomSampler([9, 2, 5])))
 
 
 def random_flip(x):
@@ -239,9 +234,9 @@ class Stream(IterableDataset):
         (refuse(random_flip), "another image each time.*without its random transforms"),
         (
             refuse(images=[RAW.images[0], RAW.images[1, :, 1:]]),
-            r"item 1 .*uint8 \(3, 5, 5\), that of item 0 uint8 \(3, 6",
+            r"item 1 .*uint8 \(3, 5, 5\)', .*, those of item 0 \['uint8 \(3, 6",
         ),
-        (refuse(labels=["cat"] * 12), "label of item 0 .* is 'cat', not an int"),
+        (refuse(labels=["cat"] * 12), "label of item 0 .* are <U3; they must be real numbers"),
         (refuse(lambda x: x.to("meta")), "item 0 .*on the device meta"),
         (refuse(lambda x: x.float().to_sparse()), "item 0 .*torch.sparse_coo.*to_dense"),
         (refuse(lambda x: x.long()), r"item 0 .*int64 \[3, 6, 5\]"),
@@ -334,7 +329,7 @@ def test_targets_that_are_pictures_or_lists():
     pictures = as_data(Items(RAW.images, [Picture(m.numpy(), "P") for m in masks]))
     assert torch.equal(pictures.labels, masks.long())
     assert as_data(Items(RAW.images, [[0.5, 1.5]] * 12)).labels.shape == (12, 2)
-    with pytest.raises(ValueError, match=r"target of item 1 .*\(2,\), that of item 0 .*\(1,\)"):
+    with pytest.raises(ValueError, match=r"target of item 1 .*\(2,\).* of item 0 .*\(1,\)"):
         as_data(Items(RAW.images, [np.zeros(1), *[np.zeros(2)] * 11]))
 
 

@@ -24,7 +24,7 @@ EPOCH = {"seed": 0, "step": 1, "epoch": 2, "padding": 1}
 
 
 def mapped(folder, x, labels) -> ImageData:
-    fastbcd.pack(TensorDataset(x, labels), folder, dtype=x.dtype, progress=False)
+    fastbcd.pack(TensorDataset(x, labels), folder, progress=False)
     return ImageData.open(folder)
 
 
@@ -84,11 +84,11 @@ def test_images_that_fit_go_to_the_gpu(gpu, tmp_path) -> None:
     x, labels = images(50)
     memory = as_data((x, labels))
     packed = mapped(tmp_path / "packed", x, labels)
-    assert packed.where == f"mapped from {tmp_path / 'packed'}"
+    assert packed.path == tmp_path / "packed"
     for data in (memory, packed):
         moved = data.to("cuda")
         assert moved.images.device.type == "cuda"
-        assert moved.where == "in memory"
+        assert moved.path is None
         assert moved.to("cuda:0") is moved
         assert moved.to("cuda:1").images.device.index == 1
 
@@ -96,7 +96,7 @@ def test_images_that_fit_go_to_the_gpu(gpu, tmp_path) -> None:
 def test_an_epoch_reads_its_order_once(gpu, monkeypatch) -> None:
     monkeypatch.setattr(image_data, "default_memory", lambda device: 1000)
     data = as_data(images(42)).to("cuda")
-    assert data.where == "images in the host's memory"
+    assert data.images.device.type == "cpu"
     counts = []
     for size in (4, 21):
         gpu.reset()

@@ -13,6 +13,7 @@ import torch
 
 import fastbcd
 from fastbcd.data.images import ImageData
+from fastbcd.data.npz import load_npz
 from helpers import published_nets
 from helpers.hostile import seeds
 
@@ -78,7 +79,7 @@ def npz(tmp_path) -> bytes:
 
 def packed_meta(tmp_path) -> bytes:
     dataset = torch.utils.data.TensorDataset(torch.rand(3, 3, 4, 4), torch.arange(3))
-    fastbcd.pack(dataset, tmp_path, dtype=torch.float32, progress=False)
+    fastbcd.pack(dataset, tmp_path, progress=False)
     return (tmp_path / "meta.safetensors").read_bytes()
 
 
@@ -93,7 +94,7 @@ FORMATS = {
         lambda _: checkpoint(_use_new_zipfile_serialization=False),
         lambda path: fastbcd.load_snl(path),
     ),
-    "npz": (npz, lambda path: ImageData.from_npz(path)),
+    "npz": (npz, lambda path: load_npz(path, "train")),
     "packed": (packed_meta, open_packed),
 }
 
@@ -147,7 +148,7 @@ def test_pickles_that_run_code_are_refused_at_any_place(tmp_path) -> None:
                 load(tmp_path / "c.pth")
         np.savez(tmp_path / "x.npz", images=np.array([nested], dtype=object), labels=[0])
         with pytest.raises(REFUSALS, match=r"x\.npz"):
-            ImageData.from_npz(tmp_path / "x.npz")
+            load_npz(tmp_path / "x.npz", "train")
         assert not mark.exists()
 
 
