@@ -75,14 +75,16 @@ def prepared(name: str, relus: int) -> SimpleNamespace:
     removals = [masks.sample(D, seed=1, step=0, trial=t) for t in range(CALL[0])]
     program = make_program(net, nhwc[:1])
     stacked = Stacked(program, masks)
-    builder = FormBuilder(AffineNet(program), masks, nhwc[:2])
+    affine = AffineNet(program)
+    builder = FormBuilder(affine, masks, nhwc[:2])
     start = time.perf_counter()
     form = builder.build(with_image=False)
     seconds = time.perf_counter() - start
     request = Request(net, masks, removals, *CALL, nhwc[:2], None, 2**40)
     case = SimpleNamespace(
         net=net, masks=masks, removals=removals, x=x, nhwc=nhwc, stacked=stacked,
-        collapsed=Collapsed(form, builder), build=seconds, auto=auto_choice(request, builder),
+        collapsed=Collapsed(form, affine, AffineCache()), build=seconds,
+        auto=auto_choice(request, builder),
     )  # fmt: skip
     _last[name, relus] = case
     return case

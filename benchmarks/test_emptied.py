@@ -56,11 +56,13 @@ def prepared(way: str, implementation: str) -> tuple[Callable[[], object], float
     if way == "stacked":
         engine, lanes, piece = Stacked(program, masks), 2, 32
     else:
-        builder = FormBuilder(AffineNet(program), masks, x[:2])
+        affine = AffineNet(program)
+        builder = FormBuilder(affine, masks, x[:2])
         if way == "build":
             return lambda: builder.build(with_image=False), 0.0
         if implementation not in _forms:
-            _forms[implementation] = Collapsed(builder.build(with_image=False), builder)
+            form = builder.build(with_image=False)
+            _forms[implementation] = Collapsed(form, affine, AffineCache())
         engine, lanes, piece = _forms[implementation], K, IMAGES
         engine.cache = AffineCache()
         engine.cache.limit = 2**40 if way == "collapsed" else 0

@@ -45,9 +45,8 @@ def main() -> None:
     left.legend(loc="lower right", frameon=False)
     form, names = small_form()
     h = torch.zeros(form.kinks, form.kinks)
-    for s, blocks in enumerate(form.blocks[:-1]):  # the last are the logits
-        for block in blocks:
-            h[block.start : block.stop, form.bounds[s] : form.bounds[s + 1]] = block.matrix
+    for s, matrix in enumerate(form.responses[:-1]):  # the last are the logits
+        h[: form.bounds[s], form.bounds[s] : form.bounds[s + 1]] = matrix
     size = h.abs().clamp(min=1e-8).log10()
     shown = right.imshow(size.masked_fill(h == 0, float("nan")), cmap="viridis", vmin=-5)
     middles = [(a + b) / 2 for a, b in pairwise(form.bounds[:-1])]

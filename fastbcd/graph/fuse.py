@@ -9,20 +9,18 @@ order. Call train() or eval() on it, whichever it was made for.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from fastbcd.graph import cpu_conv
+from fastbcd.graph.operands import operands
 from fastbcd.graph.trace import forget_source, pure_module, trace, without_inplace
 from fastbcd.masking.activations import MaskedActivation, MaskedReLU
 from fastbcd.ops import norm as ops_norm
 from fastbcd.runtime.module_mode import eval_mode, train_mode
 from fastbcd.runtime.warn_once import warn_once
-
-_ADDITIONS = {operator.add, torch.add, "add"}
 
 
 class NormActivation(nn.Module):
@@ -104,27 +102,19 @@ def _rewrite(net: nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 def _fuse_into(model: fx.GraphModule, node: fx.Node, act: MaskedActivation) -> None:
     """Make an addition and a batch norm before an activation, read by nothing else, part of it."""
-    terms: list[Any] = list(node.args)
-    before, unused = terms[0], []
-    if _read_once(before, 2) and before.target in _ADDITIONS:
-        terms, unused = list(before.args), [before]
-    for i, term in enumerate(terms):
-        if not _read_once(term, 1) or term.op != "call_module":
-            continue
-        norm = model.get_submodule(term.target)
-        calls = sum(other.target == term.target for other in model.graph.nodes)
-        if calls == 1 and NormActivation.fits(norm, act):
-            unused.append(term)
-            terms = [term.args[0], *terms[:i], *terms[i + 1 :]]
-            node.target = f"fused_{node.name}"
-            model.add_submodule(node.target, NormActivation(norm, act))  # type: ignore[arg-type]
-            break
-    node.args = tuple(terms)
-    for gone in unused:
+
+    def is_norm(term: fx.Node) -> bool:
+        if term.op != "call_module" or len(term.args) != 1:
+            return False
+        return NormActivation.fits(model.get_submodule(str(term.target)), act)
+
+    reads = operands(node, is_norm)
+    if reads.norm is not None:
+        norm: Any = model.get_submodule(str(reads.norm.target))
+        node.target = f"fused_{node.name}"
+        model.add_submodule(node.target, NormActivation(norm, act))  # type: ignore[arg-type]
+    node.args = (reads.x,)
+    if reads.residual is not None:
+        node.args = (reads.x, reads.residual)
+    for gone in reads.absorbed:
         model.graph.erase_node(gone)
-
-
-def _read_once(node: Any, inputs: int) -> bool:
-    """A call of this many arguments, given by position, with one reader."""
-    single = isinstance(node, fx.Node) and len(node.users) == 1 and not node.kwargs
-    return single and len(node.args) == inputs

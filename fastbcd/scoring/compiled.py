@@ -9,14 +9,14 @@ also dropped by a call that finds other weights. The other facts depend on the s
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from fastbcd.masking.activations import MaskedActivation
@@ -34,7 +34,7 @@ class Signature:
     """
 
     def __init__(self, program: Program) -> None:
-        self.facts: list[Any] = []
+        self.facts: list[str] = []
         self.tensors: list[Tensor] = []
         self._add((program.source, program.constants))
 
@@ -43,36 +43,26 @@ class Signature:
         self.facts.append(repr(structure))
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                self.facts.append((tuple(leaf.shape), leaf.dtype, leaf.device))
+                self.facts.append(f"{leaf.shape} {leaf.dtype} {leaf.device}")
                 self.tensors.append(leaf.detach())
             elif isinstance(leaf, MaskedActivation):
                 self._add([type(leaf), leaf.coefficients()])
             elif isinstance(leaf, nn.Module):
-                self._add([type(leaf), _options(leaf), _state(leaf)])
-            elif isinstance(leaf, fx.Node):
-                self.facts.append(leaf.name)
+                attributes = [item for item in vars(leaf).items() if item[0][0] != "_"]
+                state = [*leaf.named_parameters(), *leaf.named_buffers()]
+                self._add([type(leaf), attributes, state])
             else:
                 self.facts.append(repr(leaf))
 
     def equals(self, other: Signature) -> bool:
         """Is it of a net that computes the same?"""
-        if self.facts != other.facts:
-            return False
-        return all(map(torch.equal, self.tensors, other.tensors))
+        return self.facts == other.facts and all(map(torch.equal, self.tensors, other.tensors))
 
-    def copy_tensors(self) -> None:
-        """Hold copies: the net may change its own tensors."""
-        self.tensors = [tensor.clone() for tensor in self.tensors]
-
-
-def _options(module: nn.Module) -> Mapping[str, Any]:
-    """The attributes of a module that are no tensors."""
-    attributes = vars(module).items()
-    return {name: value for name, value in attributes if name[0] != "_" and name != "training"}
-
-
-def _state(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
+    def copy(self) -> Signature:
+        """With copies of the tensors, which the net may change."""
+        twin = copy.copy(self)
+        twin.tensors = [tensor.clone() for tensor in self.tensors]
+        return twin
 
 
 @dataclass(eq=False)
@@ -103,8 +93,7 @@ class Compiled:
 
     def keep_form(self, signature: Signature, form: Form) -> None:
         """Remember a form for as long as the net computes the same."""
-        signature.copy_tensors()
-        self.signature = signature
+        self.signature = signature.copy()
         self.form = form
 
     def drop(self) -> None:

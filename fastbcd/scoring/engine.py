@@ -50,10 +50,9 @@ class Engine:
     precision: str = "float32"
 
     def __post_init__(self) -> None:
-        if self.name not in ENGINES:
-            raise ValueError(f"engine={self.name!r}; choose from {', '.join(ENGINES)}")
-        check_whole("batch_size", 1 if self.batch_size is None else self.batch_size, 1)
-        check_whole("memory", 1 if self.memory is None else self.memory, 1)
+        check_choice("engine", self.name, ENGINES)
+        check_whole("batch_size", self.batch_size, 1, optional=True)
+        check_whole("memory", self.memory, 1, optional=True)
         check_whole("wave", self.wave, 1)
         check_choice("precision", self.precision, PRECISIONS)
 
@@ -112,35 +111,40 @@ def difference_from_net(engine: ScoringEngine, request: Request, lanes: int) -> 
     the kept ReLUs at random, and one that removes half of the later ones. Outputs that are not
     finite in the net are not compared.
     """
-    net, masks, example = request.net, request.masks, request.example
+    example = request.example[:1]
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(example[:1].shape, generator=generator, dtype=torch.float64)
-    noise *= 10 * example.double().std().clamp(min=0.1).cpu()
-    images = torch.cat([example[:1], noise.to(example)])
-    kept = masks.bits.nonzero().flatten()
+    noise = torch.randn(example.shape, generator=generator, dtype=torch.float64)
+    noise *= 10 * request.example.double().std().clamp(min=0.1).cpu()
+    images = torch.cat([example, noise.to(example)])
+    kept = request.masks.bits.nonzero().flatten()
     halves = torch.rand(2, len(kept), generator=generator) < 0.5
     halves[1, : len(kept) // 2] = False
-    removals = {k: kept[half] for k, half in enumerate(halves)}
-
-    def outputs(one: ScoringEngine) -> dict[int, list[Tensor]]:
-        """By number, the tensors among the outputs."""
-        given = images.contiguous(memory_format=one.memory_format) if images.ndim == 4 else images
-        found: dict[int, list[Tensor]] = {}
-        for numbers, outputs in one.logits(given, one.prepare(removals, lanes), True):
-            leaves = [t for t in tree_leaves(outputs) if isinstance(t, Tensor)]
-            found.update({k: [t[i].clone() for t in leaves] for i, k in enumerate(numbers)})
-        return found
-
-    truths, worst = outputs(Sequential(net, masks)), 0.0
-    set_masks(net, masks)
-    for number, tensors in outputs(engine).items():
+    removals = {number: kept[half] for number, half in enumerate(halves)}
+    truths = _outputs(Sequential(request.net, request.masks), images, removals, lanes)
+    set_masks(request.net, request.masks)
+    worst = 0.0
+    for number, tensors in _outputs(engine, images, removals, lanes).items():
         if [t.shape for t in tensors] != [t.shape for t in truths[number]]:
             return torch.inf
-        for found, truth in zip(tensors, truths[number], strict=True):
+        for tensor, truth in zip(tensors, truths[number], strict=True):
             finite = truth.isfinite()
             if finite.any():
-                error, scale = (found - truth)[finite].abs().max(), truth[finite].abs().max()
+                error = (tensor - truth)[finite].abs().max()
+                relative = error / truth[finite].abs().max().clamp(min=1e-6)
                 # NaN compares as larger than any difference.
-                relative = (error / scale.clamp(min=1e-6)).nan_to_num(nan=torch.inf)
-                worst = max(worst, float(relative))
+                worst = max(worst, float(relative.nan_to_num(nan=torch.inf)))
     return worst
+
+
+def _outputs(
+    engine: ScoringEngine, images: Tensor, removals: dict[int, Tensor], lanes: int
+) -> dict[int, list[Tensor]]:
+    """By number, the tensors among the outputs."""
+    if images.ndim == 4:
+        images = images.contiguous(memory_format=engine.memory_format)
+    outputs: dict[int, list[Tensor]] = {}
+    for numbers, values in engine.logits(images, engine.prepare(removals, lanes), True):
+        tensors = [t for t in tree_leaves(values) if isinstance(t, Tensor)]
+        for i, number in enumerate(numbers):
+            outputs[number] = [t[i].clone() for t in tensors]
+    return outputs

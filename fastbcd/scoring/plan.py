@@ -22,13 +22,7 @@ from fastbcd.scoring.collapsed.form import Form
 from fastbcd.scoring.collapsed.linear_rules import NotAffine
 from fastbcd.scoring.compiled import Signature, compiled
 from fastbcd.scoring.engine import Request, ScoringEngine
-from fastbcd.scoring.program import (
-    NotTraceable,
-    Program,
-    in_bfloat16,
-    make_program,
-    with_flat_output,
-)
+from fastbcd.scoring.program import NotTraceable, Program, in_bfloat16, make_program
 from fastbcd.scoring.sequential import Sequential
 from fastbcd.scoring.stacked import Stacked, peak_bytes, portions, stacked_multiply_adds
 
@@ -236,14 +230,11 @@ class CollapsedPlanner:
         if not isinstance(program.output, fx.Node):
             raise NotAffine("it returns several tensors instead of one")
         self.request = request
-        self.shape = program.shapes[program.output][1:]
-        if len(self.shape) != 1:
-            program = with_flat_output(program)
         self.program = program
         self.made = compiled(request.net)
         self.signature = Signature(program)
-        net = AffineNet(program)
-        self.builder = FormBuilder(net, request.masks, request.example, request.memory)
+        self.net = AffineNet(program)
+        self.builder = FormBuilder(self.net, request.masks, request.example, request.memory)
         self.form = self.made.form_of(self.signature, request.masks)
         self.cost = CollapsedCost(request, self.builder, self.form)
 
@@ -301,7 +292,7 @@ class CollapsedPlanner:
         made = self.made
         request = self.request
         form = self.form or self.built_form()
-        engine = Collapsed(form, self.builder, cache=made.images, shape=self.shape)
+        engine = Collapsed(form, self.net, made.images)
         answer = request.net(request.example[:1].clone())  # the net may write into its input
         if made.answer is None or not torch.equal(answer, made.answer):
             try:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastbcd import MaskedReLU, masks, set_masks
+from fastbcd.scoring.collapsed.affine_cache import AffineCache
 from fastbcd.scoring.collapsed.affine_net import AffineNet
 from fastbcd.scoring.collapsed.build import FormBuilder
 from fastbcd.scoring.collapsed.engine import Collapsed
@@ -62,8 +63,9 @@ def engine_of(net, x, with_image=False) -> Collapsed:
     now = masks(net).copy()
     with torch.inference_mode():
         x = x.contiguous(memory_format=torch.channels_last)
-        builder = FormBuilder(AffineNet(make_program(net, x[:1])), now, x[:2])
-        return Collapsed(builder.build(with_image), builder)
+        affine = AffineNet(make_program(net, x[:1]))
+        form = FormBuilder(affine, now, x[:2]).build(with_image)
+        return Collapsed(form, affine, AffineCache())
 
 
 def worst_difference(net, engine, x, removals: dict, lanes: int) -> float:

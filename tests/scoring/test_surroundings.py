@@ -98,10 +98,10 @@ def test_bfloat16_is_for_nets_in_float32_and_not_for_collapsed(monkeypatch) -> N
 def test_values_of_another_precision_are_not_reused() -> None:
     net, data = thinned(make("resnet"), 0.1), images(20)
     for precision, cached in (("tf32", False), ("tf32", True), ("float32", False)):
-        before = dict(compiled(net).images.blocks)
+        before = dict(compiled(net).images.known)
         score(net, hypotheses(net), data, Engine("collapsed", precision=precision))
-        now = compiled(net).images.blocks
-        assert any(before.get(number) is block for number, block in now.items()) == cached
+        now = compiled(net).images.known
+        assert any(before.get(number) is image for number, image in now.items()) == cached
 
 
 FLAGS = [

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from fastbcd.ops import reference
-from fastbcd.scoring.collapsed.linear_rules import Context, NotAffine, Run, linear_part, scaled
-from fastbcd.scoring.collapsed.patches import Patch, Value, stored, whole
+from fastbcd.scoring.collapsed.linear_rules import NotAffine, linear_parts, scaled
+from fastbcd.scoring.collapsed.patches import LARGE, Patch, Value, stored, whole
 from fastbcd.scoring.engine import Request
-from fastbcd.scoring.program import Activation, Convolution, Operation, Program
+from fastbcd.scoring.program import Activation, Convolution, Program, Step
 from fastbcd.scoring.stacked import peak_bytes
 
 IMAGE = -1  # the source of impulses in the image itself; sites count from 0
-TOGETHER = 8  # impulses that are checked in a batch of whole images
 
 
 class AffineNet:
@@ -31,24 +31,17 @@ class AffineNet:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.linear: dict[fx.Node, Run] = {}
-        self.cost: dict[fx.Node, int] = {}  # multiply-adds for one number of the result
-        context = Context(program, {program.placeholder})
-        for step in program.steps:
-            if context.depends_on_image(step):
-                self.linear[step.node] = linear_part(step, context)
-                context.varies.add(step.node)
-                if isinstance(step, Operation) and isinstance(step.run, Convolution):
-                    self.cost[step.node] = step.run.weight[0].numel()
+        self.linear = linear_parts(program)
+        self.output_shape = program.shapes[program.output][1:]
         self.starts = {IMAGE: program.placeholder}
         self.off: dict[fx.Node, Tensor] = {}  # masks without bits: the activation is the identity
         self.lines: dict[fx.Node, Tensor] = {}  # c0 and c1 of each channel, [2, C]
         for site in program.activations:
             self.starts[site.site] = site.node
             self.off[site.node] = torch.zeros_like(site.module.mask, dtype=torch.uint8).unsqueeze(0)
-            coefficients = site.module.coefficients()
-            if coefficients is not None:
-                self.lines[site.node] = coefficients[:2].detach()
+            if site.coef is not None:
+                self.lines[site.node] = site.coef[:2]
+        self.site_of = {node: site for site, node in self.starts.items() if site != IMAGE}
 
     def run(self, x: Tensor) -> Iterator[tuple[fx.Node, Tensor, Tensor]]:
         """Images [B, ...] through the affine net: (node, z, y) at sites and logits, [B, ...].
@@ -58,19 +51,19 @@ class AffineNet:
         """
         program = self.program
         values: dict[fx.Node, Any] = {**program.constants, program.placeholder: x}
-        unread = dict(program.uses)
-        for step in program.steps:
+        for step, unread in zip(program.steps, program.last_uses, strict=True):
             if isinstance(step, Activation):
                 z = self._sum(step, values)
-                y = self._on_line(step.node, z)
+                y = z
+                if step.node in self.lines:
+                    c0, c1 = self.lines[step.node].view(2, -1, *(1,) * (z.ndim - 2))
+                    y = c1 * z + c0
                 values[step.node] = y
                 yield step.node, z, y
             else:
                 values[step.node] = step(values)
-            for node in step.inputs:
-                unread[node] -= 1
-                if not unread[node] and node not in program.constants:
-                    del values[node]
+            for node in unread:
+                del values[node]
         logits = values[program.output]
         yield program.output, logits, logits
 
@@ -84,20 +77,28 @@ class AffineNet:
         if x.dtype == torch.float64 and x.device.type != "cpu":  # there is no kernel
             z = reference.masked_relu(x, off, step.scale, step.shift, residual, True)
         else:
-            out = None
-            if step.x in self.program.fresh:
-                out = x
-            z = step.sum(x, off, residual, out)
+            out = x if step.x in self.program.fresh else None
+            z = step._replace(coef=None).run(x, off, residual, out)
         return z.squeeze(0)
 
-    def _on_line(self, node: fx.Node, z: Tensor) -> Tensor:
-        """c1·z + c0 where removed ReLUs are lines, else z."""
-        if node not in self.lines:
-            return z
-        c0, c1 = self.lines[node].view(2, -1, *(1,) * (z.ndim - 2))
-        return c1 * z + c0
+    def values_at(self, places: Tensor, bounds: list[int], x: Tensor) -> Tensor:
+        """z of images at the kinks of a form, and the logits, [R + classes, B]."""
+        of_site = places.split([high - low for low, high in pairwise(bounds[:-1])])
+        pieces = []
+        for piece in x.split(LARGE // 2):
+            parts = [places.new_empty(0, len(piece), dtype=x.dtype)] * len(of_site)
+            for node, z, _ in self.run(piece):
+                if node not in self.site_of:
+                    parts.append(z.flatten(1).T)  # the logits
+                    continue
+                if z.ndim == 4:
+                    z = z.movedim(1, -1)
+                site = self.site_of[node]
+                parts[site] = z.flatten(1).index_select(1, of_site[site]).T
+            pieces.append(torch.cat(parts))
+        return torch.cat(pieces, 1)
 
-    def reached(self, source: int) -> list[Activation | Operation]:
+    def reached(self, source: int) -> list[Step]:
         """The steps that an impulse at a source can change, in order."""
         changed = {self.starts[source]}
         steps = []
@@ -108,7 +109,7 @@ class AffineNet:
         return steps
 
     def push(
-        self, source: int, impulses: Value, steps: list[Activation | Operation]
+        self, source: int, impulses: Value, steps: list[Step]
     ) -> Iterator[tuple[fx.Node, Value]]:
         """Impulses [n, ...] added to what a source gives: (node, value) after each step.
 
@@ -126,14 +127,16 @@ class AffineNet:
                 if last_reader[node] is step.node:
                     values.pop(node, None)
 
-
-class Impulse(NamedTuple):
-    """A number that is added at one position, for one image of a batch."""
-
-    row: int
-    source: int
-    position: tuple[int, ...]
-    value: float
+    def multiply_adds(self, source: int, impulse: Value, steps: list[Step]) -> int:
+        """Of an impulse, by the numbers that convolutions compute of it."""
+        weights = {
+            step.node: step.run.weight for step in steps if isinstance(step.run, Convolution)
+        }
+        return sum(
+            weights[node][0].numel() * stored(value).numel()
+            for node, value in self.push(source, impulse, steps)
+            if node in weights
+        )
 
 
 def check_linear(request: Request, program: Program) -> None:
@@ -144,78 +147,63 @@ def check_linear(request: Request, program: Program) -> None:
     """
     values = peak_bytes(program) + sum(program.bytes_per_image[s.node] for s in program.activations)
     weights = sum(t.nbytes for t in (*request.net.parameters(), *request.net.buffers()))
-    needed = 2 * ((1 + TOGETHER) * values + weights)
+    needed = 2 * (7 * values + weights)  # 4 images, and 3 impulses one by one
     if needed > request.memory:
         raise NotAffine(
             f"its linear part is checked in double, which takes {needed / 2**20:,.0f} MiB, and "
             f"{request.memory / 2**20:,.0f} MiB may be used (Engine(memory=...) allows more)"
         )
-    like = request.example[:1]
     generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(request.example[:1].shape, generator=generator, dtype=torch.float64)
+    image = noise.to(request.example.device)
     try:
         net = AffineNet(_in_double(program))
-        impulses = _impulses(net, generator)
-        image = torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.device)
-        for i in range(0, len(impulses), TOGETHER):
-            _compare(net, image, impulses[i : i + TOGETHER])
+        for source, node in net.starts.items():
+            shape = program.shapes[node][1:]
+            anywhere = [int(torch.randint(n, (1,), generator=generator)) for n in shape]
+            corners = [[anywhere[0], *(0 for _ in shape[1:])], [n - 1 for n in shape]]
+            _compare(net, image, source, [anywhere, *corners])
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise NotAffine(f"its linear part cannot be computed ({error})") from error
 
 
-def _impulses(net: AffineNet, generator: torch.Generator) -> list[Impulse]:
-    """Two for each source: at a random position, and in the first or in the last corner."""
-    impulses: list[Impulse] = []
-    for number, (source, node) in enumerate(net.starts.items()):
-        shape = net.program.shapes[node][1:]
-        anywhere = tuple(int(torch.randint(n, (1,), generator=generator)) for n in shape)
-        corner = tuple(n - 1 for n in shape)
-        if number % 2 == 0:
-            corner = (*anywhere[:1], *(0 for _ in shape[1:]))
-        for position in (anywhere, corner):
-            row = 1 + len(impulses) % TOGETHER
-            impulses.append(Impulse(row, source, position, 4.0 * (-1) ** row))
-    return impulses
-
-
-def _compare(net: AffineNet, image: Tensor, impulses: list[Impulse]) -> None:
-    """Row 0 of a batch is the image itself; each other row has one impulse added somewhere."""
-    x = image.repeat(1 + len(impulses), *(1,) * (image.ndim - 1))
-    responses: dict[fx.Node, dict[int, Tensor]] = {}
-    for impulse in impulses:
-        steps = net.reached(impulse.source)
-        for node, value in net.push(impulse.source, _as_value(net, impulse, image), steps):
-            if node is net.program.output or node in net.off:
-                responses.setdefault(node, {})[impulse.row] = whole(value)[0]
-
-    def add_impulses(source: fx.Node, values: Tensor) -> None:
-        for impulse in impulses:
-            if net.starts[impulse.source] is source:
-                place = (impulse.row, *impulse.position)
-                values[place] += impulse.value
-
-    add_impulses(net.program.placeholder, x)
+def _compare(net: AffineNet, image: Tensor, source: int, positions: list[list[int]]) -> None:
+    """Row 0 of a batch is the image itself; each other row has one impulse added at the source."""
+    start = net.starts[source]
+    steps = net.reached(source)
+    x = image.repeat(1 + len(positions), *(1,) * (image.ndim - 1))
+    impulses = image.new_zeros(len(x), *net.program.shapes[start][1:])
+    responses: list[dict[fx.Node, Tensor]] = []
+    for row, position in enumerate(positions, 1):
+        index = (row, *position)
+        impulses[index] = 4.0
+        pushed = net.push(source, _as_value(impulses[row : row + 1], position), steps)
+        responses.append(
+            {n: whole(v)[0] for n, v in pushed if n in net.off or n is net.program.output}
+        )
+    if source == IMAGE:
+        x += impulses
     for node, z, y in net.run(x):
-        difference = z - z[:1]
-        for row, response in responses.get(node, {}).items():
-            difference[row] -= response
+        difference = z[1:] - z[:1]
+        for row, response in enumerate(responses):
+            difference[row] -= response.get(node, 0)
         if not difference.abs().max() <= 1e-9 * z.abs().max().clamp(min=1):
             raise NotAffine(
                 f"an impulse arrives at node {node.name!r} in another way than in the net"
             )
-        add_impulses(node, y)
+        if node is start:
+            y += impulses
 
 
-def _as_value(net: AffineNet, impulse: Impulse, like: Tensor) -> Value:
-    """The impulse as one image, or as a patch of one pixel."""
-    shape = net.program.shapes[net.starts[impulse.source]][1:]
-    if len(shape) != 3:
-        image = like.new_zeros(1, *shape)
-        image[0][impulse.position] = impulse.value
-        return image
-    channel, top, left = impulse.position
-    pixel = like.new_zeros(1, shape[0], 1, 1)
-    pixel[0, channel] = impulse.value
-    return Patch(pixel, top, left, shape[1:])
+def _as_value(impulse: Tensor, position: list[int]) -> Value:
+    """The impulse [1, ...] as a patch of one pixel, if it is an image."""
+    if impulse.ndim != 4:
+        return impulse
+    _, top, left = position
+    height, width = impulse.shape[2:]
+    box = (range(top, top + 1), range(left, left + 1))
+    pixel = impulse[:, :, top : top + 1, left : left + 1]
+    return Patch(pixel, box, (height, width))
 
 
 def _in_double(program: Program) -> Program:

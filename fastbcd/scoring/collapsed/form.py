@@ -2,7 +2,7 @@
 
 relu(z) = z + relu(-z), so a kept ReLU adds its kink c = relu(-z) to the identity, and
 
-    z_s = U_s x + u_s + sum over earlier sites r of  c_r H_rs      (row vectors, by site)
+    z_s = U_s x + u_s + sum over earlier kinks i of  c_i H_is      (row vectors, by site)
     c_s = m_s · relu(-z_s)
 
 and the logits are z of the last target, after all sites. Where a removed ReLU is a line, a kept one
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,24 +23,17 @@ from torch import Tensor
 from fastbcd.masking.masks import MaskSet
 
 
-class Block(NamedTuple):
-    """What kinks start .. stop-1 add to one target: matrix [stop - start, n_target]."""
-
-    start: int
-    stop: int
-    matrix: Tensor
-
-
 @dataclass(frozen=True)
 class Form:
     """Numbers of site s are bounds[s] .. bounds[s+1]-1; the logits follow the last site's."""
 
     ids: Tensor  # LongTensor[R], the flat id of each kink's ReLU
+    places: Tensor  # LongTensor[R], where its z is in the channels_last memory of its site
     bounds: list[int]
-    blocks: list[list[Block]]  # H by target, in the order of kinks; blocks of zeros are left out
+    responses: list[Tensor]  # H by target: what each earlier kink adds, [bounds[s], n_s]
     constant: Tensor  # u [R + classes]
     image: Tensor | None  # U [P, R + classes], P numbers in an image; None: run the affine net
-    lines: Tensor | None = None  # c0 and 1 - c1 of each kink, [2, R]; None: all are the identity
+    lines: Tensor | None  # c0 and 1 - c1 of each kink, [2, R]; None: all are the identity
 
     @property
     def kinks(self) -> int:
@@ -60,32 +52,24 @@ class Form:
 
     def shrunk(self, kept: Tensor) -> Form:
         """The form of the same net with fewer ReLUs. This one is used up, which saves memory."""
-        before = torch.searchsorted(kept.cpu(), torch.arange(len(self.constant) + 1)).tolist()
-        bounds = [before[bound] for bound in self.bounds]
-        blocks: list[list[Block]] = []
+        bounds = torch.searchsorted(kept.cpu(), torch.tensor(self.bounds)).tolist()
+        responses: list[Tensor] = []
         for s, (low, high) in enumerate(pairwise(bounds)):
-            columns = kept[low:high] - self.bounds[s]
-            blocks.append([])
-            for block in self.blocks[s]:
-                start = before[block.start]
-                stop = before[block.stop]
-                if start < stop and low < high:
-                    matrix = block.matrix.index_select(0, kept[start:stop] - block.start)
-                    blocks[s].append(Block(start, stop, matrix.index_select(1, columns)))
-            self.blocks[s] = []
+            rows = self.responses[s].index_select(0, kept[:low])
+            responses.append(rows.index_select(1, kept[low:high] - self.bounds[s]))
+            self.responses[s] = rows.new_empty(0)
         kinks = kept[: bounds[-2]]
-        image = None
-        if self.image is not None:
-            image = self.image[:, kept]
-        lines = None
-        if self.lines is not None:
-            lines = self.lines[:, kinks]
-        return Form(
-            self.ids[kinks.to(self.ids.device)], bounds, blocks, self.constant[kept], image, lines
-        )
+        image = self.image
+        if image is not None:
+            image = image[:, kept]
+        lines = self.lines
+        if lines is not None:
+            lines = lines[:, kinks]
+        ids = self.ids[kinks.to(self.ids.device)]
+        return Form(ids, self.places[kinks], bounds, responses, self.constant[kept], image, lines)
 
 
 def find(ids: Tensor, wanted: Tensor) -> Tensor:
-    """The place of each of `wanted` in `ids`, which has no repeats."""
+    """The index of each of `wanted` in `ids`, which has no repeats."""
     order = torch.argsort(ids)
     return order[torch.searchsorted(ids[order], wanted)]

@@ -4,8 +4,8 @@ A unit impulse at one neuron reaches 3×3 positions after a 3×3 convolution, 5�
 Only the box that it can have reached is stored and convolved:
 
     ┌──────────────┐
-    │ 0    ┌────┐  │      value [n, C, h, w] lies at rows top .. top+h-1 and
-    │      │ v  │  │      columns left .. left+w-1 of images [n, C, H, W]
+    │ 0    ┌────┐  │      value [n, C, h, w] lies at the rows and columns
+    │      │ v  │  │      of its box in images [n, C, H, W]
     │      └────┘  │
     └──────────────┘
 
@@ -15,8 +15,8 @@ tiles, and cuts them into batches.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fastbcd.scoring.program import Convolution
 
-Box = tuple[int, int, int, int]  # top, left, bottom, right, the last two exclusive
+Box = tuple[range, range]  # rows, columns
 LARGE = 64  # impulses in a batch
 
 
@@ -34,85 +34,101 @@ class Patch(NamedTuple):
     """n images of size (H, W) that are zero outside a box."""
 
     value: Tensor  # [n, C, h, w]
-    top: int
-    left: int
+    box: Box
     size: tuple[int, int]
-
-    @property
-    def box(self) -> Box:
-        height, width = self.value.shape[2:]
-        return self.top, self.left, self.top + height, self.left + width
 
     def within(self, box: Box) -> Tensor:
         """The numbers in another box: cropped, or extended with zeros."""
         if box == self.box:
             return self.value
-        top, left, bottom, right = self.box
-        edges = (left - box[1], box[3] - right, top - box[0], box[2] - bottom)  # to add, or to cut
-        if bottom <= box[0] or box[2] <= top or right <= box[1] or box[3] <= left:
-            return self.value.new_zeros(*self.value.shape[:2], box[2] - box[0], box[3] - box[1])
+        edges: list[int] = []  # of columns, then rows: how many to add, or to cut if negative
+        for here, wanted in zip(self.box, box, strict=True):
+            if wanted.stop <= here.start or here.stop <= wanted.start:
+                return self.value.new_zeros(*self.value.shape[:2], *map(len, box))
+            edges = [here.start - wanted.start, wanted.stop - here.stop, *edges]
         return F.pad(self.value, edges)
 
 
 Value = Patch | Tensor  # a Tensor is whole, of any shape
 
 
+def full_box(size: Sequence[int]) -> Box:
+    """All rows and columns of an image."""
+    height, width = size
+    return range(height), range(width)
+
+
 def stored(value: Value) -> Tensor:
     """The numbers that are stored, [n, ...]."""
-    return value.value if isinstance(value, Patch) else value
+    if isinstance(value, Patch):
+        return value.value
+    return value
 
 
 def whole(value: Value) -> Tensor:
     """The value as one tensor, with the zeros outside its box."""
-    return value.within((0, 0, *value.size)) if isinstance(value, Patch) else value
+    if isinstance(value, Patch):
+        return value.within(full_box(value.size))
+    return value
+
+
+def nothing(shape: tuple[int, ...], like: Value) -> Value:
+    """Zeros of a shape [n, ...], stored as another value is."""
+    if not isinstance(like, Patch):
+        return like.new_zeros(shape)
+    n, channels, height, width = shape
+    value = like.value.new_zeros(n, channels, *map(len, like.box))
+    return Patch(value, like.box, (height, width))
 
 
 def aligned(values: Sequence[Any]) -> tuple[list[Tensor], Callable[[Tensor], Value]]:
     """The numbers of values in the smallest box around all, and how to make a value of such."""
-    if not all(isinstance(v, Patch) for v in values):
-        return [whole(v) for v in values], lambda t: t
-    tops, lefts, bottoms, rights = zip(*(v.box for v in values), strict=True)
-    box = (min(tops), min(lefts), max(bottoms), max(rights))
-    return [v.within(box) for v in values], lambda t: Patch(t, box[0], box[1], values[0].size)
+    if not all(isinstance(value, Patch) for value in values):
+        return [whole(value) for value in values], lambda numbers: numbers
+    box: Any = tuple(
+        range(min(lines.start for lines in same), max(lines.stop for lines in same))
+        for same in zip(*(value.box for value in values), strict=True)
+    )
+    size = values[0].size
+    return [value.within(box) for value in values], lambda numbers: Patch(numbers, box, size)
 
 
 def convolve(x: Value, conv: Convolution) -> Patch:
-    """conv2d without its bias, on the box and its surroundings only."""
-    if not isinstance(x, Patch) or x.box == (0, 0, *x.size):
-        y = conv._replace(bias=None)(stored(x))
-        return Patch(y, 0, 0, (y.shape[2], y.shape[3]))
-    reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.weight.shape[2:], strict=True)]
-    if isinstance(conv.padding, str):
-        both = reach if conv.padding == "same" else [0, 0]
-        before = [b // 2 for b in both]
-    else:
-        before, both = list(conv.padding), [2 * p for p in conv.padding]
-    return _windows(x, conv._replace(bias=None, padding=(0, 0)), conv.stride, reach, before, both)
+    """conv2d without a bias, on the box and its surroundings only."""
+    if not isinstance(x, Patch) or x.box == full_box(x.size) or isinstance(conv.padding, str):
+        y = conv(whole(x))
+        height, width = y.shape[2:]
+        return Patch(y, full_box((height, width)), (height, width))
+    kernel = conv.weight.shape[2:]
+    reach = [d * (k - 1) for d, k in zip(conv.dilation, kernel, strict=True)]
+    unpadded = conv._replace(padding=(0, 0))
+    return _windowed(x, unpadded, conv.stride, reach, conv.padding)
 
 
 def subsample(x: Patch, rows: int, columns: int) -> Patch:
     """x[:, :, ::rows, ::columns]."""
-    none = [0, 0]
-    return _windows(x, lambda v: v[:, :, ::rows, ::columns], (rows, columns), none, none, none)
+    none = (0, 0)
+    return _windowed(x, lambda v: v[:, :, ::rows, ::columns], (rows, columns), none, none)
 
 
-def _windows(x: Patch, run: Any, stride: Sequence[int], *edges: list[int]) -> Patch:
-    """run(x), whose output o reads x at o*stride - before ... + reach.
+def _windowed(x: Patch, run: Any, *windows: Sequence[int]) -> Patch:
+    """run(inputs) for the outputs that read any number of the box.
 
-    edges: reach; before and both, the padding before and in all.
+    windows: stride, reach and padding; output o reads inputs o*stride - padding ... + reach.
     """
-    spans = []
-    for d, (reach, before, both) in enumerate(zip(*edges, strict=True)):
-        length = (x.size[d] + both - reach - 1) // stride[d] + 1
-        first = max(0, math.ceil((x.box[d] + before - reach) / stride[d]))
-        # Strides can step over the box: then one position is left, of zeros.
-        last = min(length - 1, max(first, (x.box[2 + d] - 1 + before) // stride[d]))
+    inputs: Any = []
+    outputs: Any = []
+    size: Any = []
+    for here, length, stride, reach, padding in zip(x.box, x.size, *windows, strict=True):
+        count = (length + 2 * padding - reach - 1) // stride + 1
+        first = max(0, -(-(here.start + padding - reach) // stride))
+        # Strides can step over the box: then one output is left, of zeros.
+        last = min(count - 1, max(first, (here.stop - 1 + padding) // stride))
         first = min(first, last)
-        start = first * stride[d] - before
-        spans.append((first, length, start, start + (last - first) * stride[d] + reach + 1))
-    (top, height, *rows), (left, width, *columns) = spans
-    seen = x.within((rows[0], columns[0], rows[1], columns[1]))
-    return Patch(run(seen), top, left, (height, width))
+        inputs.append(range(first * stride - padding, last * stride - padding + reach + 1))
+        outputs.append(range(first, last + 1))
+        size.append(count)
+    return Patch(run(x.within(tuple(inputs))), tuple(outputs), tuple(size))
 
 
 class ImpulseBatch(NamedTuple):
@@ -127,63 +143,84 @@ class Positions:
     """The positions whose bits are set, of a site or an image, ordered by tile."""
 
     def __init__(self, bits: Tensor, device: torch.device, large: int = LARGE) -> None:
-        shape = self.shape = tuple(bits.shape)
+        """large: how many impulses run together."""
+        self.shape = tuple(bits.shape)
+        image = self.shape
+        if len(image) != 3:  # one position with many channels
+            image = (bits.numel(), 1, 1)
+        self.channels, height, width = image
+        self.size = (height, width)
         flat = bits.flatten().nonzero().flatten()
         self.count = len(flat)
-        # A site of another rank is one position with many channels.
-        self.channels, height, width = shape if len(shape) == 3 else (math.prod(shape), 1, 1)
-        self.size = (height, width)
-        c, y, x = flat // (height * width), flat // width % height, flat % width
-        # The smallest power of two for which tiles hold 3/8 of a batch on average.
-        side, few = 1, self.count * 8 // (large * 3)
-        while side < max(height, width) and few < -(-height // side) * -(-width // side):
-            side *= 2
-        self.tile = side
+        self.tile = tile_side(self.size, self.count * 8 // (large * 3))
+        c, y, x = torch.unravel_index(flat, image)
         tile = y // self.tile * width + x // self.tile
         place = (y * width + x) * self.channels + c  # in channels_last memory
-        order = torch.argsort(tile * math.prod(shape) + place)
+        order = torch.argsort(tile * bits.numel() + place)
         self.flat = flat[order]
         self.c, self.y, self.x, self.place = torch.stack([c, y, x, place])[:, order].to(device)
-        rows = torch.bincount(y // self.tile, minlength=-(-height // self.tile))
-        self.row_starts = [0, *rows.cumsum(0).tolist()]  # positions before each row of tiles
-        self.batches: list[ImpulseBatch] = []  # all positions in order; a batch shares a tile
+        tiles = tile[order]
+        rows = torch.arange(height + 1) * width
+        self.row_starts = torch.searchsorted(tiles, rows).tolist()  # before each row of tiles
+        self.batches = list(self._batches(tiles, large))
+
+    def _batches(self, tiles: Tensor, large: int) -> Iterator[ImpulseBatch]:
+        """All positions in order, in parts of at most `large`; a batch shares a tile."""
         start = 0
-        for key, n in zip(*(t.tolist() for t in tile.unique(return_counts=True)), strict=True):
-            top, left = key // width * self.tile, key % width * self.tile
-            box = (top, left, min(top + self.tile, height), min(left + self.tile, width))
-            pieces = -(-n // large)
-            cuts = [start + i * n // pieces for i in range(pieces + 1)]
-            self.batches += [ImpulseBatch(a, b, box) for a, b in pairwise(cuts)]
-            start += n
+        for tile, count in Counter(tiles.tolist()).items():
+            corner = divmod(tile, self.size[1])
+            box: Any = tuple(
+                range(self.tile * k, min(self.tile * (k + 1), length))
+                for k, length in zip(corner, self.size, strict=True)
+            )
+            parts = -(-count // large)
+            cuts = [start + i * count // parts for i in range(parts + 1)]
+            for low, high in pairwise(cuts):
+                yield ImpulseBatch(low, high, box)
+            start += count
 
     def impulses(self, batch: ImpulseBatch, like: Tensor) -> Value:
         """A 1 at each position of the batch, one image each: [n, ...] of like's dtype, device."""
-        top, left, bottom, right = batch.box
+        height, width = map(len, batch.box)
         place, _ = self._inside(batch.box, slice(batch.start, batch.stop))
-        flat = like.new_zeros(len(place), (bottom - top) * (right - left) * self.channels)
+        flat = like.new_zeros(len(place), height * width * self.channels)
         flat.scatter_(1, place[:, None], 1)
         if len(self.shape) != 3:
             return flat.view(-1, *self.shape)
-        value = flat.view(-1, bottom - top, right - left, self.channels).movedim(-1, 1)
-        return Patch(value, top, left, self.size)
+        value = flat.view(-1, height, width, self.channels).movedim(-1, 1)
+        return Patch(value, batch.box, self.size)
 
     def gather(self, value: Value) -> tuple[slice, Tensor]:
         """(numbers of positions, their values [n, ...]); the value is zero at all others."""
+        everything = full_box(self.size)
         if not isinstance(value, Patch):
-            value = Patch(value.reshape(len(value), self.channels, *self.size), 0, 0, self.size)
+            image = value.reshape(len(value), self.channels, *self.size)
+            value = Patch(image, everything, self.size)
         flat = value.value.movedim(1, -1).flatten(1)
-        if value.box == (0, 0, *self.size):
+        if value.box == everything:
             return slice(None), flat.index_select(1, self.place)
-        # The rows of tiles that the box meets.
-        first, last = value.top // self.tile, (value.box[2] - 1) // self.tile
-        some = slice(self.row_starts[first], self.row_starts[last + 1])
-        place, outside = self._inside(value.box, some)
-        found = flat.index_select(1, place.masked_fill(outside, 0))
-        return some, found.masked_fill_(outside, 0)
+        rows, _ = value.box  # near are the rows of tiles that these meet
+        near = slice(
+            self.row_starts[rows.start // self.tile],
+            self.row_starts[(rows.stop - 1) // self.tile + 1],
+        )
+        place, outside = self._inside(value.box, near)
+        values = flat.index_select(1, place.masked_fill(outside, 0))
+        return near, values.masked_fill_(outside, 0)
 
-    def _inside(self, box: Box, some: slice) -> tuple[Tensor, Tensor]:
-        """The places of some positions in the memory of a box, and which lie outside of it."""
-        top, left, bottom, right = box
-        y, x = self.y[some] - top, self.x[some] - left
-        outside = (y < 0) | (y >= bottom - top) | (x < 0) | (x >= right - left)
-        return (y * (right - left) + x) * self.channels + self.c[some], outside
+    def _inside(self, box: Box, part: slice) -> tuple[Tensor, Tensor]:
+        """The places of a part of the positions in the memory of a box; which lie outside of it."""
+        height, width = map(len, box)
+        y = self.y[part] - box[0].start
+        x = self.x[part] - box[1].start
+        outside = (y < 0) | (y >= height) | (x < 0) | (x >= width)
+        return (y * width + x) * self.channels + self.c[part], outside
+
+
+def tile_side(size: Sequence[int], tiles: int) -> int:
+    """The smallest power of two that cuts an image into at most so many tiles, or into one."""
+    height, width = size
+    side = 1
+    while side < max(size) and -(-height // side) * -(-width // side) > tiles:
+        side *= 2
+    return side

@@ -8,8 +8,9 @@ from torch import nn
 
 from fastbcd import Engine, MaskedLine, MaskedReLU, MaskSet, bcd, masks, models, score, set_masks
 from fastbcd.scoring import plan
+from fastbcd.scoring.collapsed import affine_net
 from fastbcd.scoring.collapsed import build as building
-from fastbcd.scoring.collapsed import linear_rules
+from fastbcd.scoring.collapsed.affine_net import AffineNet
 from fastbcd.scoring.collapsed.form import find
 from fastbcd.scoring.compiled import Signature, compiled
 from fastbcd.scoring.engine import Request
@@ -79,10 +80,10 @@ def test_a_removal_shrinks_the_form(builds) -> None:
     # The order of kinks follows the tiles of what was there at first; their values do not.
     place = find(small.ids, fresh.ids)
     assert torch.equal(small.ids[place], fresh.ids)
-    ((of_small,), (of_fresh,)) = small.blocks[-1], fresh.blocks[-1]  # of the logits
-    assert torch.allclose(of_small.matrix[place], of_fresh.matrix, atol=1e-6)
-    sizes = [[b.matrix.numel() for site in f.blocks for b in site] for f in (small, fresh)]
-    assert sum(sizes[0]) == sum(sizes[1])
+    # Those of the logits.
+    assert torch.allclose(small.responses[-1][place], fresh.responses[-1], atol=1e-6)
+    sizes = [[matrix.numel() for matrix in form.responses] for form in (small, fresh)]
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("change", ["data", "step", "load", "statistics", "masks"])
@@ -188,32 +189,43 @@ def test_tuples_are_followed() -> None:
 def test_a_rule_that_loses_a_path_is_noticed(monkeypatch, lost) -> None:
     """However small its effect on the logits is: impulses are compared at every site."""
 
-    def loses(*args, **kwargs):
-        run = chunk(*args, **kwargs)
+    def loses(program):
+        parts = plain(program)
+        node = next(node for node in parts if node.target == "chunk")
+        chunk = parts[node]
 
-        def less(value):
-            parts = list(run(value))
-            parts[lost] = parts[lost]._replace(value=0 * parts[lost].value)
-            return tuple(parts)
+        def less(values, n):
+            halves = list(chunk(values, n))
+            halves[lost] = 0 * halves[lost]
+            return halves
 
-        return less
+        return parts | {node: less}
 
-    chunk = linear_rules.RULES["chunk"]
-    monkeypatch.setitem(linear_rules.RULES, "chunk", loses)
+    plain = affine_net.linear_parts
+    monkeypatch.setattr(affine_net, "linear_parts", loses)
     net = thinned(Halves().eval(), 0.05)
     net.head.weight.data[:, :3] *= 1e-5  # the logits hardly depend on the first half
     with pytest.raises(ValueError, match="an impulse arrives at node"):
         score(net, [masks(net).sample(2, seed=0, step=0, trial=0)], images(9), engine="collapsed")
 
 
+def count_images(monkeypatch) -> list[int]:
+    """How many images went through the affine net in each call."""
+    calls: list[int] = []
+    plain = AffineNet.values_at
+
+    def values_at(self, places, bounds, x):
+        calls.append(len(x))
+        return plain(self, places, bounds, x)
+
+    monkeypatch.setattr(AffineNet, "values_at", values_at)
+    return calls
+
+
 def test_the_affine_part_is_computed_once(monkeypatch) -> None:
     net, (x, labels) = thinned(make("resnet")), images(50)
     ids = list(some_removals(net).values())
-    calls: list[int] = []
-    plain = building.FormBuilder.affine_part
-    monkeypatch.setattr(
-        building.FormBuilder, "affine_part", lambda self, x: calls.append(len(x)) or plain(self, x)
-    )
+    calls = count_images(monkeypatch)
     first = score(net, ids, (x, labels), Engine("collapsed", batch_size=20))
     spent = len(calls)
     again = score(net, ids, (x, labels), Engine("collapsed", batch_size=20))
@@ -243,10 +255,7 @@ def test_a_batch_is_found_by_its_number(monkeypatch) -> None:
 def test_images_are_found_in_any_order(monkeypatch) -> None:
     """Each image goes through the affine net once, whichever batches it comes in."""
     net, (x, _) = thinned(make("resnet"), 0.1), images(40)
-    calls, plain = [], building.FormBuilder.affine_part
-    monkeypatch.setattr(
-        building.FormBuilder, "affine_part", lambda self, x: calls.append(len(x)) or plain(self, x)
-    )
+    calls = count_images(monkeypatch)
     request = Request(net.eval(), masks(net).copy(), [], 1, 40, x[:2], None, 2**30)
     with torch.inference_mode():
         engine = plan.make_plan(request, "collapsed").engine
