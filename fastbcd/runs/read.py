@@ -112,8 +112,8 @@ class SavedRun:
             fingerprint.restore(net, self.weights)
         except ValueError as error:
             raise ValueError(
-                f"{self.path} does not fit {type(net).__name__} "
-                f"(its net has replacement={self.replacement!r}): {error}"
+                f"{self.path} does not fit {type(net).__name__}: {error} "
+                f"(give a net with replacement={self.replacement!r})"
             ) from error
         return net.eval()
 
@@ -136,10 +136,13 @@ def load_run(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sa
     >>> torch.equal(run.model(data[0]), net.eval()(data[0]))
     True
     """
-    run = saved_run(Path(path))
+    folder = Path(path)
+    if not folder.exists():
+        raise FileNotFoundError(f"there is nothing at {folder}; name a run directory")
+    run = saved_run(folder)
     if run is None:
         raise ValueError(
-            f"{path} holds no run that has begun: name a run directory; it has config.json and "
+            f"{folder} holds no run that has begun: name a run directory; it has config.json and "
             f"start.safetensors in it, as `fastbcd bcd --run-dir` writes them"
         )
     if model is not None:

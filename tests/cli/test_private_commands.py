@@ -161,7 +161,7 @@ def test_a_recorded_net_that_is_none(run, arch, message, capsys) -> None:
     for file in Path("out").glob("*.safetensors"):  # bound to the other config.json
         file.unlink()
     Path("out/history.jsonl").unlink()
-    content = directory._encoded(start, directory._sha256(path), "")
+    content = directory._encoded(start, Path("out/start.safetensors"))
     Path("out/start.safetensors").write_bytes(content)
     assert fastbcd_("export out --out net.pt2") == 2
     error = capsys.readouterr().err
