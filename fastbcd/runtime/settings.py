@@ -18,7 +18,7 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from fastbcd.runtime.validate import check_choice, check_number, check_whole
@@ -96,9 +96,13 @@ class Settings:
 
 def kinds_of(cls: type[Settings]) -> dict[str, frozenset[Any]]:
     """For each field, the types that its annotation names."""
-    hints = typing.get_type_hints(cls)
-    fields = dataclasses.fields(cls)
-    return {field.name: frozenset(_members(hints[field.name])) for field in fields}
+    kinds = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        members = [hint]
+        if typing.get_origin(hint) in (types.UnionType, typing.Union):
+            members = list(typing.get_args(hint))
+        kinds[name] = frozenset(typing.get_origin(kind) or kind for kind in members)
+    return kinds
 
 
 def fields_in(cls: type[Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -149,25 +153,20 @@ def with_settings(
         rt: hypotheses that a step tries at most (50)
     """
 
+    fields: dict[str, Any] = {}
+    for cls in classes:
+        for field in dataclasses.fields(cls):
+            fields.setdefault(field.name, field)
+
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
-        parameters = {
-            name: parameter
-            for name, parameter in signature.parameters.items()
-            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
-        }
-        added = []
-        for cls in classes:
-            for field in dataclasses.fields(cls):
-                if field.name in parameters or field.name in without:
-                    continue
-                added.append((field.name, field))
-                parameters[field.name] = inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=field.default,
-                    annotation=field.type,
-                )
+        parameters = dict(signature.parameters)
+        parameters.popitem()  # **settings
+        added = {n: f for n, f in fields.items() if n not in (*parameters, *without)}
+        for name, field in added.items():
+            parameters[name] = inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+            )
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -176,7 +175,7 @@ def with_settings(
 
         changed: Any = call
         changed.__signature__ = signature.replace(parameters=list(parameters.values()))
-        changed.__doc__ = inspect.cleandoc(function.__doc__ or "") + _help(added)
+        changed.__doc__ = inspect.cleandoc(function.__doc__ or "") + _help(added.items())
         return changed
 
     return decorate
@@ -208,39 +207,20 @@ def _help(fields: Iterable[tuple[str, dataclasses.Field[Any]]]) -> str:
     return "\n".join(lines)
 
 
-def _members(hint: Any) -> Iterator[Any]:
-    """The types of a union, or the type itself, without type parameters."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        for part in typing.get_args(hint):
-            yield from _members(part)
-    else:
-        yield typing.get_origin(hint) or hint
-
-
 def _check(name: str, value: Any, kinds: frozenset[Any], limits: Mapping[str, Any]) -> None:
     """Refuse a value that is of no kind that the field takes, or outside its limits."""
-    if value is None and type(None) in kinds:
-        return
-    if limits["choices"] and (isinstance(value, str) or kinds <= {str, type(None)}):
+    others = kinds - {int, float}
+    if limits["choices"] and isinstance(value, str):
         check_choice(name, value, limits["choices"])
-    elif isinstance(value, bool) and bool in kinds:
+    elif isinstance(value, tuple(others)):
         return
-    elif kinds <= {bool, type(None)}:
-        raise TypeError(f"{name}={value!r}; it must be True or False")
-    elif float in kinds and not isinstance(value, tuple(kinds - {float, int})):
-        _check_float(name, value, limits)
-    elif int in kinds and (isinstance(value, int) or kinds <= {int, type(None)}):
+    elif float in kinds:
+        strictly = limits["above"] is not None
+        least = limits["above"] if strictly else limits["least"]
+        if limits["finite"] or value not in (-math.inf, math.inf):
+            check_number(name, value, least, strictly, limits["most"])
+    elif int in kinds:
         check_whole(name, value, limits["least"], most=limits["most"])
-    elif not isinstance(value, tuple(kinds)):
-        words = [WORDS.get(kind, kind.__name__) for kind in kinds if kind is not type(None)]
-        raise TypeError(f"{name}={value!r}; it must be {' or '.join(sorted(words))}")
-
-
-def _check_float(name: str, value: Any, limits: Mapping[str, Any]) -> None:
-    infinite = isinstance(value, float) and math.isinf(value)
-    if infinite and not limits["finite"]:
-        return
-    if limits["above"] is None:
-        check_number(name, value, limits["least"], most=limits["most"])
     else:
-        check_number(name, value, limits["above"], strictly=True, most=limits["most"])
+        words = [WORDS.get(kind, kind.__name__) for kind in others - {type(None)}]
+        raise TypeError(f"{name}={value!r}; it must be {' or '.join(sorted(words))}")

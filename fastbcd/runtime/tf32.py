@@ -13,35 +13,43 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-_backends: Any = torch.backends
-
-
-def _attribute(place: Any, name: str = "fp32_precision") -> tuple[Any, Any]:
-    return partial(getattr, place, name), partial(setattr, place, name)
-
-
-# (read, write), in the order of writing: the first two change some of the others.
-_SETTINGS: dict[str, tuple[Any, Any]] = {
-    "old_matmul": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    "old_conv": _attribute(_backends.cudnn, "allow_tf32"),
-    "matmul": _attribute(_backends.cuda.matmul),
-    "conv": _attribute(_backends.cudnn.conv),
-    "rnn": _attribute(_backends.cudnn.rnn),
-    "cpu_matmul": _attribute(_backends.mkldnn.matmul),
-    "cpu_conv": _attribute(_backends.mkldnn.conv),
-    "enabled": _attribute(_backends.cudnn, "enabled"),
-    "benchmark": _attribute(_backends.cudnn, "benchmark"),
-    "deterministic": _attribute(_backends.cudnn, "deterministic"),
-}
+_MATMUL = "float32_matmul_precision"  # a function of torch; the others are in torch.backends
+# In the order of writing: the first two change some of the others.
+_SETTINGS = (
+    _MATMUL,
+    "cudnn.allow_tf32",
+    "cuda.matmul.fp32_precision",
+    "cudnn.conv.fp32_precision",
+    "cudnn.rnn.fp32_precision",
+    "mkldnn.matmul.fp32_precision",
+    "mkldnn.conv.fp32_precision",
+    "cudnn.enabled",
+    "cudnn.benchmark",
+    "cudnn.deterministic",
+)
 _STRICT = ("ieee", "highest", False)
 _lock = threading.Lock()
 _requests: list[dict[str, Any]] = []
 _before: dict[str, Any] = {}
+
+
+def _read(name: str) -> Any:
+    if name == _MATMUL:
+        return torch.get_float32_matmul_precision()
+    return attrgetter(name)(torch.backends)
+
+
+def _write(name: str, value: Any) -> None:
+    if name == _MATMUL:
+        torch.set_float32_matmul_precision(value)
+    else:
+        owner, _, attribute = name.rpartition(".")
+        setattr(attrgetter(owner)(torch.backends), attribute, value)
 
 
 @contextmanager
@@ -50,9 +58,9 @@ def _requested(request: dict[str, Any]) -> Iterator[None]:
     with _lock:
         if not _requests:
             _before.clear()
-            for name, (read, _) in _SETTINGS.items():
+            for name in _SETTINGS:
                 with suppress(RuntimeError):  # an old flag that the user has made unreadable
-                    _before[name] = read()
+                    _before[name] = _read(name)
         _requests.append(request)
         _apply()
     try:
@@ -67,12 +75,17 @@ def _apply() -> None:
     for name, before in _before.items():
         wanted = [r[name] for r in _requests if name in r]
         strict = [value for value in wanted if value in _STRICT]
-        _SETTINGS[name][1]((strict or wanted or [before])[-1])
+        _write(name, (strict or wanted or [before])[-1])
 
 
 def _convolutions(tf32: bool) -> dict[str, Any]:
     new = "tf32" if tf32 else "ieee"
-    return {"old_conv": tf32, "conv": new, "rnn": new}
+    names = ("cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision")
+    return {"cudnn.allow_tf32": tf32, **dict.fromkeys(names, new)}
+
+
+def _repeatable(yes: bool) -> dict[str, Any]:
+    return {"cudnn.enabled": True, "cudnn.benchmark": not yes, "cudnn.deterministic": yes}
 
 
 @contextmanager
@@ -83,9 +96,12 @@ def products(tf32: bool) -> Iterator[None]:
     ...     torch.backends.cudnn.conv.fp32_precision
     'ieee'
     """
-    old, new = ("high", "tf32") if tf32 else ("highest", "ieee")
-    cpu = {"cpu_matmul": "ieee", "cpu_conv": "ieee"}
-    with _requested({**_convolutions(tf32), "old_matmul": old, "matmul": new, **cpu}):
+    request = _convolutions(tf32)
+    request[_MATMUL] = "high" if tf32 else "highest"
+    request["cuda.matmul.fp32_precision"] = "tf32" if tf32 else "ieee"
+    request["mkldnn.matmul.fp32_precision"] = "ieee"
+    request["mkldnn.conv.fp32_precision"] = "ieee"
+    with _requested(request):
         yield
 
 
@@ -119,7 +135,7 @@ def repeatable_convolutions(tf32: bool | None = None) -> Iterator[None]:
     True
     """
     request = {} if tf32 is None else _convolutions(tf32)
-    with _requested({**request, "enabled": True, "benchmark": False, "deterministic": True}):
+    with _requested(request | _repeatable(True)):
         yield
 
 
@@ -131,6 +147,5 @@ def fast_convolutions() -> Iterator[None]:
     ...     torch.backends.cudnn.benchmark
     True
     """
-    request = {"enabled": True, "benchmark": True, "deterministic": False}
-    with _requested({**_convolutions(True), **request}):
+    with _requested(_convolutions(True) | _repeatable(False)):
         yield

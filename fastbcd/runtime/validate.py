@@ -19,13 +19,14 @@ def check_whole(
     """
     if optional and value is None:
         return
-    try:
-        whole = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r}; it must be a whole number") from None
-    if isinstance(value, bool) or not least <= whole <= most:
-        bounds = "" if least == -math.inf else f", {least:.0f} or more"
-        bounds += "" if most == math.inf else f", {most:,.0f} at most"
+    if not hasattr(value, "__index__"):
+        raise TypeError(f"{name}={value!r}; it must be a whole number")
+    if isinstance(value, bool) or not least <= operator.index(value) <= most:
+        bounds = ""
+        if least > -math.inf:
+            bounds += f", {least:.0f} or more"
+        if most < math.inf:
+            bounds += f", {most:,.0f} at most"
         raise ValueError(f"{name}={value}; it must be a whole number{bounds}")
 
 
@@ -40,11 +41,14 @@ def check_number(
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r}; it must be a number")
-    if not (math.isfinite(value) and least <= value <= most) or (strictly and value == least):
-        word = "above" if strictly else "at least"
-        bounds = "" if least == -math.inf else f" and {word} {least:g}"
-        bounds += "" if most == math.inf else f" and at most {most:g}"
-        raise ValueError(f"{name}={value}; it must be finite{bounds}")
+    inside = math.isfinite(value) and least <= value <= most
+    if not inside or (strictly and value == least):
+        bounds = "finite"
+        if least > -math.inf:
+            bounds += f" and {'above' if strictly else 'at least'} {least:g}"
+        if most < math.inf:
+            bounds += f" and at most {most:g}"
+        raise ValueError(f"{name}={value}; it must be {bounds}")
 
 
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
@@ -55,7 +59,6 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     ValueError: optimizer='lion'; choose from sgd, adam
     """
     allowed = list(choices)
-    if not any(
-        isinstance(value, type(choice)) and value == choice for choice in allowed
-    ):  # 0 == False
+    same = [choice for choice in allowed if choice == value and isinstance(value, type(choice))]
+    if not same:  # 0 == False
         raise ValueError(f"{name}={value!r}; choose from {', '.join(map(str, allowed))}")
