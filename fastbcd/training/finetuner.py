@@ -6,9 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tqdm import tqdm
-
-from fastbcd.runtime import ranks
+from fastbcd.runtime import show
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.training.loop import Trainer
 from fastbcd.training.rates import batches_of, cosine, epoch_shares
@@ -61,8 +59,7 @@ class Finetuner(Trainer):
         if rates is None:
             rates = [cosine(self.settings.lr, epoch, epochs) for epoch in range(len(shares))]
         batches = sum(batches_of(share, len(self.sizes)) for share in shares)
-        hidden = not progress or bar is not None or ranks.rank() > 0
-        own_bar = tqdm(total=batches, desc="fine-tune", leave=False, disable=hidden)
+        own_bar = show.bar(progress and bar is None, total=batches, desc="fine-tune", leave=False)
         if bar is None:
             bar = own_bar
         begin = time.perf_counter()
