@@ -110,7 +110,7 @@ class TeacherLogits:
         self.computed = 0  # images that went through the teacher to be cached
         self.cache: ViewCache | None = None
         large = 4 * len(data) * self.shape.numel() > LARGE
-        if large or settings.mismatch or settings.augment is not None:
+        if large or settings.mismatch or not settings.distill or settings.augment is not None:
             return
         dependent = torch.tensor(int(not self.net.rows_are_independent(images)))
         if ranks.all_sum(dependent):
@@ -125,8 +125,10 @@ class TeacherLogits:
 
     def answers(
         self, *, seed: int, step: int, epoch: int, images: int
-    ) -> Callable[[Tensor, Tensor], Answer]:
+    ) -> Callable[[Tensor, Tensor], Answer | None]:
         """A function (batch, its samples) -> Answer for an epoch of so many images."""
+        if self.settings.distill == self.settings.mismatch == 0:
+            return lambda batch, samples: None
         if self.cache is None:
             return lambda batch, samples: self.net.of(batch)
         views = self.data.view_ids(
