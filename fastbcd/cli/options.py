@@ -16,7 +16,6 @@ import torch
 import fastbcd
 from fastbcd import models, private
 from fastbcd.data.sources import KNOWN
-from fastbcd.descent.bcd import WHEN
 from fastbcd.descent.blocks import PROPOSALS
 from fastbcd.descent.schedules import Schedule
 from fastbcd.masking.activations import REPLACEMENTS
@@ -31,7 +30,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "downloadable": ("cifar10", "cifar100"),  # through torchvision
     "formats": ("plain", "snl", "autorep", "relupruner"), "engines": ENGINES,
     "optimizers": OPTIMIZERS, "proposals": tuple(PROPOSALS), "protocols": tuple(private.PROTOCOLS),
-    "replacements": tuple(REPLACEMENTS), "resume": ("auto", "must", "never"), "when": WHEN,
+    "replacements": tuple(REPLACEMENTS), "resume": ("auto", "must", "never"),
+    "when": ("every_step", "on_reject"),
     "precisions": PRECISIONS,
     "temperature": (str(fastbcd.Saliency().temperature),),
 }  # fmt: skip
@@ -113,8 +113,8 @@ def drc(text: str) -> int | Schedule:
 
 def temperature(text: str) -> float:
     """
-    >>> temperature("inf")
-    inf
+    >>> temperature("2")
+    2.0
     """
     return fastbcd.Saliency(float(text)).temperature
 

@@ -10,19 +10,15 @@ from torch import nn
 
 from fastbcd.descent.budget import Budget
 from fastbcd.descent.job import Job, Search
-from fastbcd.descent.plan import show_plan, warn_of_epochs
+from fastbcd.descent.plan import show_plan, watched
 from fastbcd.descent.problem import Problem
-from fastbcd.descent.search import descend
 from fastbcd.descent.tuning import Training, training_of
 from fastbcd.masking.masks import MaskSet, masks
 from fastbcd.runs.step import Step
 from fastbcd.runtime.settings import with_settings
-from fastbcd.runtime.show import bar
-from fastbcd.runtime.validate import check_choice
 from fastbcd.training.settings import Finetune
 
 PAPER = Finetune()
-WHEN = ("every_step", "on_reject")
 
 
 class Run(NamedTuple):
@@ -58,7 +54,6 @@ def bcd(
     budget: int | Budget,
     *,
     finetune: Finetune | Callable[[nn.Module, Step], Any] | None = PAPER,
-    finetune_when: str = "every_step",
     teacher: nn.Module | None = None,
     test: Any = None,
     run_dir: str | os.PathLike[str] | None = None,
@@ -79,7 +74,6 @@ def bcd(
             first-order gain first, as far as there are any.
         finetune: settings, None, or your own f(net, step) that trains in place. It is called with
             torch's generator seeded by (seed, step) and may return {"loss": ...}.
-        finetune_when: "every_step", or "on_reject": only after steps where no hypothesis met ADT.
         teacher: a net to distil from, with `Finetune`.
         test: the test set, if accuracy is to be measured.
         run_dir: where every finished step is saved. The same call resumes from there, also on
@@ -97,26 +91,21 @@ def bcd(
     >>> run.masks.count(), [step.after for step in run.history]
     (1, [4, 2, 1])
     """
-    check_choice("finetune_when", finetune_when, WHEN)
     settings = Search(**search)
     problem = Problem(net, data, test, settings.criterion, settings.samples)
     training = training_of(problem, finetune, teacher, seed=settings.seed, progress=progress)
-    job = Job.of(problem, budget, settings, training, when=finetune_when)
+    job = Job.of(problem, budget, settings, training)
     if dry_run:
-        history, kept = job.saved(run_dir)
-        warn_of_epochs(job, history, kept)
-        show_plan(job, history, kept)
+        show_plan(job, *job.saved(run_dir))
         return Run(net, masks(net), [])
-    with job.journal(run_dir, resume) as run, bar(progress, unit="ReLU", desc="bcd") as removed:
-        warn_of_epochs(job, run.history, masks(net))
-        for step in descend(job, run, progress=progress):
-            if finetune_when == "every_step" or not step.accepted:
+    with job.journal(run_dir, resume) as run:
+        for step in watched(job, run, progress):
+            if settings.finetune_when == "every_step" or not step.accepted:
                 job.training(step)
-            removed.update(step.before - step.after)
     return Run(net, masks(net), run.history)
 
 
-@with_settings(Search)
+@with_settings(Search, without=("finetune_when",))
 def steps(
     net: nn.Module,
     data: Any,
@@ -149,7 +138,5 @@ def steps(
 
 
 def _steps(job: Job, run_dir: Any, resume: str | bool, progress: bool) -> Iterator[Step]:
-    with job.journal(run_dir, resume) as run, bar(progress, unit="ReLU", desc="bcd") as removed:
-        for step in descend(job, run, progress=progress):
-            yield step
-            removed.update(step.before - step.after)
+    with job.journal(run_dir, resume) as run:
+        yield from watched(job, run, progress)

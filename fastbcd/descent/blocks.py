@@ -69,14 +69,12 @@ class Account:
         """The smallest price at which what pays saves at least `saving`; else the largest."""
         from_price = np.append(np.minimum(self.alone, self.pays[self.where]), self.pays)
         saved = np.append(self.price[self.where], self.bonus)
-        useful = np.isfinite(from_price)
-        if not useful.any():
-            return 0.0
-        from_price = from_price[useful]
         order = np.argsort(from_price, kind="stable")
-        total = np.cumsum(saved[useful][order])
-        enough = np.searchsorted(total, saving * (1 - ROUNDING))
-        return float(from_price[order][min(int(enough), len(order) - 1)])
+        order = order[np.isfinite(from_price[order])]
+        if not len(order):
+            return 0.0
+        enough = np.searchsorted(np.cumsum(saved[order]), saving * (1 - ROUNDING))
+        return float(from_price[order[min(int(enough), len(order) - 1)]])
 
     def beyond(self, worth: float) -> np.ndarray:
         """The loss of emptying each site beyond what it saves at the price `worth`, [sites].
@@ -128,7 +126,7 @@ class Blocks(Saliency):
             wanted, others = paying
             number = 0
             if trial > 1:
-                u = uniforms(SITES, len(goal.counts), seed=seed, counter=[0, trial, 0, step])
+                u = uniforms(SITES, len(goal.counts), seed=seed, step=step, trial=trial)
                 factor = np.sqrt(1 / u - 1)  # 1/3 to 3 in 80 % of the draws
                 wanted, others = _candidates(account, worth, NEAR * worth, factor)
                 number = max(0, len(first) + MORE[trial % len(MORE)])

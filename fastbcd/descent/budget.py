@@ -8,6 +8,7 @@ keeps, an int array [..., sites].
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -41,14 +42,21 @@ class Bound(NamedTuple):
     most: float
 
     def prices(self) -> Totals:
-        """What one of each adds; 0 for squares whose value is unknown, which no site has then."""
+        """What one of each adds."""
         nothing = self.measure(Totals(0, 0, 0, 0))
-        alone = [self.measure(Totals(*one)) for one in np.eye(4, dtype=int)]
-        return Totals(*(0.0 if value is None else value - nothing for value in alone))
+        return Totals(*(self.measure(Totals(*one)) - nothing for one in np.eye(4, dtype=int)))
 
 
 class Budget(ABC):
-    """What `budget=` takes beside a number of ReLUs: a cost, such as `private.Target`."""
+    """What is to be kept: a number of ReLUs, or a cost such as `private.Target`."""
+
+    @staticmethod
+    def of(budget: int | Budget) -> Budget:
+        """What `budget=` takes, checked."""
+        if isinstance(budget, Budget):
+            return budget
+        check_whole("budget", budget, 0)
+        return Count(operator.index(budget))
 
     @abstractmethod
     def bounds(self, units: np.ndarray, poly: np.ndarray) -> tuple[Bound, ...]:
@@ -57,6 +65,22 @@ class Budget(ABC):
     @abstractmethod
     def describe(self) -> Any:
         """What config.json records."""
+
+
+@dataclass(frozen=True)
+class Count(Budget):
+    """A number of ReLUs."""
+
+    most: int
+
+    def bounds(self, units: np.ndarray, poly: np.ndarray) -> tuple[Bound, ...]:
+        return (relus(self.most),)
+
+    def describe(self) -> int:
+        return self.most
+
+    def __str__(self) -> str:
+        return f"{self.most:,}"
 
 
 @dataclass(frozen=True)
@@ -113,12 +137,10 @@ class Limits:
         new = self.poly & (counts == self.units)  # it has no square yet
         return price.relus - price.squares * self.poly, price.relu_sites - price.square_sites * new
 
-    def at_most(self, value: float, others: tuple[Bound, ...] | None = None) -> Limits:
-        """The same with another first bound."""
-        first = self.bounds[0]._replace(most=value)
-        if others is None:
-            others = self.bounds[1:]
-        return replace(self, bounds=(first, *others))
+    def at_most(self, *most: float) -> Limits:
+        """The same with other bounds, from the first one on."""
+        changed = [bound._replace(most=new) for bound, new in zip(self.bounds, most, strict=False)]
+        return replace(self, bounds=(*changed, *self.bounds[len(most) :]))
 
     def step(self, counts: np.ndarray, size: int, begin: tuple[float, int]) -> Limits:
         """The limits of a step that removes `size` ReLUs, or their share of the value.
@@ -129,14 +151,13 @@ class Limits:
         value = self.value(counts)
         saved = size / max(count, 1) * (value - self.least()) * (1 - ROUNDING)
         goal = max(self.most, value - saved)
-        others = []
+        most = [goal]
         for bound in self.bounds[1:]:
             if bound.name == "relus":
-                most = max(bound.most, count - size)
+                most.append(max(bound.most, count - size))
             else:
-                most = self._sites_at(goal, bound.most, int((counts > 0).sum()), begin)
-            others.append(bound._replace(most=most))
-        return self.at_most(goal, tuple(others))
+                most.append(self._sites_at(goal, bound.most, int((counts > 0).sum()), begin))
+        return self.at_most(*most)
 
     def _sites_at(self, goal: float, most: float, used: int, begin: tuple[float, int]) -> float:
         """The bound on sites at the value `goal`: it falls evenly with the value's logarithm.
@@ -209,12 +230,6 @@ class Limits:
             returned[left] = True
             counts = counts + self._at(where[left])
 
-    def room(self, counts: np.ndarray) -> int:
-        """How many ReLUs these limits leave if they are removed in a random order."""
-        where = np.repeat(np.arange(len(counts)), counts)
-        order = np.argsort(np.random.Philox(0).random_raw(len(where)), kind="stable")
-        return len(where) - int(self.fit(counts, where[order]).sum())
-
     def _first(self, counts: np.ndarray, where: np.ndarray, sign: int, *, met: bool) -> int:
         """The first ReLU after which the limits are met, or are not; len(where) if none.
 
@@ -250,30 +265,20 @@ def counts_of(masks: MaskSet) -> np.ndarray:
 
 
 def limits_of(budget: int | Budget, net: nn.Module, max_sites: int | None = None) -> Limits:
-    """A budget and `max_sites` as limits of this net's masks; refuses what no mask can meet."""
+    """A budget and `max_sites` as limits of this net's masks; refuses a cost that none can meet."""
+    wanted = Budget.of(budget)
     modules = mask_modules(net).values()
     units = np.array([module.mask.numel() for module in modules], dtype=np.int64)
     poly = np.array([isinstance(module, MaskedPoly) for module in modules])
-    if isinstance(budget, Budget):
-        bounds = budget.bounds(units, poly)
-    else:
-        check_whole("budget", budget, 0)
-        bounds = (relus(budget),)
-    if max_sites is None:
-        return Limits(units, poly, bounds)
-    limits = Limits(units, poly, (*bounds, sites(max_sites)))
-    counts = counts_of(masks(net))
-    room = int(np.sort(counts)[::-1][:max_sites].sum())
-    if not isinstance(budget, Budget) and budget > room and not limits.met(counts):
-        raise ValueError(
-            f"budget={budget:,}; the {max_sites} largest sites (max_sites) keep {room:,} ReLUs: "
-            f"give at most that budget, or a larger max_sites"
-        )
-    return limits
+    bounds = wanted.bounds(units, poly)
+    if max_sites is not None:
+        bounds = (*bounds, sites(max_sites))
+    return Limits(units, poly, bounds)
 
 
 def check_reducible(budget: int | Budget, net: nn.Module) -> None:
     """Refuse a number of ReLUs that is larger than the net's."""
+    wanted = Budget.of(budget)
     kept = masks(net).count()
-    if not isinstance(budget, Budget) and budget > kept:
-        raise ValueError(f"budget={budget:,}; the net keeps {kept:,} ReLUs: at most that many")
+    if isinstance(wanted, Count) and wanted.most > kept:
+        raise ValueError(f"budget={wanted}; the net keeps {kept:,} ReLUs: at most that many")

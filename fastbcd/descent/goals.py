@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from fastbcd.descent.budget import Limits, counts_of
 from fastbcd.descent.saliency import gains, ranking
 from fastbcd.masking.masks import MaskSet, masks
-from fastbcd.runs.step import Start
 from fastbcd.scoring.metric import Loss
 
 
@@ -35,11 +34,6 @@ class Goal:
     def size(self) -> int:
         """How many single ReLUs a hypothesis must remove, unless it empties a site."""
         return self.limits.size(self.counts)
-
-    def of_step(self, size: int, start: Start) -> Goal:
-        """The goal of a step that removes `size` ReLUs, or their share of the cost."""
-        begin = (start.value, start.sites)
-        return replace(self, limits=self.final.step(self.counts, size, begin))
 
     def sites(self, ids: Tensor) -> np.ndarray:
         """The number of the site of each id."""

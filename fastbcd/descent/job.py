@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fastbcd.descent.blocks import PROPOSALS
-from fastbcd.descent.budget import Budget, Limits, counts_of, limits_of
+from fastbcd.descent.budget import Budget, Count, Limits, counts_of, limits_of
 from fastbcd.descent.problem import Problem
 from fastbcd.descent.proposals import Proposal
 from fastbcd.descent.schedules import Schedule, size_of
@@ -48,6 +50,11 @@ class Search(Settings):
         'first-order effect; "blocks", ReLUs or whole sites of small effect per second saved; or a '
         'Proposal. None: "uniform", and "blocks" with a cost or max_sites',
         choices=PROPOSALS,
+    )
+    finetune_when: str = setting(
+        "every_step",
+        'which steps are trained: "every_step", or "on_reject": those where no hypothesis met ADT',
+        choices=("every_step", "on_reject"),
     )
     max_sites: int | None = setting(
         None,
@@ -108,14 +115,13 @@ class Job(NamedTuple):
     """A run: what is searched, within which limits, and how it is trained."""
 
     problem: Problem
-    budget: int | Budget
+    budget: Budget
     limits: Limits
     search: Search
     proposal: Proposal
     engine: Engine
     training: Training
     epochs: float  # of training in all, at least; steps at the budget only train
-    when: str  # which steps are trained
 
     @classmethod
     def of(
@@ -124,34 +130,28 @@ class Job(NamedTuple):
         budget: int | Budget,
         search: Search,
         training: Training,
-        *,
         epochs: float = 0.0,
-        when: str = "every_step",
     ) -> Job:
         """A job, checked; nothing is changed yet."""
-        limits = limits_of(budget, problem.net, search.max_sites)
-        counts = counts_of(masks(problem.net))
-        if not limits.met(counts):
-            size_of(search.drc, int(counts.sum()), [])
+        wanted = Budget.of(budget)
+        limits = limits_of(wanted, problem.net, search.max_sites)
+        kept = masks(problem.net)
+        if not limits.met(counts_of(kept)):
+            size_of(search.drc, kept.count(), [])
         proposal = search.proposal
         if proposal is None:
-            by_site = isinstance(budget, Budget) or search.max_sites is not None
-            proposal = "blocks" if by_site else "uniform"
+            by_count = isinstance(wanted, Count) and search.max_sites is None
+            proposal = "uniform" if by_count else "blocks"
         if isinstance(proposal, str):
             proposal = PROPOSALS[proposal]
-        return cls(
-            problem=problem,
-            budget=budget,
-            limits=limits,
-            search=search,
-            proposal=proposal.informed(
-                problem.criterion.loss, lambda: training.answers(problem.scored)
-            ),
-            engine=as_engine(search.engine),
-            training=training,
-            epochs=epochs,
-            when=when,
-        )
+        proposal = proposal.informed(problem, training)
+        engine = as_engine(search.engine)
+        return cls(problem, wanted, limits, search, proposal, engine, training, epochs)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """The ReLUs that each site of the net keeps now, [sites]."""
+        return counts_of(masks(self.problem.net))
 
     @property
     def trials(self) -> int:
@@ -163,30 +163,23 @@ class Job(NamedTuple):
         if self.engine.memory is not None:
             return self
         device = self.problem.train.device
-        memory = start.memory.get(device.type)
-        if memory is None:
-            memory = default_memory(device)
-        else:
-            memory = min(memory, default_memory(device, whole=True))
+        memory = default_memory(device, whole=device.type in start.memory)
+        memory = min(memory, start.memory.get(device.type, memory))
         return self._replace(engine=replace(self.engine, memory=max(memory, 1)))
 
     def begin(self) -> Start:
         """The facts about the net as it is, before the first step."""
         device = self.problem.train.device
-        counts = counts_of(masks(self.problem.net))
-        memory = self.engine.memory
-        if memory is None:
-            memory = default_memory(device)
         return Start(
-            value=self.limits.value(counts),
-            sites=int((counts > 0).sum()),
-            memory={device.type: memory},
+            value=self.limits.value(self.counts),
+            sites=int((self.counts > 0).sum()),
+            memory={device.type: self.engine.memory or default_memory(device)},
             test_accuracy=self.problem.accuracy(),
         )
 
     def met(self) -> bool:
         """Whether the net's masks are within the budget."""
-        return bool(self.limits.met(counts_of(masks(self.problem.net))))
+        return bool(self.limits.met(self.counts))
 
     def epochs_left(self, history: Sequence[Step]) -> float:
         """The epochs that are left of those of the whole run."""
@@ -199,19 +192,17 @@ class Job(NamedTuple):
 
     def cost(self) -> float | None:
         """What the net costs now, in the unit of the budget; None if that is a number of ReLUs."""
-        if not isinstance(self.budget, Budget):
+        if isinstance(self.budget, Count):
             return None
-        return self.limits.value(counts_of(masks(self.problem.net)))
+        return self.limits.value(self.counts)
 
     def config(self) -> Config:
         """What config.json says."""
-        settings: dict[str, Any] = {"budget": self.budget}
-        if isinstance(self.budget, Budget):
-            settings["budget"] = self.budget.describe()
+        settings: dict[str, Any] = {"budget": self.budget.describe()}
         if self.epochs:
             settings["epochs"] = self.epochs
         settings |= self.search.describe() | {"proposal": self.proposal.describe()}
-        settings |= {"finetune_when": self.when} | self.training.describe()
+        settings |= self.training.describe()
         problem = self.problem
         return Config.of("bcd", settings, problem.net, data=problem.train, test=problem.test)
 

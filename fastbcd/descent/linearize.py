@@ -14,23 +14,21 @@ import copy
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from fastbcd.data.for_net import data_for
 from fastbcd.data.images import ImageData
 from fastbcd.descent.bcd import Run
 from fastbcd.descent.blocks import Blocks
-from fastbcd.descent.budget import Budget, Limits, check_reducible, counts_of, limits_of
+from fastbcd.descent.budget import Budget, check_reducible, counts_of, limits_of
 from fastbcd.descent.job import Job, Search
-from fastbcd.descent.plan import show_plan
+from fastbcd.descent.plan import show_plan, watched
 from fastbcd.descent.problem import Problem
 from fastbcd.descent.proposals import Saliency
 from fastbcd.descent.schedules import Shares
-from fastbcd.descent.search import descend
 from fastbcd.descent.tuning import Tuned
 from fastbcd.masking.activations import REPLACEMENTS, MaskedActivation
 from fastbcd.masking.convert import convert
@@ -39,7 +37,6 @@ from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
 from fastbcd.runs.step import Step
 from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.runtime.settings import fields_in, setting, with_settings
-from fastbcd.runtime.show import bar
 from fastbcd.training.rates import cosine
 from fastbcd.training.settings import Finetune
 
@@ -71,43 +68,60 @@ LINE = "line"
 LAST = 1e-3  # what is left before the last step of a way down to nothing, a share
 BATCHES, SMALLEST, LARGEST = 200, 25, 128  # of an epoch at least, and the sizes of a batch
 
-BAR = "linearize {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Linearization(Search):
     """What `linearize` decides by itself, beside the settings of `Finetune`."""
 
     epochs: int = setting(
-        60, "of training in all: 60 % of them on the way down, a quarter of one per step", least=1
+        60,
+        "of training in all: 60 % of them on the way down, a quarter of one per step",
+        least=1,
+        recorded=False,
     )
     replacement: str = setting(
         LINE,
         'what a removed ReLU becomes: "line", c1*x + c0 for each channel, fitted to ReLU and then '
         'learned; "identity", as in the paper; "poly", a quadratic, fitted and then learned',
         choices=REPLACEMENTS,
+        recorded=False,
     )
     lr: float | None = setting(
         None,
         "the learning rate on the way down; it then falls to 0 on a cosine. None: 0.003 for lines, "
         "0.01 for others",
         above=0,
+        recorded=False,
     )
     clip: float | None = setting(
         None,
         "the largest norm of the gradient, 0: no limit. None: 5 for quadratics, 0 for others",
         least=0,
+        recorded=False,
     )
     batch_size: int | None = setting(
-        None, "None: 25 for up to 5,000 images, up to 128 for more", least=1
+        None, "None: 25 for up to 5,000 images, up to 128 for more", least=1, recorded=False
     )
     rt: int = setting(RT, "hypotheses that a step tries at most", least=1)
     samples: int | None = setting(
         None, "propose and score on the first n train images; None: on 500 at most", least=1
     )
 
+    def for_images(self, count: int) -> Linearization:
+        """With values in place of None."""
+        clip = self.clip
+        if clip is None:
+            clip = CLIP[self.replacement]
+        return replace(
+            self,
+            lr=self.lr or LR[self.replacement],
+            clip=clip,
+            batch_size=self.batch_size or min(LARGEST, max(SMALLEST, count // BATCHES)),
+            samples=self.samples or min(SAMPLES, count),
+        )
 
-@with_settings(Linearization, Finetune, without=("drc", "proposal"))
+
+@with_settings(Linearization, Finetune, without=("drc", "proposal", "finetune_when"))
 def linearize(
     model: nn.Module,
     train: Any,
@@ -142,118 +156,65 @@ def linearize(
     >>> run.masks.count(), [step.after for step in run.history]
     (2, [6, 5, 4, 3, 2, 2, 2, 2])
     """
-    chosen = Linearization(**fields_in(Linearization, settings))
     data = data_for(model, train)
+    chosen = Linearization(**fields_in(Linearization, settings)).for_images(len(data))
     net = _net(model, data, start, chosen.replacement)
     check_reducible(budget, net)
-    way = Way.of(chosen, len(data))
-    finetune = Finetune(**fields_in(Finetune, settings) | way.finetune(chosen))
-    search = _search(chosen, way, budget, net, data, distilled=finetune.distill > 0)
+    parts = max(1, min(PARTS, len(data) // (chosen.batch_size or 1)))  # of an epoch, on the way
+    finetune = Finetune(**fields_in(Finetune, settings | vars(chosen)) | {"epochs": 1 / parts})
+    search = _search(chosen, budget, net, parts, distilled=finetune.distill > 0)
     problem = Problem(net, data, test, search.criterion, search.samples)
     if finetune.distill == 0:
         teacher = None
     elif teacher is None:
         teacher = model
     training = Tuned(problem, finetune, teacher, seed=search.seed, progress=progress)
-    job = Job.of(problem, budget, search, training, epochs=chosen.epochs)
+    job = Job.of(problem, budget, search, training, chosen.epochs)
     if dry_run:
         show_plan(job, *job.saved(run_dir))
         return Run(net, masks(net), [])
     batches = len(training.tuner.sizes)
     with job.journal(run_dir, resume) as run:
-        if progress and not job.over(run.history):
-            show_plan(job, run.history, masks(net))
-        begun = round((way.epochs - job.epochs_left(run.history)) * batches)
-        options: Any = {"smoothing": 0, "bar_format": BAR, "initial": begun}
-        with bar(progress, total=way.epochs * batches, **options) as shown:
-            for step in descend(job, run, progress=progress):
-                left = job.epochs_left(run.history)
-                spent = f"epoch {way.epochs - left:.3g} of {way.epochs}"
-                shown.set_postfix_str(f"{spent}, {step.after:,} ReLUs")
-                epochs, lr = way.portion(step, run.history, left, batches)
-                if epochs:
-                    training(step, epochs=epochs, rates=[lr], bar=shown)
+        for step in watched(job, run, progress):
+            left = job.epochs_left(run.history)
+            part = parts if step.drc else 1
+            epochs = min(left, _until_next(chosen.epochs - left, part, batches))
+            if epochs:
+                training(step, epochs=epochs, rates=[_rate(chosen, step, run.history)])
     return Run(net, masks(net), run.history)
 
 
-@dataclass(frozen=True)
-class Way:
-    """How the epochs are divided: a part of one per step on the way down, then whole ones."""
+def _until_next(spent: float, parts: int, batches: int) -> float:
+    """The epochs from those that are spent to the next whole part of one, in whole batches."""
+    now = round(spent * batches)
+    part = math.ceil((now + 1) * parts / batches)
+    return (part * batches // parts - now) / batches
 
-    epochs: int  # in all
-    lr: float  # on the way down
-    parts: int  # steps per epoch on the way down
-    batch_size: int
 
-    @classmethod
-    def of(cls, chosen: Linearization, images: int) -> Way:
-        """The way that the settings ask for, and defaults that depend on the number of images."""
-        batch_size = chosen.batch_size
-        if batch_size is None:
-            batch_size = min(LARGEST, max(SMALLEST, images // BATCHES))
-        lr = chosen.lr
-        if lr is None:
-            lr = LR[chosen.replacement]
-        parts = max(1, min(PARTS, images // batch_size))
-        return cls(chosen.epochs, lr, parts, batch_size)
-
-    @property
-    def steps(self) -> int:
-        """Steps on the way down."""
-        return max(1, round(DOWN * self.epochs * self.parts))
-
-    def finetune(self, chosen: Linearization) -> dict[str, Any]:
-        """The settings of `Finetune` for one step."""
-        clip = chosen.clip
-        if clip is None:
-            clip = CLIP[chosen.replacement]
-        epochs = 1 / self.parts
-        return {"epochs": epochs, "lr": self.lr, "clip": clip, "batch_size": self.batch_size}
-
-    def schedule(self, limits: Limits, counts: np.ndarray) -> Shares:
-        """Every step leaves the same share of what is above the least that a net can cost."""
-        least = limits.least()
-        above = max(limits.value(counts) - least, 1e-9)
-        left = min(1.0, max((limits.most - least) / above, LAST))
-        return Shares(1 - left ** (1 / self.steps), self.steps)
-
-    def portion(
-        self, step: Step, history: Sequence[Step], left: float, batches: int
-    ) -> tuple[float, float]:
-        """The epochs that a step trains, and its learning rate. All are whole batches.
-
-        left: the epochs that are left before it. batches: of an epoch.
-        """
-        now = round((self.epochs - left) * batches)
-        if step.drc:
-            end = math.ceil((now + 1) * self.parts / batches) * batches // self.parts
-            return min(left, (end - now) / batches), self.lr
-        # At the budget the rest of an epoch first, then whole ones.
-        end = now // batches * batches + batches
-        down = sum(earlier.epochs or 0.0 for earlier in history if earlier.drc)
-        rate = cosine(self.lr, self.epochs - left - down, self.epochs - down)
-        return min(left, (end - now) / batches), rate
+def _rate(chosen: Linearization, step: Step, history: Sequence[Step]) -> float:
+    """The learning rate of a step: constant on the way down, then on a cosine."""
+    lr = chosen.lr or 0.0
+    if step.drc:
+        return lr
+    spent = sum(earlier.epochs or 0.0 for earlier in history)
+    down = sum(earlier.epochs or 0.0 for earlier in history if earlier.drc)
+    return cosine(lr, spent - down, chosen.epochs - down)
 
 
 def _search(
-    chosen: Linearization,
-    way: Way,
-    budget: int | Budget,
-    net: nn.Module,
-    data: ImageData,
-    *,
-    distilled: bool,
+    chosen: Linearization, budget: int | Budget, net: nn.Module, parts: int, *, distilled: bool
 ) -> Search:
-    """The settings of the search."""
+    """The settings of the search. Every step leaves the same share of what the net can save."""
     limits = limits_of(budget, net, chosen.max_sites)
-    by_site = chosen.max_sites is not None or isinstance(budget, Budget)
-    kind = Blocks if by_site else Saliency
-    fixed = {
-        "drc": way.schedule(limits, counts_of(masks(net))),
-        "proposal": kind(distilled=distilled),
-        "samples": chosen.samples or min(SAMPLES, len(data)),
-    }
-    return Search(**fields_in(Search, vars(chosen)) | fixed)
+    least = limits.least()
+    above = max(limits.value(counts_of(masks(net))) - least, 1e-9)
+    left = min(1.0, max((limits.most - least) / above, LAST))
+    steps = max(1, round(DOWN * chosen.epochs * parts))
+    kind = Saliency
+    if isinstance(budget, Budget) or chosen.max_sites is not None:
+        kind = Blocks
+    drc = Shares(1 - left ** (1 / steps), steps)
+    return replace(chosen, drc=drc, proposal=kind(distilled=distilled))
 
 
 def _net(model: nn.Module, data: ImageData, start: Any, replacement: str) -> nn.Module:
@@ -267,7 +228,6 @@ def _net(model: nn.Module, data: ImageData, start: Any, replacement: str) -> nn.
             f"of a starting point such as snl, of bcd or of load_run"
         )
     if any(isinstance(module, MaskedActivation) for module in source.modules()):
-        _check_replaceable(source, replacement)
         net = copy.deepcopy(source)
     else:
         example = next(data.batches(2, dtype=dtype_of(source)))[0]
@@ -278,14 +238,10 @@ def _net(model: nn.Module, data: ImageData, start: Any, replacement: str) -> nn.
         net = to_poly(net, data)
     if isinstance(start, MaskSet):
         set_masks(net, start)
+    names = {kind: name for name, kind in REPLACEMENTS.items()}
+    for site, act in mask_modules(net).items():
+        if names[type(act)] != replacement:  # a later one, which the net had before
+            raise ValueError(
+                f"site {site!r} is a {type(act).__name__}; pass replacement={names[type(act)]!r}"
+            )
     return net
-
-
-def _check_replaceable(net: nn.Module, replacement: str) -> None:
-    """Refuse a net whose removed ReLUs are more than the replacement."""
-    order = list(REPLACEMENTS)  # each can become a later one
-    for act in mask_modules(net).values():
-        name = next(name for name, kind in REPLACEMENTS.items() if type(act) is kind)
-        if order.index(name) > order.index(replacement):
-            kind = {"line": "lines", "poly": "quadratics"}[name]
-            raise ValueError(f"the net's removed ReLUs are {kind}; pass replacement={name!r}")

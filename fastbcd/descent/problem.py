@@ -23,9 +23,9 @@ class Problem:
         self.criterion = criterion
         self.train = data_for(net, data)
         check_scorable(net, self.train, criterion)
-        self.scored = self.train
-        if samples is not None:
-            self.scored = self._first(samples)
+        if samples is not None and samples > len(self.train):
+            raise ValueError(f"samples={samples}; there are {len(self.train)} train images")
+        self.scored = self.train.first(samples or len(self.train))
         self.test: ImageData | None = None
         if test is not None:
             self.test = data_for(net, test)
@@ -41,8 +41,3 @@ class Problem:
     def unit(self) -> str:
         """Of accuracies, as text."""
         return "" if self.criterion.bounds is None else " %"
-
-    def _first(self, samples: int) -> ImageData:
-        if samples > len(self.train):
-            raise ValueError(f"samples={samples}; there are {len(self.train)} train images")
-        return self.train.first(samples)

@@ -6,11 +6,9 @@ that hypotheses do not depend on how they are batched, on ranks or on an interru
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,16 +17,19 @@ from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
 from fastbcd.descent.goals import Goal
+from fastbcd.descent.problem import Problem
 from fastbcd.descent.saliency import KINDS, ranking, saliency
+from fastbcd.descent.tuning import Training
 from fastbcd.masking.masks import masks
+from fastbcd.runtime.philox import philox
 from fastbcd.runtime.settings import fields_of
-from fastbcd.runtime.validate import check_choice
+from fastbcd.runtime.validate import check_choice, check_number
 from fastbcd.scoring.metric import Loss
 from fastbcd.training.teacher import Distillation
 
 Draw = Callable[[int], Tensor]  # trial -> LongTensor[size] of kept ids, no repeats
 
-# Streams of random numbers, by their use; 0 is that of MaskSet.sample, 1 and 2 the images'.
+# Streams of random numbers beside those of philox.py.
 RANKS, ORDER, SITES = 3, 4, 5
 
 
@@ -77,8 +78,8 @@ class Proposal(ABC):
 
         return fit
 
-    def informed(self, loss: Loss | None, answers: Callable[[], Distillation | None]) -> Proposal:
-        """The proposal for a run with this loss, and a teacher with these answers, if any."""
+    def informed(self, problem: Problem, training: Training) -> Proposal:
+        """The proposal for a run, whose loss and teacher it may ask for."""
         return self
 
     def describe(self) -> Any:
@@ -109,8 +110,8 @@ class Saliency(Proposal):
     Hypothesis 0 takes the `size` ReLUs of smallest saliency. The others draw `size` without
     replacement, one after the other, the ReLU of rank r (0: the smallest) with a probability
     proportional to exp(-r / (temperature * size)). Temperature 0 is greedy (one hypothesis,
-    whatever RT), infinity is uniform. kind is that of `fastbcd.saliency`. distilled: of the loss
-    that `Finetune` minimises with the teacher, in place of the cross-entropy alone.
+    whatever RT); a large one is nearly uniform. kind is that of `fastbcd.saliency`. distilled: of
+    the loss that `Finetune` minimises with the teacher, in place of the cross-entropy alone.
 
     >>> Saliency(temperature=0.5)
     Saliency(temperature=0.5, kind='mean_abs', distilled=False)
@@ -124,22 +125,15 @@ class Saliency(Proposal):
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
-        if not isinstance(self.distilled, bool):
-            raise TypeError(f"distilled={self.distilled!r}; it must be True or False")
-        if not isinstance(self.temperature, int | float):
-            raise TypeError(f"temperature={self.temperature!r}; it must be a number")
-        if not self.temperature >= 0:
-            raise ValueError(
-                f"temperature={self.temperature}; it must be at least 0: 0 is greedy, inf uniform"
-            )
+        check_number("temperature", self.temperature, 0)
 
-    def informed(self, loss: Loss | None, answers: Callable[[], Distillation | None]) -> Saliency:
-        if not self.distilled:
-            return dataclasses.replace(self, loss=loss or self.loss)
-        known = answers()
-        if known is None:
-            raise ValueError(f"{self} needs teacher= and finetune=Finetune(...)")
-        return dataclasses.replace(self, loss=loss or self.loss, answers=known)
+    def informed(self, problem: Problem, training: Training) -> Saliency:
+        answers = None
+        if self.distilled:
+            answers = training.answers(problem.scored)
+            if answers is None:
+                raise ValueError(f"{self} needs teacher= and finetune=Finetune(...)")
+        return replace(self, loss=problem.criterion.loss, answers=answers)
 
     def saliency(self, net: nn.Module, data: ImageData) -> Tensor:
         """`fastbcd.saliency` of this kind and loss; data: the images that score, or the first."""
@@ -160,12 +154,9 @@ class Saliency(Proposal):
         return lambda trial: favouring(order, size, width, seed=seed, step=step, trial=trial)
 
     def describe(self) -> dict[str, Any]:
-        described: dict[str, Any] = {"name": "saliency", "temperature": float(self.temperature)}
-        if math.isinf(self.temperature):
-            described["temperature"] = "inf"  # JSON has no infinity
-        described["kind"] = self.kind
+        described = {"name": "saliency", "temperature": float(self.temperature), "kind": self.kind}
         if self.distilled:
-            described["distilled"] = True
+            return {**described, "distilled": True}
         return described
 
 
@@ -176,11 +167,9 @@ def favouring(
 
     Those drawn first come first. Trial 0 takes the first ones, as every trial with width 0 does.
     """
-    if not 0 <= size <= len(order):
-        raise ValueError(f"cannot draw {size} ReLUs: {len(order)} are kept")
     if trial == 0 or width == 0:
         return order[:size]
-    u = uniforms(RANKS, len(order), seed=seed, counter=[0, 0, trial, step])
+    u = uniforms(RANKS, len(order), seed=seed, step=step, epoch=trial)
     # The `size` largest of log(probability) - log(-log u) are such a draw (Gumbel top-k).
     with np.errstate(over="ignore"):  # infinite for a tiny width: in order, which is its limit
         keys = np.log(-np.log(u)) + np.arange(len(order)) / width
@@ -190,11 +179,11 @@ def favouring(
 
 def shuffled(ids: Tensor, *, seed: int, step: int, trial: int) -> Tensor:
     """The ids in a random order that is a pure function of the other arguments and their number."""
-    u = uniforms(ORDER, len(ids), seed=seed, counter=[0, trial, 0, step])
+    u = uniforms(ORDER, len(ids), seed=seed, step=step, trial=trial)
     return ids[torch.from_numpy(np.argsort(u, kind="stable"))]
 
 
-def uniforms(stream: int, size: int, *, seed: int, counter: list[int]) -> np.ndarray:
+def uniforms(stream: int, size: int, **numbers: int) -> np.ndarray:
     """`size` random numbers between 0 and 1, a pure function of the arguments on any machine."""
-    raw = np.random.Philox(key=[stream, seed], counter=counter).random_raw(size)
+    raw = philox(stream, **numbers).random_raw(size)
     return ((raw >> np.uint64(11)) + 0.5) * 2.0**-53

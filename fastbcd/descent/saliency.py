@@ -116,11 +116,6 @@ def _mean(
         fitting = VALUES.get(images.device.type, VALUES["cpu"]) // sites.total
         batch_size = max(8, min(256, fitting))
     check_loss(net, images, loss)
-    if distill is not None and len(distill.logits) != len(images):
-        raise ValueError(
-            f"distill has logits for {len(distill.logits)} images; there are {len(images)}: use "
-            f"Distillation.of(teacher, data, settings) on the same data"
-        )
     totals = _totals(net, images, absolute, batch_size, Criterion(loss=loss), distill)
     mean = all_sum(torch.cat([t.flatten().cpu() for t in totals])) / len(images)
     if not mean.isfinite().all():
@@ -179,15 +174,10 @@ def _collecting(
     """The activations sum the effects of removals; the backward pass skips the weights."""
     modules = list(mask_modules(net).values())
     totals = [torch.zeros_like(m.mask, dtype=torch.float64) for m in modules]
-    trained = [p for p in net.parameters() if p.requires_grad]
     try:
-        for p in trained:
-            p.requires_grad_(False)
         for module, total in zip(modules, totals, strict=True):
             module.saliency_pass = SaliencyPass(anchor, total, absolute, copy)
         yield totals
     finally:
         for module in modules:
             vars(module).pop("saliency_pass", None)
-        for p in trained:
-            p.requires_grad_(True)

@@ -42,14 +42,12 @@ def size_of(drc: int | Schedule | Callable[[int], int], count: int, history: Seq
     >>> size_of(100, 70, []), size_of(lambda count: count // 2, 70, [])
     (70, 35)
     """
+    size: Any = drc
     if isinstance(drc, Schedule):
         size = drc.size(count, history)
-        check_whole(f"drc.size({count}, …)", size, 1)
     elif callable(drc):
         size = drc(count)
-        check_whole(f"drc({count})", size, 1)
-    else:
-        size = drc
+    check_whole(f"drc({count})", size, 1)
     return min(int(size), count)
 
 
@@ -119,10 +117,6 @@ class Shares(Schedule):
 
     share: float
     steps: int
-
-    def __post_init__(self) -> None:
-        check_number("share", self.share, 0, most=1)
-        check_whole("steps", self.steps, 1)
 
     def size(self, count: int, history: Sequence[Step]) -> int:
         if len(history) + 1 >= self.steps:

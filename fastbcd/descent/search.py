@@ -9,17 +9,19 @@ set drops by less than ADT percentage points, or else the one that drops least.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fastbcd.data.images import ImageData
 from fastbcd.descent.goals import Goal, to_return
 from fastbcd.descent.job import Job
 from fastbcd.descent.schedules import size_of
 from fastbcd.masking.masks import MaskSet, masks, set_masks
 from fastbcd.runs.journal import Journal
-from fastbcd.runs.step import Step, timed
+from fastbcd.runs.step import Start, Step, timed
 from fastbcd.runtime.show import say
 from fastbcd.scoring.choose import Choice, choose
 from fastbcd.scoring.score import score
@@ -35,67 +37,35 @@ def descend(job: Job, run: Journal[Step], *, progress: bool = False) -> Iterator
     job = job.at(run.start)
     net = job.problem.net
     while not job.over(run.history):
-        seconds: dict[str, float] = {}
-        before = masks(net).copy()
-        extra = dict(run.extra)
-        if job.met():
-            step = _rest(job, run, before, seconds)
-        else:
-            choice = _chosen(job, run, before, seconds)
-            set_masks(net, before.without(choice.removal))
-            returned = to_return(
-                net, job.problem.scored, job.limits, loss=job.problem.criterion.loss
-            )
-            set_masks(net, masks(net).including(returned))
-            step = _removal(job, run, before, choice, seconds)
-            if choice.margins is not None:
-                extra[MARGINS] = choice.margins
+        step = _rest(job, run) if job.met() else _remove(job, run)
         after = masks(net).copy()
-        with timed(seconds, "finetune"):
+        with timed(step.seconds, "finetune"):
             yield step
         _check_unchanged(masks(net), after)
         if step.number % job.search.test_every == 0 or job.over([*run.history, step]):
-            with timed(seconds, "test"):
+            with timed(step.seconds, "test"):
                 step.test_accuracy = job.problem.accuracy()
-        run.finish(step, extra)
+        run.finish(step, run.extra)
         if progress:
             say(str(step))
 
 
-def _chosen(job: Job, run: Journal[Step], before: MaskSet, seconds: dict[str, float]) -> Choice:
-    """The hypothesis that the next step removes: the first that is accepted, or the best of RT."""
-    search = job.search
+def _remove(job: Job, run: Journal[Step]) -> Step:
+    """Remove the hypothesis that the step takes, return what the limits allow, and record it."""
     problem = job.problem
+    before = masks(problem.net).copy()
+    goal = goal_of(job, run.start, run.history)
     number = len(run.history) + 1
-    size = size_of(search.drc, before.count(), run.history)
-    goal = Goal(before, job.limits, job.limits).of_step(size, run.start)
-    with timed(seconds, "propose"):
-        draw = job.proposal.toward(problem.net, problem.scored, goal, seed=search.seed, step=number)
-    with timed(seconds, "score"):
-        return choose(
-            problem.net,
-            map(draw, range(job.trials)),
-            problem.scored,
-            adt=search.adt,
-            engine=job.engine,
-            metric=search.metric,
-            loss=search.loss,
-            confidence=search.confidence,
-            seed=search.seed,
-            step=number,
-            margins=run.extra.get(MARGINS),
-        )
-
-
-def _removal(
-    job: Job, run: Journal[Step], before: MaskSet, choice: Choice, seconds: dict[str, float]
-) -> Step:
-    """The record of a step whose ReLUs are removed."""
-    return _record(
-        job,
-        run,
-        before,
+    choice, seconds = decide(job, problem.scored, goal, number, run.extra.get(MARGINS))
+    set_masks(problem.net, before.without(choice.removal))
+    returned = to_return(problem.net, problem.scored, job.limits, loss=problem.criterion.loss)
+    set_masks(problem.net, masks(problem.net).including(returned))
+    if choice.margins is not None:
+        run.extra = {MARGINS: choice.margins}
+    return Step(
+        **_facts(job, run, before),
         drc=len(choice.removal),
+        returned=len(returned),
         tried=choice.number + 1 if choice.accepted else job.trials,
         chosen=choice.number,
         accepted=choice.accepted,
@@ -111,25 +81,25 @@ def _removal(
     )
 
 
-def _rest(job: Job, run: Journal[Step], before: MaskSet, seconds: dict[str, float]) -> Step:
+def _rest(job: Job, run: Journal[Step]) -> Step:
     """The record of a step that only trains."""
-    search = job.search
     problem = job.problem
-    none = torch.zeros(0, 1, dtype=torch.int64)
+    criterion = problem.criterion
+    nothing = torch.zeros(0, 1, dtype=torch.int64)
+    seconds: dict[str, float] = {}
     with timed(seconds, "score"):
         scores = score(
-            problem.net, none, problem.scored, job.engine, metric=search.metric, loss=search.loss
+            problem.net,
+            nothing,
+            problem.scored,
+            job.engine,
+            metric=criterion.metric,
+            loss=criterion.loss,
         )
-    accuracy = problem.criterion.percent(scores.base_value)
-    return _record(
-        job,
-        run,
-        before,
+    accuracy = criterion.percent(scores.base_value)
+    return Step(
+        **_facts(job, run, masks(problem.net)),
         drc=0,
-        tried=0,
-        chosen=0,
-        accepted=True,
-        drops={},
         base_accuracy=accuracy,
         base_loss=scores.base_loss,
         chosen_accuracy=accuracy,
@@ -139,20 +109,51 @@ def _rest(job: Job, run: Journal[Step], before: MaskSet, seconds: dict[str, floa
     )
 
 
-def _record(job: Job, run: Journal[Step], before: MaskSet, *, drc: int, **decision: Any) -> Step:
-    """The record of the next step; the net is as it is after the removal."""
+def _facts(job: Job, run: Journal[Step], before: MaskSet) -> dict[str, Any]:
+    """What every record has; the net is as it is after the removal."""
     after = masks(job.problem.net)
-    return Step(
-        number=len(run.history) + 1,
-        before=before.count(),
-        after=after.count(),
-        drc=drc,
-        returned=after.count() - before.count() + drc,
-        cost=job.cost(),
-        sites=list(after.counts().values()),
-        unit=job.problem.unit,
-        **decision,
-    )
+    return {
+        "number": len(run.history) + 1,
+        "before": before.count(),
+        "after": after.count(),
+        "cost": job.cost(),
+        "sites": list(after.counts().values()),
+        "unit": job.problem.unit,
+    }
+
+
+def goal_of(job: Job, start: Start, history: Sequence[Step]) -> Goal:
+    """What the step after those of `history` must reach."""
+    kept = masks(job.problem.net).copy()
+    size = size_of(job.search.drc, kept.count(), history)
+    limits = job.limits.step(job.counts, size, (start.value, start.sites))
+    return Goal(kept, limits, job.limits)
+
+
+def decide(
+    job: Job, images: ImageData, goal: Goal, number: int, margins: Tensor | None = None
+) -> tuple[Choice, dict[str, float]]:
+    """The first hypothesis that is accepted, or the best of RT, and the seconds it took."""
+    search = job.search
+    net = job.problem.net
+    seconds: dict[str, float] = {}
+    with timed(seconds, "propose"):
+        draw = job.proposal.toward(net, images, goal, seed=search.seed, step=number)
+    with timed(seconds, "score"):
+        choice = choose(
+            net,
+            map(draw, range(job.trials)),
+            images,
+            adt=search.adt,
+            engine=job.engine,
+            metric=search.metric,
+            loss=search.loss,
+            confidence=search.confidence,
+            seed=search.seed,
+            step=number,
+            margins=margins,
+        )
+    return choice, seconds
 
 
 def _check_unchanged(now: MaskSet, expected: MaskSet) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,6 @@ from fastbcd.runs.fingerprint import weights_mark
 from fastbcd.runs.step import Step
 from fastbcd.runtime.settings import described
 from fastbcd.scoring.compiled import drop
-from fastbcd.training.checks import check_same_classes
 from fastbcd.training.finetuner import Finetuner
 from fastbcd.training.repeat import seeded
 from fastbcd.training.settings import Finetune
@@ -58,7 +58,7 @@ class Own(Training):
         net = self.problem.net
         drop(net)  # what was made of other weights: its memory is needed now
         # Seeded, so that a step that is run again after a kill trains in the same way.
-        with seeded(self.problem.train.device, int(self.seed) * 1_000_003 + step.number):
+        with seeded(self.problem.train.device, self.seed * 1_000_003 + step.number):
             report = self.function(net, step)
         if isinstance(report, dict) and report.get("loss") is not None:
             step.train_loss = float(report["loss"])
@@ -77,28 +77,33 @@ class Tuned(Training):
         progress: bool,
     ) -> None:
         super().__init__(epochs=settings.epochs)
-        self.settings = settings
         self.teacher = teacher
         self.progress = progress
-        self.net = problem.net
         self.tuner = Finetuner(
             problem.net, problem.train, settings, teacher, seed=seed, loss=problem.criterion.loss
         )
 
     def __call__(self, step: Step, **how: Any) -> None:
         """Train. how: of `Finetuner.run`."""
-        drop(self.net)
-        report = self.tuner.run(step.number, **{"progress": self.progress, **how})
+        drop(self.tuner.net)
+        report = self.tuner.run(step.number, progress=self.progress, **how)
         step.epochs = report["epochs"]
         step.train_loss = report.get("loss")
+
+    def rehearse(self, images: ImageData) -> None:
+        """An epoch of a copy of the net on some images, to be timed."""
+        tuner = self.tuner
+        settings = replace(tuner.settings, epochs=1)
+        net = copy.deepcopy(tuner.net)
+        Finetuner(net, images, settings, self.teacher, loss=tuner.criterion).run(0)
 
     def answers(self, data: ImageData) -> Distillation | None:
         if self.teacher is None:
             return None
-        return Distillation.of(self.teacher, data, self.settings)
+        return Distillation.of(self.teacher, data, self.tuner.settings)
 
     def describe(self) -> dict[str, Any]:
-        return {"finetune": self.settings.describe(), "teacher": weights_mark(self.teacher)}
+        return {"finetune": self.tuner.settings.describe(), "teacher": weights_mark(self.teacher)}
 
 
 def training_of(
@@ -113,8 +118,7 @@ def training_of(
     if isinstance(finetune, Finetune):
         return Tuned(problem, finetune, teacher, seed=seed, progress=progress)
     if teacher is not None:
-        check_same_classes(problem.net, problem.train, teacher)
-        warnings.warn("the teacher is not used: only Finetune distills", stacklevel=3)
+        raise ValueError("only Finetune distils from a teacher: leave teacher= out")
     if finetune is None:
         return Training()
     if not callable(finetune):

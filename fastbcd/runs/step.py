@@ -37,10 +37,14 @@ class Step:
     before: int
     after: int
     drc: int
-    tried: int  # hypotheses, as the loop over one at a time would count them
-    chosen: int  # the number of the chosen one, from 0
-    accepted: bool  # its drop is below ADT; if False all RT failed and it is the best of them
-    drops: dict[int, float]  # percentage points, of the hypotheses scored on all images
+    tried: int = 0  # hypotheses, as the loop over one at a time would count them
+    chosen: int = 0  # the number of the chosen one, from 0
+    accepted: bool = (
+        True  # its drop is below ADT; if False all RT failed and it is the best of them
+    )
+    drops: dict[int, float] = field(
+        default_factory=dict
+    )  # percentage points, of the hypotheses scored on all images
     base_accuracy: float  # on the train set, before the removal
     base_loss: float
     chosen_accuracy: float  # after it, before any return or training

@@ -26,6 +26,7 @@ Answer = TypeVar("Answer")
 
 TIMEOUT = timedelta(minutes=10)  # that a rank waits for the others
 MISSING = "(missing)"
+_alone = False
 
 
 def rank() -> int:
@@ -34,12 +35,27 @@ def rank() -> int:
     >>> rank(), world()
     (0, 1)
     """
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if _joined() else 0
 
 
 def world() -> int:
     """The number of processes, 1 unless torch.distributed is initialised."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if _joined() else 1
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """What this rank does here it does without the others, as if it was the only one."""
+    global _alone
+    _alone = True
+    try:
+        yield
+    finally:
+        _alone = False
+
+
+def _joined() -> bool:
+    return not _alone and dist.is_available() and dist.is_initialized()
 
 
 def all_sum(t: Tensor) -> Tensor:

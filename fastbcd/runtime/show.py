@@ -1,12 +1,28 @@
-"""What long work prints: lines above progress bars, on rank 0."""
+"""What long work prints on rank 0: lines, through the logger "fastbcd", and bars on terminals.
+
+Lines go to standard output. `logging.getLogger("fastbcd")` with a handler of yours takes them
+instead.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import Any
 
 from tqdm import tqdm
 
 from fastbcd.runtime import ranks
+
+LOGGER = logging.getLogger("fastbcd")
+TIMES = {"days": 86_400, "hours": 3_600, "minutes": 60}
+
+
+class Lines(logging.Handler):
+    """Prints messages above the bars."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(record.getMessage())
 
 
 def say(text: str) -> None:
@@ -15,16 +31,34 @@ def say(text: str) -> None:
     >>> say("resuming the run")
     resuming the run
     """
-    if ranks.rank() == 0:
-        tqdm.write(text)
+    if ranks.rank() > 0:
+        return
+    if not LOGGER.handlers:
+        LOGGER.addHandler(Lines())
+        LOGGER.setLevel(logging.INFO)
+        LOGGER.propagate = False
+    LOGGER.info("%s", text)
 
 
-def bar(show: bool, **options: Any) -> tqdm:
-    """A progress bar; hidden unless `show`, and on all ranks but the first.
+def bar(show: bool, *each: Any, **options: Any) -> tqdm:
+    """A progress bar; hidden unless `show`, on all ranks but the first, and in files.
 
-    options: of `tqdm.tqdm`.
+    each, options: of `tqdm.tqdm`.
 
     >>> with bar(False, total=3) as hidden:
     ...     hidden.update()
     """
-    return tqdm(disable=not show or ranks.rank() > 0, **options)
+    visible = show and ranks.rank() == 0 and sys.stderr.isatty()
+    return tqdm(*each, disable=not visible, smoothing=0, **options)
+
+
+def duration(seconds: float) -> str:
+    """A time as text.
+
+    >>> duration(4), duration(600), duration(275_000)
+    ('4.0 seconds', '10.0 minutes', '3.2 days')
+    """
+    for unit, size in TIMES.items():
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} seconds"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fastbcd.data.images import ImageData
 from fastbcd.descent.budget import Limits
 from fastbcd.descent.goals import Goal
+from fastbcd.descent.proposals import shuffled
 from fastbcd.masking.activations import MaskedActivation, MaskedReLU
 from fastbcd.masking.masks import MaskSet, mask_modules, masks
 from fastbcd.runs.step import Epoch
@@ -76,7 +77,9 @@ class Method:
         self.settings = settings
         self.start = masks(net).copy()
         self.goal = Goal(self.start, limits, limits)
-        self.budget = limits.room(self.goal.counts)
+        kept = self.start.bits.nonzero().flatten()
+        in_random_order = shuffled(kept, seed=0, step=0, trial=0)
+        self.budget = len(kept) - len(self.goal.fit(in_random_order, kept[:0]))
         self.model = self.trained_net()
         self.acts: list[Any] = list(mask_modules(self.model).values())
         self.begin()

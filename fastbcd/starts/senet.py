@@ -217,7 +217,7 @@ def differences(net: nn.Module, teacher: TeacherLogits, data: ImageData) -> list
     with hooked(acts, called), eval_mode(net):
         for x, _ in mine.batches(BATCH, dtype=training_dtype(net)):
             net(x)
-            outputs = teacher.net.of(x, at_least_float32).activations
+            outputs = teacher.of(x, at_least_float32).activations
             for (act, bare), output in zip(seen, outputs, strict=True):
                 totals[act] += (bare - output).abs().sum(0, dtype=torch.float64)
             seen.clear()

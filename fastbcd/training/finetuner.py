@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
-from fastbcd.runtime import show
+from fastbcd.runtime.show import bar
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.training.loop import Trainer
 from fastbcd.training.rates import batches_of, cosine, epoch_shares
@@ -35,7 +34,6 @@ class Finetuner(Trainer):
         epochs: float | None = None,
         rates: Sequence[float] | None = None,
         progress: bool = False,
-        bar: Any = None,
     ) -> dict[str, float]:
         """Train the net in place, with a new optimizer and the cosine from its start.
 
@@ -44,7 +42,7 @@ class Finetuner(Trainer):
             epochs: in place of settings.epochs; the cosine then spans that many. Of the last epoch
                 of a fraction, a part of the batches is used.
             rates: the learning rate of each epoch, in place of the cosine.
-            progress: show a bar. bar: a tqdm to update after each batch in its place.
+            progress: show a bar.
 
         Returns the mean loss of the last epoch (if there is one), the seconds, and the epochs.
         Afterwards every module is in the mode it was in, and all ranks hold the same weights and
@@ -59,14 +57,12 @@ class Finetuner(Trainer):
         if rates is None:
             rates = [cosine(self.settings.lr, epoch, epochs) for epoch in range(len(shares))]
         batches = sum(batches_of(share, len(self.sizes)) for share in shares)
-        own_bar = show.bar(progress and bar is None, total=batches, desc="fine-tune", leave=False)
-        if bar is None:
-            bar = own_bar
+        batch_bar = bar(progress, total=batches, desc="fine-tune", leave=False)
         begin = time.perf_counter()
         result = {"epochs": float(epochs)}
         algorithms = repeatable(self.data.device, self.seed, step, self.settings.fast)
-        with own_bar, self.session() as session, algorithms:
+        with batch_bar, self.session() as session, algorithms:
             for epoch, (share, lr) in enumerate(zip(shares, rates, strict=True)):
-                result["loss"] = session.epoch(epoch, lr, step=step, share=share, bar=bar)
+                result["loss"] = session.epoch(epoch, lr, step=step, share=share, bar=batch_bar)
         result["seconds"] = time.perf_counter() - begin
         return result

@@ -240,7 +240,8 @@ def test_a_budget_that_is_met_is_done_at_once(capsys) -> None:
         ({"engine": None}, TypeError, "engine=None; it must be"),
         ({"resume": "maybe"}, ValueError, "resume='maybe'"),
         ({"finetune": 3}, TypeError, "finetune is a int"),
-        ({"teacher": nn.Sequential(nn.Flatten(), nn.Linear(192, 7))}, ValueError, "teacher ret"),
+        ({"teacher": nn.Sequential(nn.Flatten(), nn.Linear(192, 7))}, ValueError,
+         "7 classes|only Finetune distils"),
         ({"test": images(3)[0]}, TypeError, "data is a Tensor"),
         ({"test": (images(3)[0], torch.tensor([0, 1, 9]))}, ValueError, "label 9 of image 2"),
     ],
@@ -263,12 +264,6 @@ def test_a_net_without_masks_and_empty_data() -> None:
         fastbcd.bcd(nn.Linear(3, 3), (x, labels), budget=0)
     with pytest.raises(ValueError, match="no images"):
         fastbcd.bcd(net, (x[:0], labels[:0]), budget=0)
-
-
-def test_an_unused_teacher_is_warned_of() -> None:
-    net, data = problem("mlp")
-    with pytest.warns(UserWarning, match="teacher is not used"):
-        fastbcd.bcd(net, data, budget=20, finetune=None, teacher=copy.deepcopy(net))
 
 
 def test_training_must_not_change_the_masks() -> None:

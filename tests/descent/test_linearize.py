@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -209,7 +210,7 @@ def test_removed_relus_become_lines_unless_asked_otherwise() -> None:
     assert isinstance(short(masked_net()).model[2], fastbcd.MaskedLine)
     plain = short(masked_net(), replacement="identity")
     assert isinstance(plain.model[2], fastbcd.MaskedReLU)
-    with pytest.raises(ValueError, match="are lines; pass replacement='line'"):
+    with pytest.raises(ValueError, match="is a MaskedLine; pass replacement='line'"):
         short(short(masked_net()).model, budget=4, replacement="identity")
     lines = short(masked_net(), epochs=1)
     again = short(lines.model, budget=4, epochs=1, lr=1e-9)
@@ -269,7 +270,7 @@ def test_a_dry_run_prints_the_plan_and_changes_nothing(capsys, tmp_path, rates) 
     assert "98 ReLUs, budget 8\n" in out
     assert "9 steps that remove " in out
     assert "5 epochs of training, 2 of them after the last removal" in out
-    assert " minutes: scoring " in out
+    assert re.search(r"about [\d.]+ seconds: scoring .* testing .* training ", out)
     assert (run.masks.count(), run.history) == (98, [])
     assert not (tmp_path / "run").exists()
     reference = fastbcd.to_line(masked_net(), images()).state_dict()
@@ -280,14 +281,14 @@ def test_progress_prints_the_plan_first(capsys) -> None:
     short(progress=True, epochs=2)
     out, err = capsys.readouterr()
     assert out.index("plan: ") < out.index("step 1: ") < out.index("step 2: ")
-    assert "epoch 1.33 of 2, 8 ReLUs" in err
+    assert err == ""  # no bar in a file
     short(epochs=2)
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_plan_is_measured_on_some_of_many_images(capsys) -> None:
     fastbcd.linearize(plain_net(), images(300), 8, epochs=1, dry_run=True)
-    assert "minutes" in capsys.readouterr().out
+    assert "seconds: scoring" in capsys.readouterr().out
 
 
 def test_the_dry_run_of_bcd(capsys) -> None:
@@ -356,7 +357,7 @@ def test_bad_types_are_refused() -> None:
         short(start="runs/snl")
     with pytest.raises(TypeError, match="colour"):
         short(colour="red")
-    with pytest.raises(ValueError, match=r"the teacher returns .*3.* and the net .*10"):
+    with pytest.raises(ValueError, match="the teacher has 3 classes and the net 10"):
         short(teacher=nn.Sequential(nn.Flatten(), nn.Linear(784, 3)))
 
 
