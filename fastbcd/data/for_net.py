@@ -13,8 +13,10 @@ from fastbcd.runtime.dtypes import device_of
 
 def data_for(net: nn.Module, data: Any) -> ImageData:
     """What `score` and `bcd` take, as ImageData with batches on the device of the net."""
-    images = as_data(data)
     device = device_of(net)
+    images = as_data(data)
+    if not len(images):
+        raise ValueError(f"there are no images in the data, {images}")
     if device is None:
         return images
     return images.to(device)

@@ -110,8 +110,6 @@ def _mean(
     check_whole("batch_size", batch_size, 1, optional=True)
     images = data_for(net, data)
     sites = masks(net)
-    if not len(images):
-        raise ValueError("there are no images to compute the saliency on")
     if batch_size is None:
         fitting = VALUES.get(images.device.type, VALUES["cpu"]) // sites.total
         batch_size = max(8, min(256, fitting))

@@ -19,6 +19,7 @@ from fastbcd.masking.conversion_report import ConversionReport
 from fastbcd.masking.converted_net import ConvertedNet
 from fastbcd.masking.find_relus import Skip, checked_skips, find_relus
 from fastbcd.masking.missed_relus import Op, Watch, repeatable, run_watched
+from fastbcd.masking.pools import average_pools
 from fastbcd.masking.tracing import (
     BY_HAND,
     ConversionError,
@@ -28,7 +29,8 @@ from fastbcd.masking.tracing import (
     same_values,
     trace_both_modes,
 )
-from fastbcd.runtime.dtypes import device_of
+from fastbcd.runtime.dtypes import device_of, dtype_of
+from fastbcd.runtime.validate import check_choice
 
 
 def convert(
@@ -37,6 +39,7 @@ def convert(
     replacement: str = "identity",
     *,
     skip: Skip | Iterable[Skip] = (),
+    maxpool: str = "keep",
 ) -> ConvertedNet:
     """A new network in which every ReLU has one bit per neuron, all of them set.
 
@@ -47,6 +50,8 @@ def convert(
         replacement: what a cleared bit gives: "identity"; "line" or "poly", a learned line or
             quadratic that starts as the identity. `to_line` and `to_poly` fit them.
         skip: ReLUs to leave as they are, by name ("layer4.*") or by type (nn.ReLU6).
+        maxpool: "average" calls average pools in place of max-pools, whose comparisons cost like
+            ReLUs in private inference; the net must then be fine-tuned. Masks do not change them.
 
     train() and eval() switch batch norm, dropout and DropPath as before. Outputs that the model has
     in training only (auxiliary heads) are left out; any other difference in training is refused.
@@ -60,6 +65,7 @@ def convert(
     """
     activation = activation_type(replacement)
     skips = checked_skips(skip)
+    check_choice("maxpool", maxpool, ("keep", "average"))
     original = copy.deepcopy(unwrap(model))
     title = type(original).__name__
     example = _example_for(original, example_input)
@@ -77,9 +83,13 @@ def convert(
         f"use data outside of tensors, or an in-place ReLU changes a tensor that is used again "
         f"through a view (use inplace=False); {BY_HAND}",
     )
+    replaced = {*relus}
+    if maxpool == "average":
+        replaced |= average_pools(original, net.graph)
+        net.recompile()
+    nonlinear = watch.nonlinear(without=replaced)
     for name, module in net.named_modules():  # a new module has the mode of its owner
         module.training = modes.setdefault(name, modes[name.rpartition(".")[0]])
-    nonlinear = watch.nonlinear(without=relus)
     sites = [m.mask.numel() for m in net.modules() if isinstance(m, MaskedActivation)]
     net.keep("conversion_report", ConversionReport(len(sites), sum(sites), nonlinear))
     stays = [op for op in nonlinear if op.name not in skipped]
@@ -122,6 +132,7 @@ def _mask(
     example: Tensor,
 ) -> None:
     """Call a masked activation in place of each ReLU, numbered in the order of execution."""
+    dtype = dtype_of(net)
     for node, op in relus.items():
         batch, *shape = watch.shapes[node]
         require(
@@ -130,7 +141,7 @@ def _mask(
             f"{len(example)}: its first dimension is not the batch, so it has no bit per neuron; "
             f"{BY_HAND}",
         )
-        masked: Any = activation(tuple(shape), device=example.device)
+        masked = activation(tuple(shape), device=example.device).to(dtype)
         source = next(n for n in node.all_input_nodes if n in watch.shapes)
         new = replace_call(net, node, masked, source=source, inplace=op.inplace)
         watch.shapes[new] = watch.shapes[node]

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from fastbcd.masking.activations import MaskedActivation
 from fastbcd.masking.missed_relus import Op, Watch
 from fastbcd.masking.tracing import BY_HAND, call_path, require
 
@@ -67,7 +68,7 @@ def find_relus(
             isinstance(entry, type) or any(fnmatchcase(name, entry) for name in nonlinear),
             f"skip={entry!r} is the name of no ReLU; the ReLUs are {', '.join(names)}",
         )
-    require(bool(relus), f"{type(net).__name__} {_no_relu(watch, skips)}")
+    require(bool(relus), f"{type(net).__name__} {_no_relu(net, watch, skips)}")
     return relus, skipped
 
 
@@ -87,9 +88,11 @@ def _is_skipped(name: str, kind: type, relu: Op | None, skips: Iterable[Skip]) -
     )
 
 
-def _no_relu(watch: Watch, skips: tuple[Skip, ...]) -> str:
+def _no_relu(net: nn.Module, watch: Watch, skips: tuple[Skip, ...]) -> str:
     """What a net without a ReLU to mask has instead."""
     text = "has no ReLU to mask"
+    if any(isinstance(module, MaskedActivation) for module in net.modules()):
+        text = "has masks already, by fastbcd.convert or by hand, and no other ReLU"
     if skips:
         names = [entry if isinstance(entry, str) else entry.__name__ for entry in skips]
         text += f" besides those skipped ({', '.join(names)})"

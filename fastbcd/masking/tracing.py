@@ -33,6 +33,7 @@ _DROPOUTS: dict[Any, type[nn.Module]] = {
     F.alpha_dropout: nn.AlphaDropout,
     F.feature_alpha_dropout: nn.FeatureAlphaDropout,
 }
+_REPLACED = (nn.ReLU, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 _SWITCHED = {F.batch_norm, *_DROPOUTS}  # functions with an argument `training`
 
 Match = dict[fx.Node, fx.Node]  # node in training -> the node in evaluation that computes the same
@@ -218,12 +219,12 @@ def replace_call(
 ) -> fx.Node:
     """Call module(source, **tensors) instead of the node.
 
-    The module replaces an nn.ReLU at its first call. For any other call it is registered as
-    call_path(node), or with _2, _3, ... if that is taken.
+    The module replaces an nn.ReLU or a max-pool at its first call. For any other call it is
+    registered as call_path(node), or with _2, _3, ... if that is taken.
     """
     owner, _, name = call_path(node).rpartition(".")
     parent = net.get_submodule(owner)
-    if node.op != "call_module" or type(net.get_submodule(str(node.target))) is not nn.ReLU:
+    if node.op != "call_module" or type(parent.get_submodule(name)) not in _REPLACED:
         numbered = (f"{name}_{number}" for number in itertools.count(2))
         names = itertools.chain([name], numbered)
         name = next(free for free in names if not hasattr(parent, free))

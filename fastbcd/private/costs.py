@@ -22,6 +22,7 @@ from torch import nn
 
 from fastbcd.descent.budget import Totals
 from fastbcd.masking.activations import MaskedPoly
+from fastbcd.masking.calls import check_calls
 from fastbcd.masking.conversion_report import NonlinearOp, nonlinear_of
 from fastbcd.masking.masks import MaskSet, mask_modules
 from fastbcd.masking.masks import masks as masks_of
@@ -185,6 +186,7 @@ def cost(
     if isinstance(masks, nn.Module):
         if poly:
             raise ValueError("poly= is for masks without a net; leave it out")
+        check_calls(masks)
         acts = mask_modules(masks)
         poly = [name for name, act in acts.items() if isinstance(act, MaskedPoly)]
         others = nonlinear_of(masks)

@@ -13,6 +13,8 @@ def dtype_of(net: nn.Module) -> torch.dtype:
 
 def device_of(net: nn.Module) -> torch.device | None:
     """The device of the net's first tensor, None without any; refuses the meta device."""
+    if not isinstance(net, nn.Module):
+        raise TypeError(f"the net is {net!r}; give a module, such as ResNet(), not its class")
     devices = [tensor.device for tensor in (*net.parameters(), *net.buffers())]
     if torch.device("meta") in devices:
         raise ValueError(

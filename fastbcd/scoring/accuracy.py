@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from fastbcd.data.for_net import data_for
 from fastbcd.data.images import ImageData
 from fastbcd.graph.fuse import fused
+from fastbcd.masking.calls import calls_checked
 from fastbcd.masking.convert import unwrap
 from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.runtime.module_mode import eval_mode
@@ -35,8 +36,6 @@ def accuracy(
     """
     net = unwrap(net)
     images = data_for(net, data)
-    if not len(images):
-        raise ValueError("there are no images to measure the accuracy on")
     criterion = Criterion(metric)
     if metric is not None:
         criterion = Criterion(metric, _no_loss)
@@ -112,15 +111,16 @@ def first_outputs(net: nn.Module, data: ImageData, who: str, n: int) -> Any:
                 f"the data is on {data.device} and {who} on {tensor.device}; move one of them "
                 f"with .to(device)"
             )
-    try:
-        with eval_mode(net), torch.inference_mode():
-            return net(next(data.batches(n, dtype=dtype_of(net)))[0])
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        hint = "; give grey images as images.unsqueeze(1)" if data.images.ndim == 3 else ""
-        raise ValueError(
-            f"{who} does not run on images of shape {list(data.images.shape[1:])}: "
-            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}{hint}"
-        ) from error
+    with calls_checked(net):
+        try:
+            with eval_mode(net), torch.inference_mode():
+                return net(next(data.batches(n, dtype=dtype_of(net)))[0])
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            hint = "; give grey images as images.unsqueeze(1)" if data.images.ndim == 3 else ""
+            raise ValueError(
+                f"{who} does not run on images of shape {list(data.images.shape[1:])}: "
+                f"{str(error).splitlines()[0] if str(error) else type(error).__name__}{hint}"
+            ) from error
 
 
 def _one(outputs: Any) -> Any:

@@ -146,8 +146,6 @@ def prepared(
 
 def check_scorable(net: nn.Module, images: ImageData, criterion: Criterion = DEFAULT) -> None:
     """An error if this net cannot be scored on these images."""
-    if not len(images):
-        raise ValueError("there are no images to score on")
     mask_modules(net)  # the first error of a net without masks
     check_metric(net, images, criterion, "the net")
 

@@ -37,8 +37,6 @@ def check_settings(settings: Finetune, data: ImageData) -> None:
     """Refuse settings that do not fit the data, or the number of ranks."""
     if not isinstance(settings, Finetune):
         raise TypeError(f"settings are {type(settings).__name__}; expected fastbcd.Finetune")
-    if not len(data):
-        raise ValueError("there are no images to train on")
     data.check_views(settings.padding, settings.flip)
     if len(data) < ranks.world():
         raise ValueError(f"{len(data)} images are too few for {ranks.world()} ranks")

@@ -255,6 +255,30 @@ def test_datasets_refused(read, message):
         read()
 
 
+NONE = (torch.zeros(0, 1, 4, 4), torch.zeros(0, dtype=torch.int64))
+SOME = (torch.zeros(4, 1, 4, 4), torch.arange(4))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda net: fastbcd.score(net, [[0]], NONE),
+        lambda net: fastbcd.accuracy(net, NONE),
+        lambda net: fastbcd.bcd(net, NONE, 2),
+        lambda net: fastbcd.bcd(net, SOME, 2, test=NONE),
+        lambda net: fastbcd.linearize(net, NONE, 2, epochs=1),
+        lambda net: fastbcd.train(net, NONE, epochs=1),
+        lambda net: fastbcd.saliency(net, NONE),
+        lambda net: fastbcd.to_line(net, NONE),
+        lambda net: fastbcd.private.activation_ranges(net, NONE),
+    ],
+)
+def test_empty_data_is_refused_by_name(use):
+    layers = torch.nn.Flatten(), torch.nn.Linear(16, 4), fastbcd.MaskedReLU(4)
+    with pytest.raises(ValueError, match="there are no images in the data, ImageData"):
+        use(torch.nn.Sequential(*layers))
+
+
 def test_as_data_keeps_image_data():
     assert as_data(RAW) is RAW
 

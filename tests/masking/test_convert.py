@@ -236,6 +236,69 @@ def test_a_module_called_twice_gets_two_sites() -> None:
     assert net.get_submodule("2") is net.get_submodule("0"), "shared weights stay shared"
 
 
+def test_sites_are_in_the_order_of_execution_not_of_registration() -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.first = nn.ReLU(), nn.ReLU()
+            self.wide, self.narrow = nn.Linear(3, 2), nn.Linear(2, 3)
+
+        def forward(self, x):
+            return self.last(self.wide(self.first(self.narrow(x))))
+
+    net = convert(Backwards(), torch.randn(4, 2))
+    assert fastbcd.masks(net).counts() == {"first": 3, "last": 2}
+    fastbcd.set_masks(net, fastbcd.masks(net).without([0, 4]))
+    assert net.first.mask.tolist() == [False, True, True]
+    assert net.last.mask.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("replacement", ["line", "poly"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_coefficients_have_the_dtype_of_the_net(replacement, dtype) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).to(dtype), torch.randn(5, 3).to(dtype)
+    net = convert(model, x, replacement=replacement)
+    assert net.get_submodule("1").coef.dtype == dtype
+    fastbcd.set_masks(net, fastbcd.masks(net).without([0]))
+    assert net(x).dtype == dtype
+
+
+class Pooled(nn.Module):
+    """Two max-pools, one a module and one a call, or their averages."""
+
+    def __init__(self, average=False) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(16, 5)
+        kind = nn.AvgPool2d if average else nn.MaxPool2d
+        self.pool = kind(3, 2, 1, **({"count_include_pad": False} if average else {}))
+        self.average = average
+
+    def forward(self, x):
+        x = self.pool(torch.relu(self.conv(x)))
+        if self.average:
+            return self.out(F.avg_pool2d(x, 2, ceil_mode=True).flatten(1))
+        return self.out(F.max_pool2d(x, kernel_size=2, ceil_mode=True).flatten(1))
+
+
+def test_average_pools_replace_max_pools() -> None:
+    model, average, x = Pooled().eval(), Pooled(average=True).eval(), torch.randn(6, 3, 7, 7)
+    average.load_state_dict(model.state_dict())
+    with pytest.warns(UserWarning, match="first is pool"):
+        assert convert(model, x).conversion_report.comparisons == 64 * 8 + 16 * 3
+    net = convert(model, x, maxpool="average")
+    assert net.conversion_report.nonlinear == ()
+    torch.testing.assert_close(net(x), average(x))
+    scores = [fastbcd.score(net, [[0, 9]], (x, torch.arange(6) % 5), engine=engine).loss
+              for engine in ("sequential", "stacked", "collapsed")]  # fmt: skip
+    torch.testing.assert_close(scores[0], scores[1])
+    torch.testing.assert_close(scores[0], scores[2])
+    for bad in (nn.MaxPool2d(2, dilation=2), nn.MaxPool2d(2, return_indices=True)):
+        with pytest.raises(ConversionError, match="'1' has a dilation or returns indices"):
+            convert(nn.Sequential(nn.ReLU(), bad), x, maxpool="average")
+    with pytest.raises(ValueError, match="maxpool='mean'; choose from keep, average"):
+        convert(model, x, maxpool="mean")
+
+
 def test_train_mode_follows(device) -> None:
     model = randomize(Mixed()).to(device)
     model.bn.eval()  # a frozen batch norm stays frozen
@@ -707,6 +770,10 @@ def test_bad_arguments() -> None:
         convert(model, torch.randn(3))
     with pytest.raises(ValueError, match="example_input must be a batch"):
         convert(model, [1, 2])
+    with pytest.raises(ConversionError, match="has masks already"):
+        convert(convert(model, torch.randn(2, 3)), torch.randn(2, 3))
+    with pytest.raises(TypeError, match=r"the net is <class .*Mixed'>; give a module"):
+        convert(Mixed, torch.randn(2, 3))
 
 
 def test_public_signature() -> None:

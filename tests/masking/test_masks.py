@@ -302,6 +302,41 @@ def test_a_copy_of_a_live_view_does_not_follow_the_net() -> None:
     assert before.copy() == before
 
 
+class Twice(nn.Module):
+    """A masked activation, placed by hand, that forward calls twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.body, self.out = MaskedReLU(16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.out(self.act(self.body(self.act(x.flatten(1)))))
+
+
+class Untraceable(Twice):
+    def forward(self, x):
+        return super().forward(x if x.sum() > 1e9 else x + 1)
+
+
+DATA = (torch.randn(20, 1, 4, 4), torch.arange(20) % 3)
+USES = {
+    "cost": lambda net: fastbcd.private.cost(net),
+    "score": lambda net: fastbcd.score(net, [[0]], DATA),
+    "bcd": lambda net: fastbcd.bcd(net, DATA, 5, finetune=None),
+    "linearize": lambda net: fastbcd.linearize(net, DATA, 5, epochs=1),
+    "snl": lambda net: fastbcd.snl(net, DATA, 5),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("make", [Twice, Untraceable])
+def test_a_mask_that_is_called_twice_is_refused(use, make) -> None:
+    if (make, use) == (Untraceable, "cost"):
+        return  # there is no data to run it on
+    with pytest.raises(ValueError, match=r"forward calls 'act' 2 times.*its own Masked"):
+        USES[use](make())
+
+
 class Both(nn.Module):
     """A net with parts called `fc` and `module.fc`."""
 

@@ -76,7 +76,6 @@ def test_after_an_error_the_net_has_the_weights_of_the_last_finished_epoch(monke
         ({"epochs": -1}, ValueError, "epochs=-1"),
         ({"lr": math.nan}, ValueError, "lr=nan"),
         ({"net": Other()}, ValueError, "no parameter to train"),
-        ({"data": pair().first(0)}, ValueError, "no images to train on"),
         ({"test": (torch.zeros(2, 3, 8, 8), torch.tensor([0, 9]))}, ValueError, "label 9"),
         ({"resume": "maybe"}, ValueError, "resume='maybe'"),
     ],
