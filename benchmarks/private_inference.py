@@ -230,9 +230,9 @@ class Secret:
             y = y.index_add(0, kept, z.relu() - z)
         if (coef := act.coefficients()) is not None and len(removed):
             z = flat[removed]
-            c0, c1, c2 = coef.detach()[:, removed // act.mask[0].numel()]
+            c0, c1, *c2 = coef.detach()[:, removed // act.mask[0].numel()]
             line = z * (c1 - 1) + c0
-            y = y.index_add(0, removed, line + z.square() * c2 if c2.any() else line)
+            y = y.index_add(0, removed, line + z.square() * c2[0] if c2 else line)
         return y.reshape(x.shape)
 
     def _count(self, x: Any, weight: Any) -> None:

@@ -78,7 +78,10 @@ def dense(t: Tensor, channel: int, last: bool | None = None) -> Tensor:
 
 
 def dense_together(unit: Tensor, trials: bool, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """A mask and tensors [B, *S] or [T, B, *S] as dense memory, in the item order of the first."""
+    """A mask and tensors [B, *S] or [T, B, *S] as dense memory, in the item order of the first.
+
+    A mask of numbers gets that order too; one of bits is small and may keep the other.
+    """
     order: bool | None = None
     found = []
     for t in tensors:
@@ -87,7 +90,7 @@ def dense_together(unit: Tensor, trials: bool, *tensors: Tensor | None) -> tuple
             t = dense(t, channel, order)
             order = not t.is_contiguous() if order is None else order
         found.append(t)
-    return dense(unit, 1 if trials else 0), *found
+    return dense(unit, 1 if trials else 0, order if unit.is_floating_point() else None), *found
 
 
 def in_order(t: Tensor, channel: int, last: bool | None) -> bool:

@@ -66,21 +66,21 @@ def test_check_looks_at_every_kernel(name, monkeypatch) -> None:
 
 
 def test_check_reports_a_failure(capsys, monkeypatch) -> None:
-    broken("masked_relu_forward", monkeypatch)
+    broken("masked_forward", monkeypatch)
     assert info.main(["--check"]) == 1
-    assert "FAILED cpu masked_relu" in capsys.readouterr().out
+    assert "FAILED cpu masked_forward" in capsys.readouterr().out
 
 
 def test_check_goes_on_after_a_kernel_that_fails(capsys, monkeypatch) -> None:
     def fails(*arguments: object) -> None:
         raise RuntimeError("PTX was compiled with an unsupported toolchain")
 
-    monkeypatch.setattr(kernels.module_for(torch.empty(0)), "soft_relu_forward", fails)
+    monkeypatch.setattr(kernels.module_for(torch.empty(0)), "masked_backward", fails)
     assert info.main(["--check"]) == 1
     out = capsys.readouterr().out
-    assert "FAILED cpu soft_relu_forward-float16" in out
+    assert "FAILED cpu masked_backward-identity-float16" in out
     assert "RuntimeError: PTX was compiled with an unsupported toolchain" in out
-    assert "saliency_backward        agrees" in out
+    assert "kink                     agrees" in out
     assert "Please report all of this output." in out
     assert f"torch        {torch.__version__}" in out
 

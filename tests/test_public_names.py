@@ -82,6 +82,8 @@ def test_ops_equal_their_documented_formula(op) -> None:
                "residual": residual, "scale": scale, "shift": shift}  # fmt: skip
     asked = {n: t for n, t in tensors.items() if n in inspect.signature(op).parameters}
     z = x * scale.view(3, 1, 1) + shift.view(3, 1, 1) if "scale" in asked else x
+    if op is fastbcd.ops.masked_line:
+        asked["coef"] = coef[:2]
     names = {**tensors, "torch": torch, "masked_poly": fastbcd.ops.masked_poly, "z": z + residual}
     names.update(zip(("c0", "c1", "c2"), coef.view(3, 3, 1, 1), strict=True))
     text = re.search(r"^ *Equivalent to: (.*)$", op.__doc__, re.MULTILINE)
@@ -131,6 +133,7 @@ PROMISED = {
     "MaskedReLU": "shape",
     "MaskedPoly": "shape",
     "ops.masked_relu": f"x, mask, *, {AFFINE}",
+    "ops.masked_line": f"x, mask, coef, *, {AFFINE}",
     "ops.masked_poly": f"x, mask, coef, *, {AFFINE}",
     "backends": "",
 }

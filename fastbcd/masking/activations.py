@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastbcd import ops
-from fastbcd.ops.saliency import saliency
+from fastbcd.ops.masked import masked, saliency
 from fastbcd.runtime.validate import check_choice
 
 
 class SaliencyPass(NamedTuple):
-    """Makes an activation sum the effects of removals in its backward (`ops.saliency`)."""
+    """Makes an activation sum the effects of removals in its backward (`ops.masked.saliency`)."""
 
     anchor: Tensor
     totals: Tensor
@@ -59,15 +58,12 @@ class MaskedActivation(nn.Module):
         )
 
     def coefficients(self) -> Tensor | None:
-        """c0, c1 and c2 of each channel, [3, C]; None: removed ReLUs are the identity."""
+        """c0, c1 (and c2) of each channel, [2 or 3, C]; None: removed ReLUs are the identity."""
         return None
 
     def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The activation of x + residual; x and residual have the same shape and dtype."""
-        coef = self.coefficients()
-        if coef is None:
-            return ops.masked_relu(x, self.mask, residual=residual, trials=False)
-        return ops.masked_poly(x, self.mask, coef, residual=residual, trials=False)
+        return masked(x, self.mask, self.coefficients(), residual=residual, trials=False)
 
     def extra_repr(self) -> str:
         return str(tuple(self.mask.shape))
@@ -82,6 +78,10 @@ class LearnedActivation(MaskedActivation):
         super().__init__(shape, device=device)
         start = torch.tensor(self.IDENTITY, device=device).unsqueeze(1)
         self.coef = nn.Parameter(start.repeat(1, self.mask.shape[0]))
+
+    def coefficients(self) -> Tensor:
+        """coef, [n, C]."""
+        return self.coef
 
 
 class MaskedReLU(MaskedActivation):
@@ -108,10 +108,6 @@ class MaskedPoly(LearnedActivation):
 
     IDENTITY = (0.0, 1.0, 0.0)
 
-    def coefficients(self) -> Tensor:
-        """coef, [3, C]."""
-        return self.coef
-
 
 class MaskedLine(LearnedActivation):
     """ReLU where the bit is 1, c1*x + c0 where it is 0, with `coef` [2, C] learned.
@@ -127,10 +123,6 @@ class MaskedLine(LearnedActivation):
     """
 
     IDENTITY = (0.0, 1.0)
-
-    def coefficients(self) -> Tensor:
-        """coef and a row of zeros, [3, C]."""
-        return torch.cat([self.coef, torch.zeros_like(self.coef[:1])])
 
 
 REPLACEMENTS: dict[str, type[MaskedActivation]] = {

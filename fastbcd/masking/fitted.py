@@ -158,8 +158,8 @@ def _replaced(
         new: Any = REPLACEMENTS[name](tuple(act.mask.shape), device=act.mask.device)
         new.mask.copy_(act.mask)
         coef = fits.get(act.mask)
-        if isinstance(act, LearnedActivation):
-            coef = act.coefficients()
+        if isinstance(act, LearnedActivation):  # a line as a quadratic
+            coef = torch.cat([act.coef, torch.zeros_like(act.coef[:1])])
         if coef is not None:
             new.coef.data = coef.detach().clone()
         return new.to(dtype_of(net)).train(act.training)

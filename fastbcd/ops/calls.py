@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from fastbcd.kernels.geometry import compute_dtype, dense_together, geometry
+from fastbcd.kernels.geometry import geometry
 
 
 class KernelCall(NamedTuple):
@@ -17,6 +16,7 @@ class KernelCall(NamedTuple):
     outputs: list[Any]  # empty tensors; None for a gradient that is not wanted
     inputs: tuple[Any, ...]
     geometry: tuple[Any, ...] = ()  # the arguments of `geometry`; empty: the kernel takes none
+    variant: str = ""  # which constants the kernel is compiled with
     fits: bool = True  # False: no kernel takes this call
 
 
@@ -61,14 +61,3 @@ def by_kernel(function: Callable[..., None], call: KernelCall) -> None:
 def contiguous(t: Tensor | None) -> Any:
     """t as contiguous memory: what every per-channel argument of a kernel must be."""
     return None if t is None else t.contiguous()
-
-
-def backward_call(grad, x, mask, coef, residual, *flags, more=()) -> KernelCall:
-    """The backward of an activation without trials: dx, more results, and a sum for each unit."""
-    mask, x, residual, grad = dense_together(mask, False, x, residual, grad)
-    sums = x.new_empty_strided(x.shape[1:], x.stride()[1:], dtype=compute_dtype(x.dtype))
-    return KernelCall(
-        outputs=[torch.empty_like(x), *more, sums],
-        inputs=(grad, x, mask, contiguous(coef), residual, *flags),
-        geometry=(x, mask),
-    )

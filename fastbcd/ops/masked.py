@@ -1,4 +1,10 @@
-"""masked_relu and masked_poly: y = act(x*scale + shift + residual) with one bit per neuron."""
+"""The masked activations: one operator, y = act(x*scale + shift + residual) with a bit per neuron.
+
+masked_relu, masked_line, masked_poly    relu(z) where the bit is 1; z, a line, a quadratic else
+soft_relu                                SNL: real numbers in place of the bits
+indicator_poly                           AutoReP: the bits have a gradient
+saliency                                 the backward also sums the effect of every removal
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from fastbcd import kernels
 from fastbcd.kernels.geometry import (
@@ -17,9 +24,11 @@ from fastbcd.kernels.geometry import (
     new_gradient,
     new_output,
 )
-from fastbcd.ops.arguments import DTYPES, check_arguments, check_out, check_small
+from fastbcd.ops.arguments import DTYPES, check_arguments, check_items, check_out, check_small
 from fastbcd.ops.calls import KernelCall, contiguous
 from fastbcd.ops.registry import OPERATORS, Operator, compute, define, unseen
+
+SIGNED, ABSOLUTE = 1, 2  # what the backward sums for each unit
 
 
 def masked_relu(
@@ -50,11 +59,35 @@ def masked_relu(
     >>> masked_relu(x, torch.tensor([True, False, True]))
     tensor([[ 0., -2.,  3.]])
     """
-    y = _plain("masked_relu_plain", trials, out, (x, mask, scale, shift, residual))
-    if y is not None:
-        return y
-    trials = check_arguments(x, mask, scale, shift, residual, trials)
-    return _call("masked_relu", x, mask, (scale, shift), residual, trials, out)
+    return masked(x, mask, scale=scale, shift=shift, residual=residual, trials=trials, out=out)
+
+
+def masked_line(
+    x: Tensor,
+    mask: Tensor,
+    coef: Tensor,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    residual: Tensor | None = None,
+    trials: bool | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """relu(z) where the mask's bit is 1, else c1*z + c0, with z = x*scale + shift + residual.
+
+    coef is [2, C] (one line per channel) or [2] (one for the layer), in the order c0, c1.
+    Everything else is as in `masked_relu`.
+
+    Equivalent to: torch.where(mask, torch.relu(z), c1*z + c0)
+
+    >>> line = torch.tensor([1.0, 0.5])
+    >>> masked_line(torch.tensor([[-3.0, -3.0]]), torch.tensor([True, False]), line)
+    tensor([[ 0.0000, -0.5000]])
+    """
+    _check_rows(coef, x, 2)
+    return masked(
+        x, mask, coef, scale=scale, shift=shift, residual=residual, trials=trials, out=out
+    )
 
 
 def masked_poly(
@@ -79,90 +112,277 @@ def masked_poly(
     >>> masked_poly(torch.tensor([[-3.0, -3.0]]), torch.tensor([True, False]), square)
     tensor([[0., 9.]])
     """
-    y = _plain("masked_poly_plain", trials, out, (x, mask, coef, scale, shift, residual))
-    if y is not None:
-        return y
+    _check_rows(coef, x, 3)
+    return masked(
+        x, mask, coef, scale=scale, shift=shift, residual=residual, trials=trials, out=out
+    )
+
+
+def soft_relu(x: Tensor, alpha: Tensor, *, residual: Tensor | None = None) -> Tensor:
+    """a*relu(z) + (1 - a)*z with z = x + residual: a ReLU for a = 1, the identity for a = 0.
+
+    Args:
+        x: [B, *S].
+        alpha: [*S] floating-point, one number per unit; not copied if in x's memory order.
+        residual: added before the activation, shaped like x.
+
+    Equivalent to: torch.where(z > 0, z, (1 - alpha) * z)
+
+    >>> soft_relu(torch.tensor([[-2.0, -2.0, 3.0]]), torch.tensor([1.0, 0.25, 0.5]))
+    tensor([[-0.0000, -1.5000,  3.0000]])
+    """
+    check_small("alpha", alpha, x, tuple(x.shape[1:]))
+    check_items(x, alpha, residual)
+    return _masked(x, alpha.to(compute_dtype(x.dtype)), None, None, None, residual, None, False, 0)
+
+
+def indicator_poly(
+    x: Tensor, mask: Tensor, coef: Tensor, aux: Tensor, *, residual: Tensor | None = None
+) -> Tensor:
+    """`masked_poly`, with a gradient for the numbers that decide its bits.
+
+    Args:
+        x: [B, *S].
+        mask: [*S] bool or uint8: the current bits. The caller derives them from aux.
+        coef: [3, C] as in `masked_poly`.
+        aux: [*S] floating-point. Its gradient is that of the bit, straight through:
+            softplus(aux) * sum over the batch of grad * (relu(z) - poly(z))
+        residual: added before the activation, shaped like x.
+
+    Equivalent to: masked_poly(x, mask, coef, residual=residual)
+
+    >>> aux = torch.zeros(2, requires_grad=True)
+    >>> y = indicator_poly(torch.tensor([[-3.0, 2.0]]), aux > -1, torch.zeros(3, 2), aux)
+    >>> y.sum().backward()
+    >>> y.tolist(), aux.grad
+    ([[0.0, 2.0]], tensor([0.0000, 1.3863]))
+    """
+    check_arguments(x, mask, None, None, residual, False)
+    check_small("aux", aux, x, tuple(x.shape[1:]))
+    check_small("coef", coef, x, (3, x.shape[1]))
+    small = compute_dtype(x.dtype)
+    units = _StraightThrough.apply(aux.to(small))
+    return _masked(x, mask, coef.to(small), None, None, residual, units, False, SIGNED)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """aux in place of the bits: their gradient, times softplus(aux), becomes its own."""
+
+    @staticmethod
+    def forward(ctx: Any, aux: Tensor) -> Tensor:
+        ctx.save_for_backward(aux)
+        return aux.view_as(aux)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (aux,) = ctx.saved_tensors
+        return softplus(aux) * grads[0]
+
+
+def saliency(
+    x: Tensor,
+    mask: Tensor,
+    anchor: Tensor,
+    totals: Tensor,
+    *,
+    absolute: bool,
+    coef: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """A masked activation; its backward adds the effect of removing each ReLU to `totals`.
+
+    Removing the ReLU of a kept unit adds r(z) - relu(z) to its output (min(z, 0) for the identity),
+    which changes the loss by grad times that to first order. Returning a removed ReLU undoes its
+    removal and has the opposite effect, so that the sums are of all units.
+
+    Args:
+        x: [B, *S]. mask: [*S]. coef: [2 or 3, C]. residual: shaped like x.
+        anchor: any tensor that requires a gradient. It never gets one; it makes autograd run
+            this backward even if nothing before the activation requires a gradient.
+        totals: DoubleTensor[*S]; the backward adds the sum over the batch of the effects, or of
+            their absolute values.
+
+    >>> x, totals = torch.tensor([[-2.0, -3.0, 4.0]]), torch.zeros(3, dtype=torch.float64)
+    >>> mask, anchor = torch.tensor([True, False, True]), torch.zeros((), requires_grad=True)
+    >>> saliency(x, mask, anchor, totals, absolute=True).sum().backward()
+    >>> totals
+    tensor([2., 3., 0.], dtype=torch.float64)
+    """
+    small = compute_dtype(x.dtype)
+    units = _Effects.apply(anchor, totals, small, absolute)
+    coef = None if coef is None else coef.detach().to(small)
+    kind = ABSOLUTE if absolute else SIGNED
+    return _masked(x, mask, coef, None, None, residual, units, False, kind)
+
+
+class _Effects(torch.autograd.Function):
+    """In place of the bits: their gradient is added to totals."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, totals: Tensor, dtype: Any, absolute: bool) -> Tensor:
+        ctx.totals = totals
+        ctx.sign = 1 if absolute else -1  # a removal takes away what the bit adds
+        return totals.new_empty(totals.shape, dtype=dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, sums: Tensor) -> Any:
+        ctx.totals.add_(sums, alpha=ctx.sign)
+        return None, None, None, None
+
+
+def masked(
+    x: Tensor,
+    mask: Tensor,
+    coef: Tensor | None = None,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    residual: Tensor | None = None,
+    trials: bool | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`masked_relu` without coef, `masked_line` with coef [2, C], `masked_poly` with [3, C]."""
+    if out is None:
+        y = _unchecked(trials, x, mask, coef, scale, shift, residual)
+        if y is not None:
+            return y
     trials = check_arguments(x, mask, scale, shift, residual, trials)
-    channels = mask.shape[1 if trials else 0]
-    check_small("coef", coef, x, (3, channels), (3,))
-    if coef.ndim == 1:
-        coef = coef.unsqueeze(1).expand(3, channels)
-    return _call("masked_poly", x, mask, (coef, scale, shift), residual, trials, out)
+    if coef is not None:
+        rows, channels = len(coef), mask.shape[1 if trials else 0]
+        check_small("coef", coef, x, (rows, channels), (rows,))
+        coef = coef.reshape(rows, -1).expand(rows, channels)
+    dtype = compute_dtype(x.dtype)
+    # `to` costs 1 µs even where it returns its argument.
+    small = [v if v is None or v.dtype == dtype else v.to(dtype) for v in (coef, scale, shift)]
+    if out is None:
+        return _masked(x, mask, *small, residual, None, trials, 0)
+    check_out(out, x, mask, trials, (*small, residual))
+    OPERATORS["masked_out"](x, mask, *small, residual, trials, out)
+    return out
 
 
-def _plain(
-    kernel: str, trials: bool | None, out: Tensor | None, arguments: tuple[Any, ...]
-) -> Tensor | None:
-    """The result of the most frequent call, without the checks below: small tensors wait for them.
+def _check_rows(coef: Tensor, x: Tensor, rows: int) -> None:
+    """coef has one row for each power of z."""
+    if coef.ndim == 0 or coef.shape[0] != rows:
+        raise ValueError(
+            f"coef has shape {tuple(coef.shape)}; x {tuple(x.shape)} needs ({rows}, C) or ({rows},)"
+        )
+
+
+def _unchecked(trials: bool | None, *arguments: Any) -> Tensor | None:
+    """The result of the most frequent call, without the checks: small tensors wait for them.
 
     None unless it is an inference without trials on CPU tensors that a kernel reads as they are;
     C++ compares shapes, dtypes and strides.
     """
     x = arguments[0]
-    if out is not None or x.dtype not in DTYPES or not unseen(arguments):
-        return None
     if trials or (trials is None and x.ndim != 4):  # other shapes may be ambiguous
         return None
-    return _as_they_are(kernel, arguments)
+    if x.dtype not in DTYPES or not unseen(arguments):
+        return None
+    return _as_they_are("masked_plain", arguments)
 
 
-def _as_they_are(kernel: str, arguments: tuple[Any, ...]) -> Tensor | None:
-    """The result of a kernel without trials that takes the arguments of the op, or None."""
+def _as_they_are(kernel: str, arguments: tuple[Any, ...]) -> Any:
+    """The result of a kernel that takes the arguments of the op, or None."""
     function = getattr(kernels.module_for(arguments[0]), kernel, None)
     return None if function is None else function(*arguments)
 
 
-def _call(
-    op: str,
-    x: Tensor,
-    mask: Tensor,
-    small: tuple[Tensor | None, ...],
-    residual: Tensor | None,
-    trials: bool,
-    out: Tensor | None,
-) -> Tensor:
-    """The operator, with its per-channel arguments in the compute dtype."""
-    dtype = compute_dtype(x.dtype)
-    # `to` costs 1 µs even where it returns its argument.
-    small = tuple([v if v is None or v.dtype == dtype else v.to(dtype) for v in small])
-    if out is None:
-        return OPERATORS[op](x, mask, *small, residual, trials)
-    check_out(out, x, mask, trials, (*small, residual))
-    OPERATORS[f"{op}_out"](x, mask, *small, residual, trials, out)
-    return out
-
-
-def masked_call(x, mask, *parameters, out=None) -> KernelCall:
-    """The layout of a forward; parameters: ([coef,] scale, shift, residual, trials)."""
-    *small, residual, trials = parameters
+def _lay_out(x, mask, *parameters, out=None) -> KernelCall:
+    """The layout of a forward; parameters: coef, scale, shift, residual, units, trials, ..."""
+    coef, scale, shift, residual, _, trials, *_ = parameters
     mask, x, residual = dense_together(mask, trials, x, residual)
     return KernelCall(
         outputs=[new_output(x, mask, trials) if out is None else out],
-        inputs=(x, mask, *map(contiguous, small), residual),
+        inputs=(x, mask, *map(contiguous, (coef, scale, shift)), residual),
         geometry=(x, mask, trials, *are_shared(mask, trials, x, residual)),
+        variant=variant(mask, coef),
+        fits=not mask.is_floating_point() or (scale is None and not trials),
     )
 
 
-def _define(op: str, small: str) -> None:
-    """The operators `op` and `op`_out, which writes into its last argument."""
-    parameters = f"Tensor x, Tensor mask, {small}, Tensor? residual, bool trials"
+def variant(mask: Tensor, coef: Tensor | None, units: int = 0) -> str:
+    """What is a constant in the code of a kernel, besides dtypes and memory orders."""
+    words = ["soft"] * mask.is_floating_point()
+    words.append("identity" if coef is None else ("line", "quadratic")[len(coef) - 2])
+    return " ".join(words + [("signed", "absolute")[units - 1]] * bool(units))
 
-    def short(*arguments: Any) -> Tensor | None:
-        *tensors, trials = arguments
-        return None if trials else _as_they_are(f"{op}_plain", tuple(tensors))
 
-    def write(*arguments: Any) -> None:
-        *inputs, out = arguments
-        call = masked_call(*inputs, out=out)
-        if _writable(out, call):
-            compute(f"{op}_forward", call, inputs)
-        else:
-            out.copy_(OPERATORS[op].run(*inputs))
-        if not out.is_inference():  # a graph that saved `out` before now raises in its backward
-            torch.autograd.graph.increment_version(out)
+def _lay_out_backward(
+    grad, y, x, mask, coef, scale, shift, residual, trials, x_shared, residual_shared,
+    want_residual, want_small, units,
+) -> KernelCall:  # fmt: skip
+    mask, y, x, residual, grad = dense_together(mask, trials, y, x, residual, grad)
+    rows = (0 if coef is None else len(coef)) + (0 if scale is None else 2)
+    channels = mask.shape[1 if trials else 0]
+    small = compute_dtype(grad.dtype)
+    dsmall = dunits = None
+    if want_small and rows:
+        dsmall = grad.new_empty((rows, channels), dtype=small)
+    if units:
+        dunits = grad.new_empty_strided(grad.shape[1:], grad.stride()[1:], dtype=small)
+    return KernelCall(
+        outputs=[
+            new_gradient(grad, x_shared),
+            new_gradient(grad, residual_shared) if want_residual else None,
+            dsmall,
+            dunits,
+        ],
+        inputs=(grad, y, x, mask, *map(contiguous, (coef, scale, shift)), residual, units == 2),
+        geometry=(grad, mask, trials, x_shared, residual_shared),
+        variant=variant(mask, coef, units),
+        fits=not (mask.is_floating_point() or units) or (scale is None and not trials),
+    )
 
-    define(f"{op}({parameters}) -> Tensor", masked_call, short)
-    Operator(f"{op}_out({parameters}, Tensor(a!) out) -> ()", write, lambda *arguments: None)
+
+def _short(x, mask, coef, scale, shift, residual, units, trials, absolute) -> Tensor | None:
+    if trials or mask.is_floating_point():
+        return None
+    return _as_they_are("masked_plain", (x, mask, coef, scale, shift, residual))
+
+
+def _short_backward(grad, y, x, mask, coef, scale, shift, residual, trials, *flags) -> Any:
+    want_residual = flags[2]
+    if y is None or trials or want_residual or scale is not None:
+        return None
+    dx = _as_they_are("masked_backward_plain", (grad, y, mask))
+    return None if dx is None else (dx, *(dx.new_empty(0) for _ in range(3)))
+
+
+_INPUTS = "Tensor? coef, Tensor? scale, Tensor? shift, Tensor? residual"
+_masked = define(
+    f"masked(Tensor x, Tensor mask, {_INPUTS}, Tensor? units, bool trials, int kind) -> Tensor",
+    _lay_out,
+    _short,
+)
+_masked_backward = define(
+    f"masked_backward(Tensor grad, Tensor? y, Tensor? x, Tensor mask, {_INPUTS}, bool trials, "
+    f"bool x_shared, bool residual_shared, bool want_residual, bool want_small, int units) "
+    f"-> (Tensor dx, Tensor dresidual, Tensor dsmall, Tensor dunits)",
+    _lay_out_backward,
+    _short_backward,
+)
+
+
+def _write(x, mask, coef, scale, shift, residual, trials, out) -> None:
+    """The operator that writes into its last argument."""
+    inputs = (x, mask, coef, scale, shift, residual, None, trials, 0)
+    call = _lay_out(*inputs, out=out)
+    if _writable(out, call):
+        compute("masked_forward", call, inputs)
+    else:
+        out.copy_(_masked.run(*inputs))
+    if not out.is_inference():  # a graph that saved `out` before now raises in its backward
+        torch.autograd.graph.increment_version(out)
+
+
+Operator(
+    f"masked_out(Tensor x, Tensor mask, {_INPUTS}, bool trials, Tensor(a!) out) -> ()",
+    _write,
+    lambda *arguments: None,
+)
 
 
 def _writable(out: Tensor, call: KernelCall) -> bool:
@@ -182,103 +402,47 @@ def _overlap(t: Tensor, out: Tensor) -> bool:
     return -t.nbytes < start < out.nbytes
 
 
-_define("masked_relu", "Tensor? scale, Tensor? shift")
-_define("masked_poly", "Tensor coef, Tensor? scale, Tensor? shift")
-
-
-def _relu_backward_call(
-    grad, y, mask, x, scale, trials, x_shared, residual_shared, want_residual
-) -> KernelCall:
-    mask, y, grad, x = dense_together(mask, trials, y, grad, x)
-    dresidual = new_gradient(grad, residual_shared) if want_residual else None
-    daffine = None if x is None else scale.new_empty((2, scale.numel()))
-    return KernelCall(
-        outputs=[new_gradient(grad, x_shared), dresidual, daffine],
-        inputs=(grad, y, mask, x, contiguous(scale)),
-        geometry=(y, mask, trials, x_shared, residual_shared and want_residual),
-    )
-
-
-def _poly_backward_call(
-    grad, x, mask, coef, scale, shift, residual, trials, want_residual
-) -> KernelCall:
-    mask, x, residual, grad = dense_together(mask, trials, x, residual, grad)
-    x_shared, residual_shared = are_shared(mask, trials, x, residual)
-    dresidual = new_gradient(grad, residual_shared) if want_residual else None
-    daffine = None if scale is None else coef.new_empty((2, coef.shape[1]))
-    small = map(contiguous, (coef, scale, shift))
-    return KernelCall(
-        outputs=[new_gradient(grad, x_shared), dresidual, coef.new_empty(coef.shape), daffine],
-        inputs=(grad, x, mask, *small, residual),
-        geometry=(x, mask, trials, x_shared, residual_shared),
-    )
-
-
-def _short_relu_backward(grad, y, mask, x, scale, trials, *flags) -> tuple[Tensor, ...] | None:
-    want_residual = flags[-1]
-    if trials or want_residual or x is not None or scale is not None:
-        return None
-    dx = _as_they_are("masked_relu_backward_plain", (grad, y, mask))
-    return None if dx is None else (dx, dx.new_empty(0), dx.new_empty(0))
-
-
-_masked_relu_backward = define(
-    "masked_relu_backward(Tensor grad, Tensor y, Tensor mask, Tensor? x, Tensor? scale, "
-    "bool trials, bool x_shared, bool residual_shared, bool want_residual) "
-    "-> (Tensor dx, Tensor dresidual, Tensor daffine)",
-    _relu_backward_call,
-    _short_relu_backward,
-)
-_masked_poly_backward = define(
-    "masked_poly_backward(Tensor grad, Tensor x, Tensor mask, Tensor coef, Tensor? scale, "
-    "Tensor? shift, Tensor? residual, bool trials, bool want_residual) "
-    "-> (Tensor dx, Tensor dresidual, Tensor dcoef, Tensor daffine)",
-    _poly_backward_call,
-)
-
-
-def _relu_setup(ctx, inputs, output) -> None:
-    x, mask, scale, _, residual, ctx.trials = inputs
-    affine = any(ctx.needs_input_grad[2:4])
-    # Only the affine gradients need x; the activation's own need y alone.
-    ctx.save_for_backward(output, mask, x if affine else None, scale)
+def _setup(ctx, inputs, output) -> None:
+    x, mask, coef, scale, shift, residual, units, ctx.trials, ctx.kind = inputs
     ctx.shared = are_shared(mask, ctx.trials, x, residual)
+    if coef is None and units is None and not mask.is_floating_point():
+        # The output alone tells which elements passed; only the affine gradients need x.
+        affine = any(ctx.needs_input_grad[3:5])
+        ctx.save_for_backward(output, x if affine else None, mask, None, scale, None, None)
+    else:
+        ctx.save_for_backward(None, x, mask, coef, scale, shift, residual)
 
 
-def _relu_gradients(ctx, grad):
-    y, mask, x, scale = ctx.saved_tensors
+def _gradients(ctx, grad):
+    needed = ctx.needs_input_grad
     x_shared, residual_shared = ctx.shared
-    want_residual = ctx.needs_input_grad[4]
+    saved = ctx.saved_tensors
+    coef, scale = saved[3:5]
     # dresidual = dz = dx, one tensor for both, unless a scale or a sum over trials differs.
     same = scale is None and x_shared == residual_shared
-    dx, dresidual, daffine = _masked_relu_backward.derivative(
-        grad, y, mask, x, scale, ctx.trials, *ctx.shared, want_residual and not same
-    )
+    dx, dresidual, dsmall, dunits = _masked_backward.derivative(
+        grad, *saved, ctx.trials, *ctx.shared, needed[5] and not same,
+        any(needed[2:5]), ctx.kind or int(needed[1]),
+    )  # fmt: skip
+    dcoef = dscale = dshift = None
+    if any(needed[2:5]):
+        if scale is not None:
+            dscale, dshift = dsmall[-2:]
+        if coef is not None:
+            dcoef = dsmall[: len(coef)]
     if same:
         dresidual = dx
-    return dx, None, *_rows(daffine, x), dresidual if want_residual else None, None
-
-
-def _poly_setup(ctx, inputs, output) -> None:
-    *tensors, ctx.trials = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _poly_gradients(ctx, grad):
-    saved = ctx.saved_tensors
-    scale = saved[3]
-    want_residual = ctx.needs_input_grad[5]
-    dx, dresidual, dcoef, daffine = _masked_poly_backward.derivative(
-        grad, *saved, ctx.trials, want_residual
+    return (
+        dx,
+        dunits if needed[1] else None,
+        dcoef,
+        dscale,
+        dshift,
+        dresidual if needed[5] else None,
+        dunits if needed[6] else None,
+        None,
+        None,
     )
-    dresidual = dresidual if want_residual else None
-    return dx, None, dcoef, *_rows(daffine, scale), dresidual, None
 
 
-def _rows(daffine: Tensor, reason: Tensor | None) -> tuple[Tensor | None, ...]:
-    """dscale and dshift; None without the tensor that is a reason to compute them."""
-    return (None, None) if reason is None else daffine.unbind()
-
-
-OPERATORS["masked_relu"].differentiate(_relu_setup, _relu_gradients)
-OPERATORS["masked_poly"].differentiate(_poly_setup, _poly_gradients)
+_masked.differentiate(_setup, _gradients)

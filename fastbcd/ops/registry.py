@@ -26,7 +26,7 @@ from fastbcd.ops.selfcheck import trusted
 
 LIBRARY = torch.library.Library("fastbcd", "DEF")
 OPERATORS: dict[str, Operator] = {}
-_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), bool, float}
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float}
 
 
 class Operator:
@@ -132,7 +132,7 @@ def compute(kernel: str, call: KernelCall, arguments: Sequence[Any]) -> None:
     x = call.inputs[0]
     module: Any = kernels.module_for(x) if call.fits else None
     function: Any = getattr(module, kernel, None)
-    if function and (module.TRUSTED or trusted(kernel, function, x)):
+    if function and (module.TRUSTED or trusted(kernel, call.variant, function, x)):
         by_kernel(function, call)
     else:
         by_formula(KERNELS[kernel].formula, call, arguments)

@@ -1,6 +1,7 @@
 """Every kernel compared with its formula in the reference, on small random tensors.
 
-No kernel of a GPU is used before it agreed with its formula once in the process, for its dtype.
+No kernel of a GPU is used before it agreed with its formula once in the process, for its dtype and
+for the constants that it is compiled with.
 
 The schema of a kernel's operator names its arguments; `arguments` draws one for each name.
 Elementwise results must be equal to the last bit, sums over the batch nearly so.
@@ -25,6 +26,14 @@ from fastbcd.runtime.warn_once import warn_once
 TRIALS = ("none", "stacked", "shared x", "shared residual", "both shared")
 ITEMS = ("x", "residual", "grad", "y")  # arguments [B, *S] or [T, B, *S]
 ELEMENTWISE = ("y", "dx", "dresidual")  # all other results are sums
+ORDERS = ("contiguous", "channels_last")
+BITS = ("identity", "line", "quadratic")
+UNITS = ("identity signed", "identity absolute", "line absolute", "quadratic signed",
+         "quadratic absolute", "soft identity signed")  # fmt: skip
+VARIANTS = {
+    "masked_forward": (*BITS, *(f"soft {name}" for name in BITS)),
+    "masked_backward": (*BITS, *UNITS, "soft line signed", "soft quadratic signed"),
+}
 # Of a kernel's checks, those at its first use: order, optional arguments, trials.
 FIRST = (
     ("contiguous", "bare", "none"),
@@ -38,27 +47,39 @@ class Check(NamedTuple):
     """One call of a kernel."""
 
     kernel: str
+    variant: str
     dtype: torch.dtype
     order: str  # contiguous or channels_last
     optional: str  # full: with every optional argument; bare: with none
     trials: str = "none"
 
     def __str__(self) -> str:
-        return "-".join(map(str, self)).replace("torch.", "").replace(" ", "_")
+        return "-".join(filter(None, map(str, self))).replace("torch.", "").replace(" ", "_")
 
     def shared(self, name: str) -> bool:
         """Do all trials use the same tensor of this name? Only x and residual can be shared."""
         both = name in ("x", "residual") and self.trials == "both shared"
         return both or self.trials == f"shared {name}"
 
+    @property
+    def rows(self) -> int:
+        """Rows of coef; 0: none."""
+        return 2 * ("line" in self.variant) + 3 * ("quadratic" in self.variant)
 
-def checks(kernel: str, dtype: torch.dtype) -> Iterator[Check]:
-    """The calls of a kernel that are compared."""
-    for order, optional in product(("contiguous", "channels_last"), ("bare", "full")):
-        yield Check(kernel, dtype, order, optional)
-        if "bool trials" in KERNELS[kernel].schema:
+    @property
+    def units(self) -> int:
+        """What is summed for each unit."""
+        return 1 * ("signed" in self.variant) + 2 * ("absolute" in self.variant)
+
+
+def checks(kernel: str, dtype: torch.dtype, variants: tuple[str, ...] = ()) -> Iterator[Check]:
+    """The calls of a kernel that are compared, of all or of some variants."""
+    variants = variants or VARIANTS.get(kernel, ("",))
+    for variant, order, optional in product(variants, ORDERS, ("bare", "full")):
+        yield Check(kernel, variant, dtype, order, optional)
+        if variant in BITS:
             for trials in TRIALS[1 : 5 if optional == "full" else 3]:
-                yield Check(kernel, dtype, order, optional, trials)
+                yield Check(kernel, variant, dtype, order, optional, trials)
 
 
 def comparisons(device: str) -> Iterator[tuple[Check, list[str]]]:
@@ -74,14 +95,14 @@ def comparisons(device: str) -> Iterator[tuple[Check, list[str]]]:
                 yield check, lines
 
 
-def trusted(kernel: str, function: Any, x: Tensor) -> bool:
+def trusted(kernel: str, variant: str, function: Any, x: Tensor) -> bool:
     """Does a kernel agree with its formula? Compared once per dtype and device of a process."""
-    key = (kernel, x.dtype, x.device)
+    key = (kernel, variant, x.dtype, x.device)
     if key in _verdicts:
         return _verdicts[key]
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return True  # a CUDA graph cannot contain the comparison
-    complaint = _first_complaint(kernel, function, x)
+    complaint = _first_complaint(kernel, variant, function, x)
     _verdicts[key] = complaint is None
     if complaint is not None:
         warn_once(
@@ -93,12 +114,12 @@ def trusted(kernel: str, function: Any, x: Tensor) -> bool:
     return _verdicts[key]
 
 
-_verdicts: dict[tuple[str, torch.dtype, torch.device], bool] = {}
+_verdicts: dict[tuple[str, str, torch.dtype, torch.device], bool] = {}
 
 
-def _first_complaint(kernel: str, function: Any, x: Tensor) -> str | None:
+def _first_complaint(kernel: str, variant: str, function: Any, x: Tensor) -> str | None:
     """What differs in the first check that fails."""
-    for check in checks(kernel, x.dtype):
+    for check in checks(kernel, x.dtype, (variant,)):
         if (check.order, check.optional, check.trials) in FIRST:
             lines = disagreement(check, function, x.device)
             if lines:
@@ -133,18 +154,25 @@ def arguments(check: Check, device: Any, site: tuple[int, ...] = SITE) -> list[A
     """The arguments of an operator, the same every time."""
     inputs = KERNELS[check.kernel].schema.partition("->")[0]
     generator = torch.Generator().manual_seed(0)
+    full = check.optional == "full"
     flags = {
         "trials": check.trials != "none",
         "x_shared": check.shared("x"),
         "residual_shared": check.shared("residual"),
+        "want_small": full or (check.rows > 0 and not check.units),
+        "units": check.units,
         "eps": 1e-5,
     }
-    full = check.optional == "full"
+    from_output = check.kernel == "masked_backward" and check.variant == "identity"
+    absent = {"y": not from_output, "x": from_output and not full, "coef": not check.rows,
+              "shift": from_output, "units": True, "residual": from_output}  # fmt: skip
+    if check.units or "soft" in check.variant:
+        absent["scale"] = absent["shift"] = True
     values: list[Any] = []
-    for kind, name in re.findall(r"(Tensor\??|bool|float) (\w+)", inputs):
-        if kind in ("bool", "float"):
+    for kind, name in re.findall(r"(Tensor\??|bool|int|float) (\w+)", inputs):
+        if not kind.startswith("Tensor"):
             values.append(flags.get(name, full))
-        elif kind == "Tensor?" and not full:
+        elif kind == "Tensor?" and absent.get(name, not full):
             values.append(None)
         else:
             values.append(_draw(name, check, site, generator).to(device))
@@ -155,7 +183,7 @@ def _draw(name: str, check: Check, site: tuple[int, ...], generator: torch.Gener
     """A random tensor for the argument of this name, in the memory order of the check."""
     shape = _shape(name, check, site)
     t = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    if name == "mask":
+    if name == "mask" and "soft" not in check.variant:
         t = t > 0
     elif name == "bits":
         t = (t > 0).to(torch.uint8)
@@ -177,9 +205,7 @@ def _shape(name: str, check: Check, site: tuple[int, ...]) -> tuple[int, ...]:
         return (B, *site) if check.shared(name) else (*lead, B, *site)
     shapes = {
         "mask": (*lead, *site),
-        "alpha": site,
-        "aux": site,
-        "coef": (3, site[0]),
+        "coef": (check.rows, site[0]),
         "statistics": (2, site[0]),
         "c": (B, T, 9),
         "a": (B, 9),

@@ -21,11 +21,11 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastbcd import ops
 from fastbcd.graph.operands import operands
 from fastbcd.graph.trace import drop_emptied, pure_module, trace, without_inplace
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.masking.masks import mask_modules
+from fastbcd.ops.masked import masked
 
 SIZES = {"size", "shape", "numel", "dim", "ndim"}
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -99,9 +99,7 @@ class Activation(NamedTuple):
         if residual is not None:
             residual = residual.to(x.dtype)  # under autocast it may be another
         small = {"scale": self.scale, "shift": self.shift, "residual": residual, "out": out}
-        if self.coef is None:
-            return ops.masked_relu(x, mask, trials=True, **small)
-        return ops.masked_poly(x, mask, self.coef, trials=True, **small)
+        return masked(x, mask, self.coef, trials=True, **small)
 
 
 class Operation(NamedTuple):

@@ -56,11 +56,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastbcd import ops
 from fastbcd.data.images import ImageData
 from fastbcd.descent.budget import Budget
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.masking.masks import MaskSet, mask_modules, set_masks
+from fastbcd.ops.masked import masked
 from fastbcd.runs.step import Epoch
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
@@ -226,10 +226,7 @@ def differences(net: nn.Module, teacher: TeacherLogits, data: ImageData) -> list
 
 def removed(act: MaskedActivation, x: Tensor) -> Tensor:
     """The activation of x if all of its ReLUs were removed."""
-    coef = act.coefficients()
-    if coef is None:
-        return x
-    return ops.masked_poly(x, torch.zeros_like(act.mask), coef)
+    return masked(x, torch.zeros_like(act.mask), act.coefficients())
 
 
 class Sensitive(Method):

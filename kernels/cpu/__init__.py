@@ -25,22 +25,14 @@ def _load() -> None:
 
 _load()
 _ops = torch.ops.fastbcd_cpu
-masked_relu_forward = _ops.masked_relu_forward.default
-masked_relu_backward = _ops.masked_relu_backward.default
-masked_poly_forward = _ops.masked_poly_forward.default
-masked_poly_backward = _ops.masked_poly_backward.default
-soft_relu_forward = _ops.soft_relu_forward.default
-soft_relu_backward = _ops.soft_relu_backward.default
-indicator_poly_forward = masked_poly_forward
-indicator_poly_backward = _ops.indicator_poly_backward.default
-saliency_backward = _ops.saliency_backward.default
+masked_forward = _ops.masked_forward.default
+masked_backward = _ops.masked_backward.default
 norm_relu_forward = _ops.norm_relu_forward.default
 norm_relu_backward = _ops.norm_relu_backward.default
 kink = _ops.kink.default
 # y or dx from the arguments of the op, or None where they must be checked or copied first.
-masked_relu_plain = _ops.masked_relu_plain.default
-masked_relu_backward_plain = _ops.masked_relu_backward_plain.default
-masked_poly_plain = _ops.masked_poly_plain.default
+masked_plain = _ops.masked_plain.default
+masked_backward_plain = _ops.masked_backward_plain.default
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 TRUSTED = True  # tests compare them with the reference where they are built

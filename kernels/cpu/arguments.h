@@ -141,11 +141,14 @@ struct PlainCall {
            std::equal(own.begin(), own.end(), sizes.begin(), sizes.end()) &&
            is_dense(*t, g.batch, g.channels, g.inner, g.channels_last);
   }
-  // No tensor, or [C], or [3, C] if rows is 3.
-  bool fits_small(const MaybeTensor& t, int64_t rows = 1) const {
+  // No tensor, or [C].
+  bool fits_small(const MaybeTensor& t, int64_t dims = 1) const {
     return !t || (t->is_cpu() && t->scalar_type() == compute_type && t->is_contiguous() &&
-                  t->dim() == (rows == 1 ? 1 : 2) && t->numel() == rows * g.channels &&
-                  t->size(t->dim() - 1) == g.channels);
+                  t->dim() == dims && t->size(dims - 1) == g.channels);
+  }
+  // No tensor, or [2, C], or [3, C].
+  bool fits_coef(const MaybeTensor& t) const {
+    return fits_small(t, 2) && (!t || t->size(0) == 2 || t->size(0) == 3);
   }
   std::vector<int64_t> numbers() const {
     return {1, g.batch, g.channels, g.inner, g.channels_last, g.mask_last, 0, 0};
@@ -172,10 +175,13 @@ inline void transpose_8x8(const uint8_t* from, int64_t height, uint8_t* to, int6
   for (int i = 0; i < 8; ++i) std::memcpy(to + i * width, row + i, 8);
 }
 
-// The masks [T, n] in x's memory order: the tensor's own memory, or a transposed copy.
+// The masks [T, n] in x's memory order: the tensor's own memory, or a transposed copy; null for
+// numbers in place of the bits.
 class OrderedMask {
  public:
   OrderedMask(const Tensor& mask, const Geometry& g) {
+    ScalarType given = mask.scalar_type();
+    if (given == ScalarType::Float || given == ScalarType::Double) return;
     ScalarType type = mask.scalar_type() == ScalarType::Bool ? ScalarType::Bool : ScalarType::Byte;
     bool dense = is_dense(mask, g.trials, g.channels, g.inner, g.mask_last);
     check("mask", mask, g.trials * g.items(), type, dense);
@@ -205,7 +211,7 @@ class OrderedMask {
 
  private:
   std::unique_ptr<uint8_t[]> copy_;
-  const uint8_t* bits_;
+  const uint8_t* bits_ = nullptr;
 };
 
 template <class F>

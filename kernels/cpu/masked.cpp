@@ -1,4 +1,7 @@
-// masked_relu and masked_poly as operators `fastbcd_cpu::*`, on torch's stable ABI.
+// The masked activations as operators `fastbcd_cpu::*`, on torch's stable ABI.
+//
+// Sums over the batch follow its cut, which does not depend on the number of threads, and are added
+// up in the order of its chunks.
 #include "masked.h"
 
 #define FASTBCD_LOOPS "masked_loops.h"
@@ -6,144 +9,131 @@
 
 namespace fastbcd {
 
-template <bool poly, class scalar, class compute>
-void run_forward(const MaskedForward<scalar, compute>& call) {
+template <class scalar, class compute>
+void forward_call(const Masked<scalar, compute>& call) {
   const Geometry& g = call.g;
   // In the order of memory: whole pixels, or one channel of an item, unless that is too short.
   constexpr int64_t least_row = 16;
-  if (g.trials == 1 && (g.channels_last ? g.channels <= Cut::tile : g.inner >= least_row)) {
+  bool long_enough = g.channels_last ? g.channels <= Cut::tile : g.inner >= least_row;
+  if (g.trials == 1 && call.bits && long_enough) {
     int64_t pixels = std::max<int64_t>(1, Cut::tile / 2 / g.channels);
     int64_t width = g.channels_last ? g.channels * pixels : g.inner;
     int64_t pieces = g.batch * ((g.items() + width - 1) / width);
     int64_t grain = (least_elements + width - 1) / width;
     torch::stable::parallel_for(0, pieces, grain, [&](int64_t begin, int64_t end) {
-      FASTBCD_RUN(template forward_in_order<poly>, call, width, begin, end);
+      FASTBCD_RUN(forward_in_order, call, width, begin, end);
     });
     return;
   }
   Cut cut(g, 4 * torch::stable::get_num_threads());
   in_parallel(g, cut, [&](int64_t begin, int64_t end) {
-    FASTBCD_RUN(template forward<poly>, call, cut, begin, end);
+    FASTBCD_RUN(forward, call, cut, begin, end);
   });
 }
 
-void run_masked_relu(const MaskedForward<float, float>& call) { run_forward<false>(call); }
+void run_forward(const Masked<float, float>& call) { forward_call(call); }
 
-// dcoef [3, C] and daffine [2, C] are written where they are not null.
-template <bool poly, class scalar, class compute>
-void run_backward(MaskedBackward<scalar, compute> call, compute* dcoef, compute* daffine) {
+// dsmall [rows, C] and dunits [n] are written where they are not null.
+template <class scalar, class compute>
+void backward_call(Masked<scalar, compute> call, compute* dsmall, compute* dunits) {
   const Geometry& g = call.g;
-  // Sums follow the cut, so it must not depend on the number of threads.
-  Cut cut(g, 64);
-  int64_t coefs = dcoef ? 3 : 0, rows = coefs + (daffine ? 2 : 0);
-  std::vector<compute> sums(rows * cut.chunks * g.items());
-  if (rows) call.sums = sums.data();
+  Cut cut(g, 64);  // must not depend on the number of threads
+  int small = 0, rows = 0;
+  if (dsmall) {
+    for (int k = 0; call.coef && k <= call.degree; ++k) call.rows[k] = small++;
+    if (call.scale) call.rows[3] = small++, call.rows[4] = small++;
+  }
+  rows = small;
+  if (dunits) call.rows[5] = rows++;
+  auto sums = std::make_unique_for_overwrite<compute[]>(rows * cut.chunks * g.items());
+  call.sums = sums.get();
   in_parallel(g, cut, [&](int64_t begin, int64_t end) {
-    FASTBCD_RUN(template backward<poly>, call, cut, begin, end);
+    FASTBCD_RUN(backward, call, cut, begin, end);
   });
-  torch::stable::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      compute* out = row < coefs ? dcoef + row * g.channels : daffine + (row - coefs) * g.channels;
-      sum_channels(out, sums.data(), g, cut, row);
-    }
+  torch::stable::parallel_for(0, small, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      sum_channels(dsmall + row * g.channels, sums.get(), g, cut, row);
   });
+  if (dunits) sum_chunks(dunits, sums.get() + small * cut.chunks * g.items(), g, cut);
 }
 
-void masked_relu_forward(
-    Tensor y, Tensor x, Tensor mask, MaybeTensor scale, MaybeTensor shift, MaybeTensor residual,
-    std::vector<int64_t> numbers) {
-  Geometry g = geometry(numbers);
-  OrderedMask bits(mask, g);
-  by_dtype(x.scalar_type(), g, [&]<class scalar, class compute>(Arguments<scalar, compute> a) {
-    run_forward<false>(MaskedForward<scalar, compute>{
-        .g = g, .y = a.items("y", y), .x = a.items("x", x, g.x_shared),
-        .residual = a.items("residual", residual, g.residual_shared), .mask = bits,
-        .scale = a.by_channel("scale", scale, 1), .shift = a.by_channel("shift", shift, 1)});
-  });
+// What forward and backward have in common; bits: the mask in x's memory order.
+template <class scalar, class compute>
+Masked<scalar, compute> common_call(
+    const Arguments<scalar, compute>& a, const MaybeTensor& x, const Tensor& mask,
+    const OrderedMask& bits, const MaybeTensor& coef, const MaybeTensor& scale,
+    const MaybeTensor& shift, const MaybeTensor& residual) {
+  Masked<scalar, compute> call{
+      .g = a.g, .x = a.items("x", x, a.g.x_shared),
+      .residual = a.items("residual", residual, a.g.residual_shared), .bits = bits,
+      .scale = a.by_channel("scale", scale, 1), .shift = a.by_channel("shift", shift, 1)};
+  if (!call.bits) {
+    STD_TORCH_CHECK(!scale && a.g.trials == 1, "numbers for bits: no scale, no trials");
+    call.alpha = a.by_unit("mask", mask);
+  }
+  if (coef) {
+    call.degree = static_cast<int>(coef->numel() / a.g.channels) - 1;
+    STD_TORCH_CHECK(call.degree == 1 || call.degree == 2, "coef has the wrong number of elements");
+    call.coef = a.by_channel("coef", coef, call.degree + 1);
+  }
+  return call;
 }
 
-void masked_relu_backward(
-    Tensor dx, MaybeTensor dresidual, MaybeTensor daffine, Tensor grad, Tensor y, Tensor mask,
-    MaybeTensor x, MaybeTensor scale, std::vector<int64_t> numbers) {
-  Geometry g = geometry(numbers);
-  OrderedMask bits(mask, g);
-  STD_TORCH_CHECK(!daffine || (x && scale), "daffine needs x and scale");
-  by_dtype(grad.scalar_type(), g, [&]<class scalar, class compute>(Arguments<scalar, compute> a) {
-    MaskedBackward<scalar, compute> call{
-        .g = g, .dx = a.items("dx", dx, g.x_shared),
-        .dresidual = a.items("dresidual", dresidual, g.residual_shared),
-        .grad = a.items("grad", grad), .y = a.items("y", y), .x = a.items("x", x, g.x_shared),
-        .mask = bits, .scale = a.by_channel("scale", scale, 1)};
-    run_backward<false, scalar, compute>(call, nullptr, a.by_channel("daffine", daffine, 2));
-  });
-}
-
-void masked_poly_forward(
-    Tensor y, Tensor x, Tensor mask, Tensor coef, MaybeTensor scale, MaybeTensor shift,
+void masked_forward(
+    Tensor y, Tensor x, Tensor mask, MaybeTensor coef, MaybeTensor scale, MaybeTensor shift,
     MaybeTensor residual, std::vector<int64_t> numbers) {
   Geometry g = geometry(numbers);
   OrderedMask bits(mask, g);
   by_dtype(x.scalar_type(), g, [&]<class scalar, class compute>(Arguments<scalar, compute> a) {
-    run_forward<true>(MaskedForward<scalar, compute>{
-        .g = g, .y = a.items("y", y), .x = a.items("x", x, g.x_shared),
-        .residual = a.items("residual", residual, g.residual_shared), .mask = bits,
-        .scale = a.by_channel("scale", scale, 1), .shift = a.by_channel("shift", shift, 1),
-        .coef = a.by_channel("coef", coef, 3)});
+    auto call = common_call(a, x, mask, bits, coef, scale, shift, residual);
+    call.y = a.items("y", y);
+    forward_call(call);
+  });
+}
+
+void masked_backward(
+    Tensor dx, MaybeTensor dresidual, MaybeTensor dsmall, MaybeTensor dunits, Tensor grad,
+    MaybeTensor y, MaybeTensor x, Tensor mask, MaybeTensor coef, MaybeTensor scale,
+    MaybeTensor shift, MaybeTensor residual, bool absolute, std::vector<int64_t> numbers) {
+  Geometry g = geometry(numbers);
+  OrderedMask bits(mask, g);
+  STD_TORCH_CHECK(y ? bits && !coef && !dunits : x && (!bits || coef || dunits),
+                  "y is for the identity with bits alone, x for everything else");
+  STD_TORCH_CHECK(!dsmall || !scale || x, "the gradient of scale needs x");
+  STD_TORCH_CHECK(!(dunits && (scale || g.trials > 1)), "dunits: no scale, no trials");
+  by_dtype(grad.scalar_type(), g, [&]<class scalar, class compute>(Arguments<scalar, compute> a) {
+    auto call = common_call(a, x, mask, bits, coef, scale, shift, residual);
+    call.y = a.items("y", y);
+    call.grad = a.items("grad", grad);
+    call.dx = a.items("dx", dx, g.x_shared);
+    call.dresidual = a.items("dresidual", dresidual, g.residual_shared);
+    call.absolute = absolute;
+    int64_t rows = (coef ? call.degree + 1 : 0) + (scale ? 2 : 0);
+    backward_call(call, a.by_channel("dsmall", dsmall, rows), a.by_unit("dunits", dunits));
   });
 }
 
 // y, or nothing where fastbcd/ops must check or copy an argument first.
-MaybeTensor masked_relu_plain(
-    Tensor x, Tensor mask, MaybeTensor scale, MaybeTensor shift, MaybeTensor residual) {
-  PlainCall call(x, mask);
-  if (scale.has_value() != shift.has_value() || !call.fits() || !call.fits_small(scale) ||
-      !call.fits_small(shift) || !call.fits_items(residual))
-    return std::nullopt;
-  Tensor y = torch::stable::empty_like(x);
-  masked_relu_forward(y, x, mask, scale, shift, residual, call.numbers());
-  return y;
-}
-
-// dx of a call without scale, or nothing, as above.
-MaybeTensor masked_relu_backward_plain(Tensor grad, Tensor y, Tensor mask) {
-  PlainCall call(y, mask);
-  if (!call.fits() || !call.fits_items(grad)) return std::nullopt;
-  Tensor dx = torch::stable::empty_like(grad);
-  masked_relu_backward(
-      dx, std::nullopt, std::nullopt, grad, y, mask, std::nullopt, std::nullopt, call.numbers());
-  return dx;
-}
-
-MaybeTensor masked_poly_plain(
-    Tensor x, Tensor mask, Tensor coef, MaybeTensor scale, MaybeTensor shift,
+MaybeTensor masked_plain(
+    Tensor x, Tensor mask, MaybeTensor coef, MaybeTensor scale, MaybeTensor shift,
     MaybeTensor residual) {
   PlainCall call(x, mask);
-  if (scale.has_value() != shift.has_value() || !call.fits() || !call.fits_small(coef, 3) ||
+  if (scale.has_value() != shift.has_value() || !call.fits() || !call.fits_coef(coef) ||
       !call.fits_small(scale) || !call.fits_small(shift) || !call.fits_items(residual))
     return std::nullopt;
   Tensor y = torch::stable::empty_like(x);
-  masked_poly_forward(y, x, mask, coef, scale, shift, residual, call.numbers());
+  masked_forward(y, x, mask, coef, scale, shift, residual, call.numbers());
   return y;
 }
 
-void masked_poly_backward(
-    Tensor dx, MaybeTensor dresidual, Tensor dcoef, MaybeTensor daffine, Tensor grad, Tensor x,
-    Tensor mask, Tensor coef, MaybeTensor scale, MaybeTensor shift, MaybeTensor residual,
-    std::vector<int64_t> numbers) {
-  Geometry g = geometry(numbers);
-  OrderedMask bits(mask, g);
-  STD_TORCH_CHECK(daffine.has_value() == scale.has_value(), "daffine and scale go together");
-  by_dtype(grad.scalar_type(), g, [&]<class scalar, class compute>(Arguments<scalar, compute> a) {
-    MaskedBackward<scalar, compute> call{
-        .g = g, .dx = a.items("dx", dx, g.x_shared),
-        .dresidual = a.items("dresidual", dresidual, g.residual_shared),
-        .grad = a.items("grad", grad), .x = a.items("x", x, g.x_shared),
-        .residual = a.items("residual", residual, g.residual_shared), .mask = bits,
-        .scale = a.by_channel("scale", scale, 1), .shift = a.by_channel("shift", shift, 1),
-        .coef = a.by_channel("coef", coef, 3)};
-    run_backward<true, scalar, compute>(
-        call, a.by_channel("dcoef", dcoef, 3), a.by_channel("daffine", daffine, 2));
-  });
+// dx of a ReLU without scale from its output, or nothing, as above.
+MaybeTensor masked_backward_plain(Tensor grad, Tensor y, Tensor mask) {
+  PlainCall call(y, mask);
+  if (!call.fits() || !call.fits_items(grad)) return std::nullopt;
+  Tensor dx = torch::stable::empty_like(grad);
+  constexpr auto no = std::nullopt;
+  masked_backward(dx, no, no, no, grad, y, no, mask, no, no, no, no, false, call.numbers());
+  return dx;
 }
 
 std::string instruction_set() { return has_avx2 ? "avx2" : "baseline instruction set"; }
@@ -151,33 +141,24 @@ std::string instruction_set() { return has_avx2 ? "avx2" : "baseline instruction
 }  // namespace fastbcd
 
 STABLE_TORCH_LIBRARY(fastbcd_cpu, m) {
-  m.def("masked_relu_forward(Tensor(a!) y, Tensor x, Tensor mask, Tensor? scale, Tensor? shift, "
-        "Tensor? residual, int[] geometry) -> ()");
-  m.def("masked_relu_backward(Tensor(a!) dx, Tensor(b!)? dresidual, Tensor(c!)? daffine, "
-        "Tensor grad, Tensor y, Tensor mask, Tensor? x, Tensor? scale, int[] geometry) -> ()");
-  m.def("masked_poly_forward(Tensor(a!) y, Tensor x, Tensor mask, Tensor coef, Tensor? scale, "
+  m.def("masked_forward(Tensor(a!) y, Tensor x, Tensor mask, Tensor? coef, Tensor? scale, "
         "Tensor? shift, Tensor? residual, int[] geometry) -> ()");
-  m.def("masked_poly_backward(Tensor(a!) dx, Tensor(b!)? dresidual, Tensor(c!) dcoef, "
-        "Tensor(d!)? daffine, Tensor grad, Tensor x, Tensor mask, Tensor coef, Tensor? scale, "
-        "Tensor? shift, Tensor? residual, int[] geometry) -> ()");
-  m.def("masked_relu_plain(Tensor x, Tensor mask, Tensor? scale, Tensor? shift, Tensor? residual) "
-        "-> Tensor?");
-  m.def("masked_relu_backward_plain(Tensor grad, Tensor y, Tensor mask) -> Tensor?");
-  m.def("masked_poly_plain(Tensor x, Tensor mask, Tensor coef, Tensor? scale, Tensor? shift, "
+  m.def("masked_backward(Tensor(a!) dx, Tensor(b!)? dresidual, Tensor(c!)? dsmall, "
+        "Tensor(d!)? dunits, Tensor grad, Tensor? y, Tensor? x, Tensor mask, Tensor? coef, "
+        "Tensor? scale, Tensor? shift, Tensor? residual, bool absolute, int[] geometry) -> ()");
+  m.def("masked_plain(Tensor x, Tensor mask, Tensor? coef, Tensor? scale, Tensor? shift, "
         "Tensor? residual) -> Tensor?");
+  m.def("masked_backward_plain(Tensor grad, Tensor y, Tensor mask) -> Tensor?");
   m.def("instruction_set() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastbcd_cpu, CPU, m) {
-  m.impl("masked_relu_forward", TORCH_BOX(&fastbcd::masked_relu_forward));
-  m.impl("masked_relu_backward", TORCH_BOX(&fastbcd::masked_relu_backward));
-  m.impl("masked_poly_forward", TORCH_BOX(&fastbcd::masked_poly_forward));
-  m.impl("masked_poly_backward", TORCH_BOX(&fastbcd::masked_poly_backward));
+  m.impl("masked_forward", TORCH_BOX(&fastbcd::masked_forward));
+  m.impl("masked_backward", TORCH_BOX(&fastbcd::masked_backward));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastbcd_cpu, CompositeExplicitAutograd, m) {
   m.impl("instruction_set", TORCH_BOX(&fastbcd::instruction_set));
-  m.impl("masked_relu_plain", TORCH_BOX(&fastbcd::masked_relu_plain));
-  m.impl("masked_relu_backward_plain", TORCH_BOX(&fastbcd::masked_relu_backward_plain));
-  m.impl("masked_poly_plain", TORCH_BOX(&fastbcd::masked_poly_plain));
+  m.impl("masked_plain", TORCH_BOX(&fastbcd::masked_plain));
+  m.impl("masked_backward_plain", TORCH_BOX(&fastbcd::masked_backward_plain));
 }

@@ -1,36 +1,38 @@
-// The calls of the masked activations, as their loops see them.
+// One call of the masked activations, as its loops see it: flat arrays in x's memory order.
 #pragma once
 
 #include "arguments.h"
 
 namespace fastbcd {
 
-// scalar: the tensors' type. compute: float, or double for double.
-template <class scalar, class compute>
-struct MaskedForward {
-  Geometry g;
-  scalar* y;
-  const scalar *x, *residual;  // residual may be null
-  const uint8_t* mask;  // in x's memory order
-  const compute *scale, *shift;  // [C], both or neither
-  const compute* coef = nullptr;  // [3, C] for poly
+// What a backward reads and sums besides dcoef, dscale and dshift.
+enum class Mode {
+  output,     // dz from y: the identity with bits
+  bits,       // dz from z
+  effects,    // and the effect of every unit, but no dcoef
+  indicator,  // and the effect of every unit
+  soft,       // numbers in place of the bits; their gradients are those effects
 };
 
+// scalar: the tensors' type. compute: float, or double for double. Pointers may be null.
 template <class scalar, class compute>
-struct MaskedBackward {
+struct Masked {
   Geometry g;
-  scalar *dx, *dresidual;  // dresidual may be null
-  const scalar* grad;
-  const scalar* y = nullptr;  // for relu
-  const scalar* x = nullptr;  // for poly, and for relu if dscale is wanted
-  const scalar* residual = nullptr;  // for poly, may be null
-  const uint8_t* mask;
-  const compute* scale = nullptr;
-  const compute *shift = nullptr, *coef = nullptr;  // for poly
-  compute* sums = nullptr;  // [S, chunks, n] partial sums: (dc0, dc1, dc2,) dscale, dshift
+  const scalar *x = nullptr, *residual = nullptr;
+  const uint8_t* bits = nullptr;  // [T, n]
+  const compute* alpha = nullptr;  // [n], in place of the bits
+  const compute *coef = nullptr, *scale = nullptr, *shift = nullptr;  // [degree + 1, C], [C], [C]
+  int degree = 0;
+  scalar* y = nullptr;  // forward: written; backward: read, or null
+  const scalar* grad = nullptr;
+  scalar *dx = nullptr, *dresidual = nullptr;
+  bool absolute = false;  // the effect of a unit is summed without its sign
+  // Partial sums [rows, chunks, n] of dc0, dc1, dc2, dscale, dshift, dunits; row -1: not wanted.
+  compute* sums = nullptr;
+  int rows[6] = {-1, -1, -1, -1, -1, -1};
 };
 
-// masked_relu_forward on memory that was checked before.
-void run_masked_relu(const MaskedForward<float, float>& call);
+// The forward on memory that was checked before.
+void run_forward(const Masked<float, float>& call);
 
 }  // namespace fastbcd

@@ -77,8 +77,8 @@ void norm_relu_forward(
     scale[c] = w[c] * (1 / std::sqrt(variance[c] + static_cast<float>(eps)));
     shift[c] = b[c] - mean[c] * scale[c];
   }
-  run_masked_relu({g, a.items("y", y), input, a.items("residual", residual), bits, scale.data(),
-                   shift.data()});
+  run_forward({.g = g, .x = input, .residual = a.items("residual", residual), .bits = bits,
+               .scale = scale.data(), .shift = shift.data(), .y = a.items("y", y)});
 }
 
 // dx, dparameters [2, C] = dweight, dbias, and dresidual where it is given.

@@ -9,28 +9,10 @@ import torch
 import triton
 
 from .. import INTERPRETED
-from .indicator_poly import indicator_poly_backward
 from .kink import kink
-from .masked_poly import masked_poly_backward, masked_poly_forward
-from .masked_relu import masked_relu_backward, masked_relu_forward
-from .saliency import saliency_backward
-from .soft_relu import soft_relu_backward, soft_relu_forward
+from .masked import masked_backward, masked_forward
 
-indicator_poly_forward = masked_poly_forward
-
-__all__ = [
-    "DTYPES",
-    "indicator_poly_backward",
-    "indicator_poly_forward",
-    "kink",
-    "masked_poly_backward",
-    "masked_poly_forward",
-    "masked_relu_backward",
-    "masked_relu_forward",
-    "saliency_backward",
-    "soft_relu_backward",
-    "soft_relu_forward",
-]
+__all__ = ["DTYPES", "kink", "masked_backward", "masked_forward"]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TRUSTED = INTERPRETED  # else compared with the reference at first use (fastbcd.ops.selfcheck)

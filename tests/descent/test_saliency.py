@@ -15,7 +15,7 @@ from fastbcd.data.sources import as_data
 from fastbcd.descent import saliency as saliencies
 from fastbcd.masking import activations
 from fastbcd.masking.masks import mask_modules
-from fastbcd.ops.saliency import saliency as saliency_op
+from fastbcd.ops.masked import saliency as saliency_op
 from fastbcd.training.teacher import Distillation
 from helpers.nets import images, make, thinned
 from helpers.op_cases import Case, arguments

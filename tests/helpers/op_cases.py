@@ -16,51 +16,38 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from fastbcd.kernels.geometry import compute_dtype, is_shared
+from fastbcd.kernels.geometry import compute_dtype
 from fastbcd.ops import reference
 from fastbcd.ops.kink import kink
-from fastbcd.ops.masked import masked_poly, masked_relu
+from fastbcd.ops.masked import (
+    indicator_poly,
+    masked_line,
+    masked_poly,
+    masked_relu,
+    saliency,
+    soft_relu,
+)
 from fastbcd.ops.norm import norm_relu
-from fastbcd.ops.saliency import saliency_backward
 from fastbcd.ops.selfcheck import ELEMENTWISE, TRIALS
 from fastbcd.ops.selfcheck import differences as library_differences
-from fastbcd.ops.soft import indicator_poly, soft_relu
 
 # The differentiable arguments of each op.
 OPS = {
     "masked_relu": ("x", "scale", "shift", "residual"),
+    "masked_line": ("x", "coef", "scale", "shift", "residual"),
     "masked_poly": ("x", "coef", "scale", "shift", "residual"),
     "soft_relu": ("x", "alpha", "residual"),
     "indicator_poly": ("x", "coef", "aux", "residual"),
     "norm_relu": ("x", "weight", "bias", "residual"),
+    "saliency": ("x", "residual"),
+    "saliency_line": ("x", "residual"),
+    "saliency_poly": ("x", "residual"),
 }
-# The arguments of reference.<op> and of reference.<op>_backward, and the results of the latter.
-FORMULAS = {
-    "masked_relu": (
-        "x mask scale shift residual trials",
-        "grad y mask x_if_affine scale trials x_shared residual_shared",
-        "dx dresidual daffine",
-    ),
-    "masked_poly": (
-        "x mask coef scale shift residual trials",
-        "grad x mask coef scale shift residual trials",
-        "dx dresidual dcoef daffine",
-    ),
-    "soft_relu": ("x alpha residual", "grad x alpha residual", "dx dalpha"),
-    "indicator_poly": (
-        "x mask coef aux residual", "grad x mask coef residual", "dx dcoef dmask",
-    ),
-    "norm_relu": (
-        "x weight bias mask residual eps",
-        "grad y x weight mask statistics eps",
-        "dx dresidual dparameters",
-    ),
-}  # fmt: skip
-SALIENCY = ("saliency", "saliency_poly")  # of a masked ReLU, absolute; of a polynomial, signed
+SALIENCY = ("saliency", "saliency_line", "saliency_poly")  # signed for the quadratic
 SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 6e4)
 
 
-MASKED = ("masked_relu", "masked_poly")
+MASKED = ("masked_relu", "masked_line", "masked_poly")
 UNSTACKED = ("soft_relu", "indicator_poly", *SALIENCY)  # without trials and affine
 DIFFERENTIABLE = (*MASKED, "soft_relu", "indicator_poly", "norm_relu")
 ORDERS = ("contiguous", "channels_last", "sliced")
@@ -138,7 +125,7 @@ def arguments(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
     given: dict[str, Any] = {
         "x": items(case.trials in ("shared x", "both shared")),
         "mask": ordered(mask, len(site), case.mask_order),
-        "coef": draw(3, site[0]),
+        "coef": draw(3, site[0])[: rows(case.op)] if rows(case.op) else None,
         "scale": draw(site[0]) if case.affine else None,
         "shift": draw(site[0]) if case.affine else None,
         "residual": items(case.trials in ("shared residual", "both shared"))
@@ -150,6 +137,11 @@ def arguments(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
         "grad": items(special=False),
     }  # fmt: skip
     return {n: None if t is None else move(t, device) for n, t in given.items()}
+
+
+def rows(op: str) -> int:
+    """How many rows the coefficients of an op have."""
+    return 2 if op.endswith("line") else 3 if op.endswith("poly") else 0
 
 
 def move(t: Tensor, device: str) -> Tensor:
@@ -177,6 +169,7 @@ def function_of(case: Case, given: dict[str, Any]) -> Callable[..., Any]:
     mask = given["mask"]
     functions: dict[str, Callable[..., Any]] = {
         "masked_relu": partial(masked_relu, mask=mask, trials=case.stacked),
+        "masked_line": partial(masked_line, mask=mask, trials=case.stacked),
         "masked_poly": partial(masked_poly, mask=mask, trials=case.stacked),
         "soft_relu": soft_relu,
         "indicator_poly": partial(indicator_poly, mask=mask),
@@ -193,55 +186,73 @@ def leaves(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
 
 def results(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     """y and the gradients "dx", ... by the op and autograd."""
-    if case.op in SALIENCY:
-        dx, sums = saliency_backward(*_saliency_arguments(case, given))
-        return {"dx": dx, "sums": sums}
     inputs = leaves(case, given)
-    y = function_of(case, given)(**inputs)
     wanted = {n: t for n, t in inputs.items() if t.requires_grad}
+    if case.op in SALIENCY:
+        return saliency_results(case, given, inputs)
+    y = function_of(case, given)(**inputs)
     grads = torch.autograd.grad(y, list(wanted.values()), given["grad"].expand_as(y))
     return {"y": y.detach(), **{f"d{n}": d for n, d in zip(wanted, grads, strict=True)}}
 
 
-def _saliency_arguments(case: Case, given: dict[str, Any]) -> tuple:
-    poly = case.op == "saliency_poly"
-    coef = given["coef"] if poly else None
-    return given["grad"], given["x"], given["mask"], coef, given["residual"], not poly
+def saliency_results(
+    case: Case, given: dict[str, Any], inputs: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """y, the gradients, and the sums of effects."""
+    sums = torch.zeros(given["mask"].shape, dtype=torch.float64, device=given["x"].device)
+    anchor = torch.zeros((), device=given["x"].device, requires_grad=True)
+    y = saliency(mask=given["mask"], anchor=anchor, totals=sums, coef=given["coef"],
+                 absolute=case.op != "saliency_poly", **inputs)  # fmt: skip
+    y.backward(given["grad"])
+    assert anchor.grad is None
+    gradients = {f"d{n}": t.grad for n, t in inputs.items() if t.grad is not None}
+    sums = sums.to(compute_dtype(y.dtype))
+    return {"y": y.detach(), **gradients, "sums": sums}
+
+
+def family_arguments(case: Case, given: dict[str, Any]) -> list[Any]:
+    """x, mask, coef, scale, shift and residual of reference.masked."""
+    unit = given["alpha"] if case.op == "soft_relu" else given["mask"]
+    affine = [given[n] if case.op in MASKED else None for n in ("scale", "shift")]
+    return [given["x"], unit, given["coef"], *affine, given["residual"]]
 
 
 def expected(case: Case, given: dict[str, Any], found: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same by the reference. The ReLU's backward reads `found["y"]`, as the op does."""
-    if case.op in SALIENCY:
-        dx, sums = reference.saliency_backward(*_saliency_arguments(case, given))
-        return {"dx": dx, "sums": sums}
-    x, mask, residual = given["x"], given["mask"], given["residual"]
-    values = {
-        **given, "y": found["y"], "grad": given["grad"].expand_as(found["y"]),
-        "trials": case.stacked, "x_shared": is_shared(x, mask, case.stacked),
-        "residual_shared": residual is not None and is_shared(residual, mask, case.stacked),
-        "x_if_affine": x if case.affine else None, "eps": 1e-5,
-    }  # fmt: skip
-    _, backward_inputs, outputs = (names.split() for names in FORMULAS[case.op])
-    y = formula(case, values)
+    grad = given["grad"].expand_as(found["y"])
+    truth = {"y": formula(case, given)}
     if case.op == "norm_relu":
-        values["statistics"] = reference.norm_statistics(x)
-    backward = getattr(reference, f"{case.op}_backward")
-    gradients = backward(*(values[n] for n in backward_inputs))
-    truth: dict[str, Any] = dict(zip(outputs, gradients, strict=True))
-    truth = {"y": y, "dresidual": truth["dx"], **truth}
-    for both, names in (("daffine", ("dscale", "dshift")), ("dparameters", ("dweight", "dbias"))):
-        if truth.get(both) is not None:
-            truth |= dict(zip(names, truth[both], strict=True))
-    if "dmask" in truth:
-        truth["daux"] = softplus(given["aux"]) * truth["dmask"]
+        x, weight, mask = (given[n] for n in ("x", "weight", "mask"))
+        dx, dresidual, (dweight, dbias) = reference.norm_relu_backward(
+            grad, found["y"], x, weight, mask, reference.norm_statistics(x), 1e-5
+        )
+        truth |= {"dx": dx, "dresidual": dresidual, "dweight": dweight, "dbias": dbias}
+        return {name: truth[name] for name in found}
+    x, unit, coef, scale, shift, residual = family_arguments(case, given)
+    shared = [t is not None and case.stacked and t.ndim == unit.ndim for t in (x, residual)]
+    y = found["y"] if case.op == "masked_relu" else None
+    kind = {"soft_relu": 1, "indicator_poly": 1, "saliency_poly": 1, "saliency": 2,
+            "saliency_line": 2}.get(case.op, 0)  # fmt: skip
+    dx, dresidual, small, units = reference.masked_backward(
+        grad, y, x, unit, coef, scale, shift, residual, case.stacked, *shared, True, True, kind
+    )
+    truth |= {"dx": dx, "dresidual": dresidual}
+    if coef is not None:
+        truth["dcoef"] = small[: len(coef)]
+    if scale is not None:
+        truth |= {"dscale": small[-2], "dshift": small[-1]}
+    if kind:
+        sums = -units if case.op == "saliency_poly" else units
+        truth |= {"dalpha": units, "daux": softplus(given["aux"]) * units, "sums": sums}
     return {name: truth[name] for name in found}
 
 
-def formula(case: Case, values: dict[str, Any]) -> Tensor:
+def formula(case: Case, given: dict[str, Any]) -> Tensor:
     """y by the reference."""
-    values = {**values, "trials": case.stacked, "eps": 1e-5}
-    y = getattr(reference, case.op)(*(values[n] for n in FORMULAS[case.op][0].split()))
-    return y[0] if case.op == "norm_relu" else y
+    if case.op == "norm_relu":
+        values = (given[n] for n in ("x", "weight", "bias", "mask", "residual"))
+        return reference.norm_relu(*values, 1e-5)[0]
+    return reference.masked(*family_arguments(case, given), trials=case.stacked)
 
 
 def differences(
@@ -333,22 +344,16 @@ def odd_cases() -> Iterator[Case]:
 
 
 def parameters(given: dict[str, Any], case: Case) -> dict[str, Any]:
-    """The keyword arguments of `masked_relu` or `masked_poly`, besides mask and trials."""
-    names = ("x", "scale", "shift", "residual", *(("coef",) if case.op == "masked_poly" else ()))
+    """The keyword arguments of a masked op, besides mask and trials."""
+    names = ("x", "scale", "shift", "residual", *(("coef",) if rows(case.op) else ()))
     return {n: given[n] for n in names}
-
-
-def truth(case: Case, given: dict[str, Any]) -> Tensor:
-    """The reference's y of a masked op."""
-    a = parameters(given, case)
-    return getattr(reference, case.op)(mask=given["mask"], trials=case.stacked, **a)
 
 
 def compare_out(case: Case, device: str = "cpu", ulps: int = 0) -> list[str]:
     """out= of a masked op: a new tensor, another memory order, x and the residual themselves."""
     given = arguments(case, device)
     function, a = function_of(case, given), parameters(given, case)
-    want, lines = truth(case, given), []
+    want, lines = formula(case, given), []
 
     def check(target: str, **changed: Any) -> None:
         result = function(**{**a, **changed})

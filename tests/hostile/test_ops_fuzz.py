@@ -21,9 +21,9 @@ from helpers.op_cases import (
     arguments,
     disagreement,
     equal,
+    formula,
     parameters,
     results,
-    truth,
 )
 
 OPS = (*DIFFERENTIABLE, *SALIENCY)
@@ -88,7 +88,7 @@ def check_strides(case: Case, given: dict[str, Any], r: random.Random) -> list[s
 
 def check_out(case: Case, given: dict[str, Any], r: random.Random) -> list[str]:
     """out= somewhere in the memory of an input, in a random memory order."""
-    want = truth(case, given)
+    want = formula(case, given)
     if want.numel() == 0:
         return []
     memory = torch.zeros(4 * want.numel(), dtype=want.dtype)

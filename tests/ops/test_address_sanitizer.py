@@ -19,7 +19,7 @@ from fastbcd import kernels
 ops, x = torch.ops.fastbcd_cpu, torch.zeros(4096)
 x.untyped_storage().resize_(64)  # x still has 4096 elements
 mask = torch.ones(4096, dtype=torch.uint8)
-ops.masked_relu_forward.default(x, x, mask, None, None, None, [1, 1, 4096, 1, 0, 0, 0, 0])
+ops.masked_forward.default(x, x, mask, None, None, None, None, [1, 1, 4096, 1, 0, 0, 0, 0])
 """
 
 

@@ -26,7 +26,7 @@ def test_layer_coefficients(device) -> None:
     coef = torch.tensor([0.5, -1.0, 2.0], device=device, requires_grad=True)
     y = ops.masked_poly(given["x"], given["mask"], coef)
     by_channel = coef.detach()[:, None].repeat(1, 4)
-    assert equal(y, reference.masked_poly(given["x"], given["mask"], by_channel))
+    assert equal(y, reference.masked(given["x"], given["mask"], by_channel))
     y.sum().backward()
     assert coef.grad.shape == (3,)
 
@@ -88,14 +88,35 @@ def test_bad_input(change, error, words) -> None:
     given = {"x": X, "mask": M, **change}
     with pytest.raises(error, match=words):
         ops.masked_relu(**given)
-    with pytest.raises(error, match=words):
-        ops.masked_poly(coef=torch.ones(3, 3), **given)
+    for op, rows in (ops.masked_line, 2), (ops.masked_poly, 3):
+        with pytest.raises(error, match=words):
+            op(coef=torch.ones(rows, 3), **given)
 
 
-@pytest.mark.parametrize("shape", [(3, 4), (2, 3), (3, 3, 1), ()])
+@pytest.mark.parametrize("shape", [(3, 4), (2, 4), (4, 5), (3, 5, 1), ()])
 def test_bad_coefficients(shape) -> None:
+    for op in (ops.masked_line, ops.masked_poly):
+        with pytest.raises(ValueError, match="coef has shape"):
+            op(torch.zeros(2, 5), torch.ones(5, dtype=torch.bool), torch.ones(shape))
+
+
+@pytest.mark.parametrize(("op", "rows"), [(ops.masked_line, 3), (ops.masked_poly, 2)])
+def test_the_coefficients_of_another_degree_are_refused(op, rows) -> None:
+    """Also where the fast path of small inferences would take them."""
+    x, mask = torch.zeros(2, 5, 1, 1), torch.ones(5, 1, 1, dtype=torch.bool)
     with pytest.raises(ValueError, match="coef has shape"):
-        ops.masked_poly(torch.zeros(2, 5), torch.ones(5, dtype=torch.bool), torch.ones(shape))
+        op(x, mask, torch.ones(rows, 5))
+
+
+def test_a_line_needs_no_zeros(device) -> None:
+    """An infinite z gives an infinite y and finite sums, where 0·z² would be NaN."""
+    x = torch.tensor([[float("inf"), -2.0]], device=device, requires_grad=True)
+    coef = torch.tensor([[0.5, 0.5], [2.0, 2.0]], device=device, requires_grad=True)
+    y = ops.masked_line(x, torch.tensor([False, False], device=device), coef)
+    assert y.tolist() == [[float("inf"), -3.5]]
+    y.sum().backward()
+    assert x.grad.tolist() == [[2.0, 2.0]]
+    assert coef.grad[0].tolist() == [1.0, 1.0]
 
 
 def test_images_are_read_as_images() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -14,39 +15,40 @@ from fastbcd import MaskedPoly, MaskedReLU, ops
 from fastbcd.ops import registry
 from helpers.op_cases import (
     DIFFERENTIABLE,
-    FORMULAS,
     MASKED,
     ORDERS,
     TRIALS,
     Case,
     arguments,
     equal,
+    formula,
     function_of,
     leaves,
-    truth,
 )
 
 OPERATORS = torch.ops.fastbcd
 SITE = (2, 3, 3, 4, 2)
 # The arguments of each operator, by name.
 ARGUMENTS = {
-    **{op: FORMULAS[op][0] for op in DIFFERENTIABLE},
-    "masked_relu_out": "x mask scale shift residual trials out",
-    "masked_poly_out": "x mask coef scale shift residual trials out",
-    "masked_relu_backward": "grad y mask x scale trials x_shared residual_shared yes",
-    "masked_poly_backward": "grad x mask coef scale shift residual trials yes",
-    "soft_relu_backward": "grad x alpha residual",
-    "indicator_poly_backward": "grad x mask coef residual",
+    "masked": "x unit coef scale shift residual aux trials kind",
+    "masked_out": "x mask coef scale shift residual trials out",
+    "masked_backward": "grad y_if_relu x unit coef scale shift residual trials no no no yes kind",
+    "norm_relu": "x weight bias mask residual eps",
     "norm_relu_backward": "grad y x weight mask statistics eps yes",
-    "saliency_backward": "grad x mask coef residual yes",
 }
 
 
+CHECKED = [
+    *product(("masked", "masked_backward"), [op for op in DIFFERENTIABLE if op != "norm_relu"]),
+    *product(("masked_out",), MASKED),
+    *product(("norm_relu", "norm_relu_backward"), ("norm_relu",)),
+]
+
+
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_opcheck(name, order, device) -> None:
-    stem = name.removesuffix("_backward").removesuffix("_out")
-    forward = name == stem
+@pytest.mark.parametrize(("name", "stem"), CHECKED)
+def test_opcheck(name, stem, order, device) -> None:
+    forward = name in ("masked", "norm_relu")
     for full in (False, True):
         for trials in ("none", TRIALS[ORDERS.index(order) + 2])[: 1 + (full and forward)]:
             trials = trials if stem in MASKED else "none"
@@ -56,10 +58,16 @@ def test_opcheck(name, order, device) -> None:
             values = {
                 **given, **(leaves(case, given) if forward else {}), "trials": case.stacked,
                 "y": y, "out": y, "yes": True, "x_shared": False, "residual_shared": False,
-                "eps": 1e-5, "statistics": torch.rand(2, 3, device=device),
+                "eps": 1e-5, "statistics": torch.rand(2, 3, device=device), "no": False,
+                "kind": 0,
             }  # fmt: skip
-            if name == "masked_relu_backward" and not full:
-                values["x"] = None
+            values |= {"unit": values["mask"], "y_if_relu": y if stem == "masked_relu" else None}
+            if stem == "soft_relu":
+                values |= {"unit": values["alpha"], "kind": 1}
+            if stem == "indicator_poly":
+                values["kind"] = 1
+            else:
+                values["aux"] = None
             tensors = tuple(values[n] for n in ARGUMENTS[name].split())
             torch.library.opcheck(getattr(OPERATORS, name).default, tensors)
 
@@ -122,7 +130,8 @@ def test_raw_operators_have_gradients() -> None:
     """Calling torch.ops directly does not lose the gradient."""
     given = arguments(Case("masked_relu"))
     x = given["x"].clone().requires_grad_()
-    OPERATORS.masked_relu.default(x, given["mask"], None, None, None, False).sum().backward()
+    nothing = [None] * 5
+    OPERATORS.masked.default(x, given["mask"], *nothing, False, 0).sum().backward()
     assert x.grad is not None
 
 
@@ -132,7 +141,7 @@ def test_autocast(device) -> None:
     given = arguments(case, device)
     with torch.autocast(device, dtype=torch.bfloat16):
         y = ops.masked_relu(given["x"], given["mask"], scale=given["scale"], shift=given["shift"])
-    assert equal(y, truth(case, given))
+    assert equal(y, formula(case, given))
 
 
 def test_inference_mode(device) -> None:
@@ -168,7 +177,8 @@ def test_a_call_is_one_node_only_where_something_watches(op, monkeypatch) -> Non
     with Watch() as watch:
         watched = forward_and_backward(case)
     names = [n for n in watch.seen if n.startswith("fastbcd")]
-    assert {f"fastbcd::{op}", f"fastbcd::{op}_backward"} <= set(names)
+    stem = "norm_relu" if op == "norm_relu" else "masked"
+    assert {f"fastbcd::{stem}", f"fastbcd::{stem}_backward"} <= set(names)
     for implementation in registry.OPERATORS.values():
         monkeypatch.setattr(implementation, "default", None)
     assert all(map(torch.equal, forward_and_backward(case), watched))
@@ -178,12 +188,12 @@ def test_tracers_see_one_node() -> None:
     x, mask = torch.randn(2, 3, 4), torch.rand(3, 4) > 0.5
     graph = make_fx(lambda x: ops.masked_relu(x, mask) + 1)(x).graph
     assert [n.target for n in graph.nodes if "fastbcd" in str(n.target)] == [
-        OPERATORS.masked_relu.default
+        OPERATORS.masked.default
     ]
     with FakeTensorMode() as mode:
         assert ops.masked_relu(mode.from_tensor(x), mode.from_tensor(mask)).shape == x.shape
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated, and names what it compares
         traced = torch.jit.trace(lambda x: ops.masked_relu(x, mask), x)
-    assert "fastbcd::masked_relu" in str(traced.graph)
+    assert "fastbcd::masked(" in str(traced.graph)
     assert ops.masked_relu(x.to("meta"), mask.to("meta")).is_meta

@@ -10,7 +10,6 @@ from torch.autograd.gradcheck import gradgradcheck
 from fastbcd import ops
 from fastbcd.graph.fuse import NormActivation
 from fastbcd.masking.activations import MaskedReLU
-from fastbcd.ops.saliency import saliency
 from helpers.op_cases import (
     DIFFERENTIABLE,
     MASKED,
@@ -100,12 +99,3 @@ def test_out_is_refused_under_transforms() -> None:
     x, mask = torch.randn(3, 4), torch.ones(4, dtype=torch.bool)
     with pytest.raises(RuntimeError, match=r"does not work under torch\.func"):
         torch.func.vmap(lambda x: ops.masked_relu(x[None], mask, out=torch.empty(1, 4)))(x)
-
-
-def test_saliency_refuses_second_derivatives() -> None:
-    x = torch.randn(2, 4, requires_grad=True)
-    anchor, totals = torch.zeros((), requires_grad=True), torch.zeros(4).double()
-    y = saliency(x, torch.ones(4, dtype=torch.bool), anchor, totals, absolute=True)
-    (g,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        g.sum().backward()

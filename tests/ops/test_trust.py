@@ -58,11 +58,11 @@ def test_a_kernel_is_compared_at_its_first_use_for_each_dtype(module) -> None:
     assert len(module.calls) == 3 + 3 + 1 + 3
     x = X.clone().requires_grad_()
     ops.masked_relu(x, MASK).sum().backward()
-    assert [name for name, _ in module.calls].count("masked_relu_backward") == 1 + 3
+    assert [name for name, _ in module.calls].count("masked_backward") == 1 + 3
 
 
 @pytest.mark.parametrize("broken", [wrong, does_not_compile])
-@pytest.mark.parametrize("name", ["masked_relu_forward", "masked_relu_backward"])
+@pytest.mark.parametrize("name", ["masked_forward", "masked_backward"])
 def test_a_kernel_that_fails_is_replaced_with_one_warning(module, name, broken) -> None:
     setattr(module, name, broken)
     x = X.clone().requires_grad_()
@@ -71,7 +71,7 @@ def test_a_kernel_that_fails_is_replaced_with_one_warning(module, name, broken) 
         for _ in range(3):
             y = ops.masked_relu(x, MASK)
             (dx,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(y, reference.masked_relu(x, MASK))
+    assert torch.equal(y, reference.masked(x, MASK))
     assert torch.equal(dx, torch.where(MASK & (y <= 0), 0.0, 1.0))
     (message,) = {str(w.message) for w in caught}
     for words in (name, "float32", fastbcd.__version__, torch.__version__, "Triton 9", "--check"):
@@ -79,9 +79,16 @@ def test_a_kernel_that_fails_is_replaced_with_one_warning(module, name, broken) 
     assert ("sm_90a" if broken is does_not_compile else "differ, first at") in message
 
 
-def test_only_the_kernel_that_fails_is_replaced(module) -> None:
-    module.masked_poly_forward = wrong
-    with pytest.warns(RuntimeWarning, match="masked_poly_forward"):
+def test_only_the_variant_that_fails_is_replaced(module) -> None:
+    right = module.masked_forward
+
+    def broken(y, x, mask, coef, *rest):
+        right(y, x, mask, coef, *rest)
+        if coef is not None and len(coef) == 3:
+            wrong(y)
+
+    module.masked_forward = broken
+    with pytest.warns(RuntimeWarning, match="masked_forward"):
         ops.masked_poly(X, MASK, torch.ones(3))
     before = len(module.calls)
     ops.masked_relu(X, MASK)
@@ -100,21 +107,22 @@ def test_no_verdict_without_memory_for_the_comparison(module) -> None:
     def no_memory(*given: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    right, module.masked_relu_forward = module.masked_relu_forward, no_memory
+    right, module.masked_forward = module.masked_forward, no_memory
     with pytest.raises(torch.OutOfMemoryError):
         ops.masked_relu(X, MASK)
     assert not selfcheck._verdicts
-    module.masked_relu_forward = right
-    assert torch.equal(ops.masked_relu(X, MASK), reference.masked_relu(X, MASK))
+    module.masked_forward = right
+    assert torch.equal(ops.masked_relu(X, MASK), reference.masked(X, MASK))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kernel_has_a_comparison(module, name) -> None:
     x = torch.empty(0)
-    assert selfcheck.trusted(name, getattr(module, name), x)
+    for variant in selfcheck.VARIANTS.get(name, ("",)):
+        assert selfcheck.trusted(name, variant, getattr(module, name), x)
     selfcheck._verdicts.clear()
     with pytest.warns(RuntimeWarning, match=name):
-        assert not selfcheck.trusted(name, does_not_compile, x)
+        assert not selfcheck.trusted(name, variant, does_not_compile, x)
 
 
 def test_on_a_cuda_device(gpu, monkeypatch, capsys) -> None:
@@ -123,8 +131,8 @@ def test_on_a_cuda_device(gpu, monkeypatch, capsys) -> None:
     monkeypatch.setattr(kernels.TRITON.module, "TRUSTED", False)
     x, mask = X.to("cuda:1"), MASK.to("cuda:1")
     y = ops.masked_relu(x, mask)
-    assert torch.equal(y.cpu(), reference.masked_relu(X, MASK))
-    key = ("masked_relu_forward", torch.float32, torch.device("cuda:1"))
+    assert torch.equal(y.cpu(), reference.masked(X, MASK))
+    key = ("masked_forward", "identity", torch.float32, torch.device("cuda:1"))
     assert selfcheck._verdicts == {key: True}
     gpu.reset()
     ops.masked_relu(x, mask)
