@@ -63,30 +63,37 @@ class Plan(NamedTuple):
     all_trials: bool  # a program loops over all trials
 
 
-@functools.lru_cache(maxsize=4096)  # calls repeat: computing a plan takes as long as a small call
 def plan(g: Geometry, itemsize: int, sums: int = 0, streams: int = 3) -> Plan:
     """The launch for tensors of `itemsize` bytes per element.
 
     sums: how many sums by channel or unit a kernel computes; streams: how many tensors it moves.
     """
-    rule = _reducing if sums else _elementwise
-    return rule(g, itemsize, sums, streams)
+    if not sums:
+        return _elementwise(g, itemsize, ELEMENTWISE, WARP_SIZE)
+    # Items of a program for which its sums, of 4 bytes written and read, are a small part.
+    least = math.ceil(8 * sums / (PARTIALS * streams * itemsize))
+    return _reducing(g, itemsize, least, REDUCING, WARP_SIZE)
 
 
-def _elementwise(g: Geometry, itemsize: int, *_: int) -> Plan:
+# Calls repeat: computing a plan takes as long as a small call.
+@functools.lru_cache(maxsize=4096)
+def _elementwise(g: Geometry, itemsize: int, limits: tuple[int, int], warp_size: int) -> Plan:
     """A thread takes as many elements as fill a 128-bit access: 4 of fp32, 8 of 16-bit types."""
     n, lead, all_trials = _sizes(g)
-    per_warp = 16 // itemsize * WARP_SIZE
-    num_warps = min(triton.next_power_of_2(triton.cdiv(n, per_warp)), THREADS // WARP_SIZE)
+    per_warp = 16 // itemsize * warp_size
+    num_warps = min(triton.next_power_of_2(triton.cdiv(n, per_warp)), THREADS // warp_size)
     tiles = triton.cdiv(n, per_warp * num_warps)
-    enough, largest = ELEMENTWISE
+    enough, largest = limits
     chunk = max(1, min(tiles * lead * g.batch // enough, largest))
     chunks = lead * triton.cdiv(g.batch, chunk)
     return Plan(per_warp * num_warps, num_warps, n, 1, chunk, chunks, chunks, tiles * chunks,
                 all_trials)  # fmt: skip
 
 
-def _reducing(g: Geometry, itemsize: int, sums: int, streams: int) -> Plan:
+@functools.lru_cache(maxsize=4096)
+def _reducing(
+    g: Geometry, itemsize: int, least: int, limits: tuple[int, int], warp_size: int
+) -> Plan:
     """A thread takes 4 elements, the width of its fp32 partial sums.
 
     One width for all operands keeps every value in the thread that loaded it. Accesses of 16-bit
@@ -94,18 +101,16 @@ def _reducing(g: Geometry, itemsize: int, sums: int, streams: int) -> Plan:
     Programs of one warp are the most for partial sums of a given size.
     """
     n, lead, all_trials = _sizes(g)
-    block = 4 * WARP_SIZE
+    block = 4 * warp_size
     width = n
     if g.channels_last:
         even = 16 // math.gcd(g.channels, 16)  # pixels that are a multiple of 16 elements
         pixels = block // g.channels
         width = g.channels * max(1, pixels // even * even or pixels)
     rows, tiles = triton.cdiv(n, width), triton.cdiv(width, block)
-    enough, largest = REDUCING
-    enough *= 4 // itemsize
-    # Items of a program for which its sums, of 4 bytes written and read, are a small part.
-    least = math.ceil(8 * sums / (PARTIALS * streams * itemsize))
-    items = max(least, min(tiles * rows * lead * g.batch // enough, largest))
+    enough, largest = limits
+    items = tiles * rows * lead * g.batch * itemsize // (4 * enough)
+    items = max(least, min(items, largest))
     chunk = triton.cdiv(g.batch, max(1, g.batch // items))
     span = min(rows, triton.cdiv(items, chunk))
     chunks = lead * triton.cdiv(g.batch, chunk)

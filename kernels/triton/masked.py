@@ -84,12 +84,14 @@ def read_masks(
 ):  # fmt: skip
     """The numbers of a soft mask; or sum of kept[t] << (t - t0), up to 32 trials in a register."""
     if SOFT:
-        return load(mask_ptr + row(t0, 0, 1, n), mask_offs, valid)
-    bits = tl.zeros([BLOCK], dtype=tl.int32)
-    if PACKED:
-        for t in range(t0, t1):
-            bits |= load_kept(mask_ptr, mask_offs, valid, t, n).to(tl.int32) << (t - t0)
-    return bits
+        masks = load(mask_ptr + row(t0, 0, 1, n), mask_offs, valid)
+    else:
+        masks = tl.zeros([BLOCK], dtype=tl.int32)
+        if PACKED:
+            for t in range(t0, t1):
+                kept = load_kept(mask_ptr, mask_offs, valid, t, n)
+                masks |= kept.to(tl.int32) << (t - t0)
+    return masks
 
 
 @triton.jit

@@ -83,6 +83,7 @@ def results(everything: bool) -> dict[str, list[str]]:
         # One item per program, or several with a rest.
         items = (10**9, 1) if i % 2 else (1, 2)
         triton_kernels.common.ELEMENTWISE = triton_kernels.common.REDUCING = items
+        triton_kernels.common.PARTIALS = 100.0  # however large the sums are
         try:
             found[name] = check()
         except Exception:
