@@ -36,18 +36,19 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fastbcd.descent.budget import Budget
-from fastbcd.descent.saliency import ranking, saliency
+from fastbcd.descent.saliency import rounded, saliency
 from fastbcd.masking.masks import MaskSet, Site, masks, set_masks
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.step import Epoch
 from fastbcd.runtime.settings import setting, with_settings
 from fastbcd.scoring.accuracy import accuracy
 from fastbcd.starts.mask_training import StartingPoint, train_masks
-from fastbcd.starts.method import MaskTraining, Method
+from fastbcd.starts.method import MaskTraining, Method, allocate
 from fastbcd.training.loop import Session
 from fastbcd.training.rates import cosine
 
@@ -160,13 +161,9 @@ def reshaped(m: MaskSet, scores: Tensor, budget: int) -> MaskSet:
     >>> reshaped(m, torch.tensor([1.0, 1, 1, 0, 9, 0, 1, 2]), 4).bits.int().tolist()
     [0, 0, 0, 1, 1, 1, 0, 1]
     """
-    shares = torch.tensor(list(m.counts().values())) * budget
-    total = max(m.count(), 1)
-    quotas = shares // total
-    remainders = torch.sort(shares % total, descending=True, stable=True).indices
-    quotas[remainders[: budget - int(quotas.sum())]] += 1
+    counts = list(m.counts().values())
     bits = torch.zeros_like(m.bits)
-    for site, kept, quota in zip(m.sites, m.split(), quotas.tolist(), strict=True):
+    for site, kept, quota in zip(m.sites, m.split(), allocate(budget, counts, counts), strict=True):
         values = scores[site.start : site.start + site.numel].view(site.shape)
         bits[site.start + by_channel(values, kept)[:quota]] = True
     return MaskSet(m.sites, bits)
@@ -179,10 +176,10 @@ def by_channel(scores: Tensor, kept: Tensor) -> Tensor:
     kept = kept.reshape(len(kept), -1)
     values = scores.double().view_as(kept)
     means = values.where(kept, 0).sum(1) / kept.sum(1).clamp(min=1)
-    place = ranking(means, torch.ones_like(means, dtype=torch.bool)).argsort()
-    ids = ranking(values.flatten(), kept.flatten()).flip(0)
-    channels = place[ids // kept.shape[1]]
-    return ids[torch.sort(channels, descending=True, stable=True).indices]
+    ids = kept.flatten().nonzero().flatten()
+    channels = ids // kept.shape[1]
+    order = np.lexsort((rounded(values.flatten()[ids]), channels, rounded(means[channels])))
+    return ids[torch.from_numpy(order).flip(0)]
 
 
 class Trial(NamedTuple):

@@ -8,8 +8,7 @@ without the interruption.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -22,21 +21,24 @@ from fastbcd.masking.masks import MaskSet, masks, set_masks
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runs.config import Config
 from fastbcd.runs.journal import Journal, journal
-from fastbcd.runs.step import Epoch, Start, timed
+from fastbcd.runs.step import Epoch, Start
 from fastbcd.runtime.settings import described
-from fastbcd.runtime.show import bar, say
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import accuracy
 from fastbcd.scoring.metric import Criterion
 from fastbcd.starts.method import MaskTraining, Method
-from fastbcd.training.checks import check_same_sites, check_trainable
-from fastbcd.training.loop import Session, Trainer
+from fastbcd.training.checks import check_same_sites, check_settings, check_trainable
+from fastbcd.training.epochs import recorded, train_epochs
+from fastbcd.training.loop import Trainer
 from fastbcd.training.rates import cosine
-from fastbcd.training.repeat import repeatable
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
 
-MASKS, DECIDED, FINETUNE, FINAL = "masks", "decided", "finetune", "final"  # phases of a run
+# The phases of a run; two of them are one record each.
+MASKS = "masks"
+DECIDED = "decided"
+FINETUNE = "finetune"
+FINAL = "final"
 
 
 @dataclass
@@ -73,10 +75,8 @@ class Task(NamedTuple):
     method: type[Method]
     problem: Problem
     limits: Limits
-    targeted: bool  # whether the budget is a cost
     chosen: MaskTraining
     tuning: Finetune
-    matched: bool  # whether the teacher's activations are compared with the net's
 
     @property
     def measured(self) -> ImageData:
@@ -85,6 +85,20 @@ class Task(NamedTuple):
             return self.problem.train
         return self.problem.test
 
+    def trainer(
+        self, model: nn.Module, settings: Finetune, teacher: TeacherLogits | None
+    ) -> Trainer:
+        """What trains a model, with or without masks."""
+        # The optimizer's fused kernels would round in another way than those of published code.
+        return Trainer(
+            model,
+            self.problem.train,
+            settings,
+            teacher,
+            seed=self.chosen.seed,
+            fused_optimizer=False,
+        )
+
 
 def train_masks(
     method: type[Method], net: nn.Module, data: Any, budget: int | Budget, chosen: MaskTraining
@@ -92,13 +106,9 @@ def train_masks(
     """Train the masks, cut them to bits, fine-tune. After an exception the net is as before."""
     task = _task(method, net, data, budget, chosen)
     net = task.problem.net
+    about = {"budget": described(budget), "teacher": snapshots.weights_mark(chosen.teacher)}
     config = Config.of(
-        method.name,
-        chosen.describe()
-        | {"budget": described(budget), "teacher": snapshots.weights_mark(chosen.teacher)},
-        net,
-        data=task.problem.train,
-        test=task.problem.test,
+        method.name, chosen.describe() | about, net, data=task.problem.train, test=task.problem.test
     )
     opened = journal(
         config,
@@ -135,31 +145,32 @@ def _task(
     net = method.prepare(net, chosen)
     check_reducible(budget, net)
     limits = limits_of(budget, net)
-    targeted = isinstance(budget, Budget)
     counts = counts_of(masks(net))
-    if targeted and limits.met(counts):
+    if isinstance(budget, Budget) and limits.met(counts):
         raise ValueError(f"the net as it is costs {limits.value(counts):g}: {budget} is met")
     problem = Problem(net, data, chosen.test, Criterion(), None)
     tuning = chosen.finetune or Finetune(epochs=0)
     check_whole("finetune.epochs", tuning.epochs, 0)
+    for settings in (tuning, replace(tuning, batch_size=chosen.batch_size)):
+        check_settings(settings, problem.train)
     check_trainable(net, problem.train, tuning, chosen.teacher)
-    matched = method.matched or tuning.mismatch > 0
-    if matched and chosen.teacher is not None:
+    if method.matched and chosen.teacher is not None:
         check_same_sites(net, problem.train, chosen.teacher)
-    return Task(method, problem, limits, targeted, chosen, tuning, matched)
+    return Task(method, problem, limits, chosen, tuning)
 
 
 def _train(task: Task, run: Journal[Epoch]) -> None:
     """What is left of the run."""
-    problem = task.problem
+    net = task.problem.net
     # The default teacher is the net at the start of the run, on every rank.
-    snapshots.restore(problem.net, run.start_tensors())
+    snapshots.restore(net, run.start_tensors())
     dense = task.chosen.teacher
     if dense is None:
-        dense = problem.net
+        dense = net
     teacher: TeacherLogits | None = None
-    if task.tuning.distill or task.matched:
-        teacher = TeacherLogits(dense, problem.train, task.tuning, matched=task.matched)
+    matched = task.method.matched
+    if task.tuning.distill or task.tuning.mismatch or matched:
+        teacher = TeacherLogits(dense, task.problem.train, task.tuning, matched=matched)
     if not _phase(run.history, DECIDED):
         _train_masks(task, run, teacher)
     _fine_tune(task, run, teacher)
@@ -168,82 +179,68 @@ def _train(task: Task, run: Journal[Epoch]) -> None:
 def _train_masks(task: Task, run: Journal[Epoch], teacher: TeacherLogits | None) -> None:
     """Train the masks to the end and write the bits into the net."""
     problem = task.problem
-    method = task.method(problem.net, problem.train, task.limits, task.chosen)
-    settings = replace(task.tuning, **method.optimizer, batch_size=task.chosen.batch_size)
-    trainer = _trainer(task, method.model, settings, teacher)
+    chosen = task.chosen
+    method = task.method(problem.net, problem.train, task.limits, chosen)
+    settings = replace(task.tuning, **method.optimizer, batch_size=chosen.batch_size)
+    trainer = task.trainer(method.model, settings, teacher)
     with trainer.session() as session:
         if run.history:
             session.load(run.extra)
         while not method.done(run.history):
-            record = _record(run, MASKS, len(run.history))
-            before = method.bits() if run.history else method.start.bits
-            with _epoch(task, session, record) as shown:
+            epoch = len(run.history)
+            record = Epoch(number=epoch + 1, epoch=epoch, phase=MASKS)
+            before = method.start
+            if epoch:
+                before = method.masks_of(method.bits())
+            whole = recorded(session, record, test=problem.test, progress=chosen.progress)
+            with whole as shown:
                 method.train(session, record, run.history, shown)
-                _compare(record, method.masks_of(before), method.masks_of(method.bits()))
+                _compare(record, before, method.masks_of(method.bits()))
             run.finish(record, session.state())
         trained = accuracy(trainer.model, task.measured)
-    _warn_above(method, len(run.history))
-    decided = _record(run, DECIDED)
+    number = len(run.history)
+    count = int(method.bits().sum())
+    if method.advice and count > method.slack * method.budget:
+        warnings.warn(
+            f"after {number} epochs {count:,} ReLUs are on, more than the budget of "
+            f"{method.budget:,}: {method.advice}",
+            RuntimeWarning,
+            stacklevel=6,
+        )
     set_masks(problem.net, method.decide())
-    decided.count = masks(problem.net).count()
     thresholded = accuracy(problem.net, task.measured)
-    decided.accuracy = {"trained": trained, "thresholded": thresholded}
-    run.finish(decided)
+    run.finish(
+        Epoch(
+            number=number + 1,
+            phase=DECIDED,
+            count=masks(problem.net).count(),
+            accuracy={"trained": trained, "thresholded": thresholded},
+        )
+    )
 
 
 def _fine_tune(task: Task, run: Journal[Epoch], teacher: TeacherLogits | None) -> None:
     """What `Finetuner.run` does, with a record and a saved state per epoch."""
-    (decided,) = _phase(run.history, DECIDED)
-    epochs = int(task.tuning.epochs)
     net = task.problem.net
-    with _trainer(task, net, task.tuning, teacher).session() as session:
-        run.undo()  # what was saved may be wider than the net outside a session
-        session.load_optimizer(run.extra)
-        for epoch in range(len(_phase(run.history, FINETUNE)), epochs):
-            record = _record(run, FINETUNE, epoch)
-            record.lr = cosine(task.tuning.lr, epoch, epochs)
-            with _epoch(task, session, record) as shown:
-                record.loss = session.epoch(epoch, record.lr, step=1, bar=shown)
-            run.finish(record, session.optimizer_state())
-    final = _record(run, FINAL)
-    final.count = decided.count
-    final.accuracy = {**(decided.accuracy or {}), "final": accuracy(net, task.measured)}
-    run.finish(final)
-
-
-def _trainer(
-    task: Task, model: nn.Module, settings: Finetune, teacher: TeacherLogits | None
-) -> Trainer:
-    # The optimizer's fused kernels would round in another way than those of the published code.
-    return Trainer(
-        model, task.problem.train, settings, teacher, seed=task.chosen.seed, fused_optimizer=False
+    epochs = int(task.tuning.epochs)
+    train_epochs(
+        task.trainer(net, task.tuning, teacher),
+        run,
+        FINETUNE,
+        [cosine(task.tuning.lr, epoch, epochs) for epoch in range(epochs)],
+        step=1,
+        test=task.problem.test,
+        progress=task.chosen.progress,
     )
-
-
-@contextmanager
-def _epoch(task: Task, session: Session, record: Epoch) -> Iterator[Any]:
-    """Seeds the epoch by its number; measures and prints it at the end. Yields a bar."""
-    trainer = session.trainer
-    progress = task.chosen.progress
-    shown = bar(progress, total=len(trainer.sizes), desc=record.phase, leave=False)
-    algorithms = repeatable(
-        trainer.data.device, trainer.seed, record.epoch or 0, trainer.settings.fast
+    (decided,) = _phase(run.history, DECIDED)
+    run.finish(
+        Epoch(
+            number=len(run.history) + 1,
+            phase=FINAL,
+            count=decided.count,
+            accuracy={**(decided.accuracy or {}), "final": accuracy(net, task.measured)},
+        )
     )
-    with timed(record.seconds, "epoch"), shown, algorithms:
-        yield shown
-    if task.problem.test is not None:
-        record.test_accuracy = accuracy(trainer.model, task.problem.test)
-    if progress:
-        say(str(record))
-
-
-def _record(run: Journal[Epoch], phase: str, epoch: int | None = None) -> Epoch:
-    """The next record of the run."""
-    return Epoch(number=len(run.history) + 1, epoch=epoch, phase=phase)
-
-
-def _phase(history: Sequence[Epoch], phase: str) -> list[Epoch]:
-    return [record for record in history if record.phase == phase]
 
 
 def _compare(record: Epoch, before: MaskSet, after: MaskSet) -> None:
@@ -254,13 +251,5 @@ def _compare(record: Epoch, before: MaskSet, after: MaskSet) -> None:
         record.notes["iou"] = after.iou(before)
 
 
-def _warn_above(method: Method, epochs: int) -> None:
-    """Warn that the training ended above the budget."""
-    count = int(method.bits().sum())
-    if method.advice and count > method.slack * method.budget:
-        warnings.warn(
-            f"after {epochs} epochs {count:,} ReLUs are on, more than the budget of "
-            f"{method.budget:,}: {method.advice}",
-            RuntimeWarning,
-            stacklevel=7,
-        )
+def _phase(history: Sequence[Epoch], phase: str) -> list[Epoch]:
+    return [record for record in history if record.phase == phase]

@@ -9,6 +9,7 @@ What is the same for all is in mask_training.py.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -149,3 +150,32 @@ class TrainedMask(MaskedActivation):
 def channels_last(t: Tensor) -> Tensor:
     """A copy of [C, *spatial] with C innermost in memory, as activations lie in training."""
     return t.movedim(0, -1).clone(memory_format=torch.contiguous_format).movedim(-1, 0)
+
+
+def allocate(budget: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:
+    """`budget` shared out in proportion to the weights, at most most[i] each.
+
+    Rounded down, and the rest goes to the largest fractions, ties by position. Sites of weight 0
+    get something only when all others are full, then in equal parts.
+
+    >>> allocate(10, [1, 1, 3], [8, 8, 4])
+    [3, 3, 4]
+    """
+    if budget > sum(most):
+        raise ValueError(f"budget={budget:,}; there is room for {sum(most):,}")
+    weights = [max(weight, 1e-9) for weight in weights]
+    counts = [0] * len(most)
+    while left := budget - sum(counts):  # the sites that are not full share it
+        free = [site for site, count in enumerate(counts) if count < most[site]]
+        total = math.fsum(weights[site] for site in free)
+        shares = {site: left * weights[site] / total for site in free}
+        full = [site for site in free if shares[site] >= most[site]]
+        for site in full:
+            counts[site] = most[site]
+        if not full:
+            for site in free:
+                counts[site] = math.floor(shares[site])
+            free.sort(key=lambda site: counts[site] - shares[site])
+            for site in free[: budget - sum(counts)]:
+                counts[site] += 1
+    return counts

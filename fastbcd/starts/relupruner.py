@@ -134,15 +134,14 @@ class WatchedReLU(TrainedMask):
     importance: Tensor
     fisher: Tensor
     negative: Tensor
-    layer: Tensor
+    layer: Tensor  # G and Φ
 
     def __init__(self, mask: Tensor) -> None:
         super().__init__(mask)
         shape = self.mask.shape
-        self.register_buffer("importance", mask.new_zeros(shape, dtype=torch.float32))
-        self.register_buffer("fisher", mask.new_zeros(shape, dtype=torch.float32))
-        self.register_buffer("negative", mask.new_zeros(BATCHES, *shape, dtype=torch.float32))
-        self.register_buffer("layer", mask.new_zeros(2, dtype=torch.float32))  # G and Φ
+        sizes = {"importance": shape, "fisher": shape, "negative": (BATCHES, *shape), "layer": (2,)}
+        for name, size in sizes.items():
+            self.register_buffer(name, mask.new_zeros(size, dtype=torch.float32))
         self.sums: Tensor | None = None
 
     def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:

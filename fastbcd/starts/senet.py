@@ -48,8 +48,7 @@ its own. That changes the layers of the network and not its masks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +67,9 @@ from fastbcd.runtime.settings import setting, with_settings
 from fastbcd.scoring.accuracy import first_outputs
 from fastbcd.scoring.metric import at_least_float32
 from fastbcd.starts.mask_training import StartingPoint, train_masks
-from fastbcd.starts.method import TUNED, MaskTraining, Method
+from fastbcd.starts.method import TUNED, MaskTraining, Method, allocate
 from fastbcd.training.loop import Session
+from fastbcd.training.mismatch import noted
 from fastbcd.training.precision import training_dtype
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import TeacherLogits
@@ -123,61 +123,29 @@ def senet(net: nn.Module, data: Any, budget: int | Budget, **settings: Any) -> S
     return train_masks(Sensitive, net, data, budget, SenetSettings(**settings))
 
 
-def allocate(budget: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:
-    """`budget` shared out in proportion to the weights, at most most[i] each.
-
-    Rounded down, and the rest goes to the largest fractions, ties by position. Sites of weight 0
-    get something only when all others are full, then in equal parts.
-
-    >>> allocate(10, [1, 1, 3], [8, 8, 4])
-    [3, 3, 4]
-    """
-    if budget > sum(most):
-        raise ValueError(f"budget={budget:,}; there is room for {sum(most):,}")
-    counts = [0] * len(most)
-    while left := budget - sum(counts):  # the sites that are not full share it
-        free = [i for i, count in enumerate(counts) if count < most[i]]
-        free = [i for i in free if weights[i] > 0] or free
-        total = math.fsum(weights[i] or 1.0 for i in free)
-        shares = {i: left * (weights[i] or 1.0) / total for i in free}
-        full = [i for i in free if shares[i] >= most[i]]
-        for i in full:
-            counts[i] = most[i]
-        if not full:
-            for i in free:
-                counts[i] = math.floor(shares[i])
-            for i in sorted(free, key=lambda i: counts[i] - shares[i])[: budget - sum(counts)]:
-                counts[i] += 1
-    return counts
-
-
 def relu_sensitivity(net: nn.Module, data: ImageData, density: float) -> list[float]:
     """For each site, the share of its layers' weights that pruning to `density` removes."""
-    fed: dict[nn.Module, list[nn.Module]] = {}  # the layers of each site
-    recent: list[nn.Module] = []
-    last: list[nn.Module] = []
-
-    def called(module: nn.Module, *_: Any) -> None:
-        nonlocal recent, last
+    layers = weighted(net)
+    sites = list(mask_modules(net).values())
+    with noted([*layers, *sites], lambda module, inputs, output: module) as calls:
+        first_outputs(net, data, "the net", 1)
+    fed: dict[nn.Module, list[Tensor]] = {}  # the magnitudes of the weights of each site's layers
+    recent: list[Tensor] = []
+    last: list[Tensor] = []
+    for module in calls:
         if isinstance(module, MaskedActivation):
             last = recent or last
             recent = []
             fed.setdefault(module, last)
         else:
-            recent.append(module)
-
-    layers = weighted(net)
-    sites = list(mask_modules(net).values())
-    with hooked([*layers, *sites], called):
-        first_outputs(net, data, "the net", 1)
-    sizes = {layer: layer.weight.detach().float().abs().cpu().flatten() for layer in layers}
-    every = torch.cat(list(sizes.values()))
+            recent.append(magnitudes(module))
+    every = torch.cat([magnitudes(layer) for layer in layers])
     cut = every.kthvalue(len(every) - max(1, round(density * len(every))) + 1).values
     sensitivity = []
     for site in sites:
         left = density
         if fed.get(site):
-            weights = torch.cat([sizes[layer] for layer in fed[site]])
+            weights = torch.cat(fed[site])
             left = int((weights >= cut).sum()) / len(weights)
         sensitivity.append(1 - left)
     return sensitivity
@@ -188,15 +156,9 @@ def weighted(net: nn.Module) -> list[Any]:
     return [m for m in net.modules() if getattr(getattr(m, "weight", None), "ndim", 0) >= 2]
 
 
-@contextmanager
-def hooked(modules: Iterable[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
-    """Call hook(module, args, kwargs, output) after each forward pass of these modules."""
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def magnitudes(layer: Any) -> Tensor:
+    """|w| of a layer's weights, on the CPU."""
+    return layer.weight.detach().float().abs().cpu().flatten()
 
 
 @torch.no_grad()
@@ -207,20 +169,17 @@ def differences(net: nn.Module, teacher: TeacherLogits, data: ImageData) -> list
     """
     acts = mask_modules(net).values()
     totals = {act: torch.zeros_like(act.mask, dtype=torch.float64) for act in acts}
-    seen: list[tuple[MaskedActivation, Tensor]] = []
 
-    def called(act: Any, args: Any, kwargs: Any, output: Tensor) -> None:
-        inputs = [x for x in (*args, *kwargs.values()) if x is not None]
-        seen.append((act, at_least_float32(removed(act, sum(inputs[1:], inputs[0])))))
+    def bare(act: Any, inputs: list[Tensor], output: Tensor) -> tuple[Any, Tensor]:
+        return act, at_least_float32(removed(act, sum(inputs[1:], inputs[0])))
 
     mine = data.shard(ranks.rank(), ranks.world())
-    with hooked(acts, called), eval_mode(net):
-        for x, _ in mine.batches(BATCH, dtype=training_dtype(net)):
+    for x, _ in mine.batches(BATCH, dtype=training_dtype(net)):
+        with noted(acts, bare) as calls, eval_mode(net):
             net(x)
-            outputs = teacher.of(x, at_least_float32).activations
-            for (act, bare), output in zip(seen, outputs, strict=True):
-                totals[act] += (bare - output).abs().sum(0, dtype=torch.float64)
-            seen.clear()
+        outputs = teacher.net.of(x, at_least_float32).activations
+        for (act, without), output in zip(calls, outputs, strict=True):
+            totals[act] += (without - output).abs().sum(0, dtype=torch.float64)
     return [ranks.all_sum(total.cpu()) / len(data) for total in totals.values()]
 
 

@@ -8,10 +8,25 @@ from fastbcd.data.arrays import are_indices
 from fastbcd.data.images import ImageData
 from fastbcd.masking.masks import masks
 from fastbcd.runtime import ranks
+from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import check_classes, first_outputs
 from fastbcd.scoring.metric import Criterion, Loss, are_logits, describe
 from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import with_sites
+
+
+def check_settings(settings: Finetune, data: ImageData, seed: int = 0) -> None:
+    """Refuse settings that do not fit the data, or the number of ranks."""
+    if not isinstance(settings, Finetune):
+        raise TypeError(f"settings are {type(settings).__name__}; expected fastbcd.Finetune")
+    check_whole("seed", seed, 0, most=2**63 - 1)
+    data.check_views(settings.padding, settings.flip)
+    smallest = min(len(data), settings.batch_size)
+    if smallest < ranks.world():
+        raise ValueError(
+            f"batch_size={settings.batch_size}, {len(data)} images: each of {ranks.world()} ranks "
+            f"needs one of a batch"
+        )
 
 
 def check_trainable(
@@ -21,8 +36,7 @@ def check_trainable(
     teacher: nn.Module | None = None,
     loss: Loss | None = None,
 ) -> None:
-    """Refuse settings, data, a net or a teacher that cannot be trained with."""
-    check_settings(settings, data)
+    """Refuse a net or a teacher that cannot be trained with."""
     check_loss(net, data, loss)
     if not any(p.requires_grad for p in net.parameters()):
         raise ValueError("the net has no parameter to train; net.requires_grad_()")
@@ -31,17 +45,6 @@ def check_trainable(
         check_same_classes(net, data, teacher)
         if settings.mismatch:
             check_same_sites(net, data, teacher)
-
-
-def check_settings(settings: Finetune, data: ImageData) -> None:
-    """Refuse settings that do not fit the data, or the number of ranks."""
-    if not isinstance(settings, Finetune):
-        raise TypeError(f"settings are {type(settings).__name__}; expected fastbcd.Finetune")
-    data.check_views(settings.padding, settings.flip)
-    if len(data) < ranks.world():
-        raise ValueError(f"{len(data)} images are too few for {ranks.world()} ranks")
-    if settings.batch_size < ranks.world():
-        raise ValueError(f"batch_size={settings.batch_size}; there are {ranks.world()} ranks")
 
 
 def check_loss(net: nn.Module, data: ImageData, loss: Loss | None) -> None:
@@ -57,15 +60,12 @@ def check_loss(net: nn.Module, data: ImageData, loss: Loss | None) -> None:
 
 def check_separate(net: nn.Module, teacher: nn.Module) -> None:
     """Refuse a teacher that training the net would change."""
-    problem = None
-    trained = {id(p) for p in net.parameters()}
-    for name, parameter in teacher.named_parameters():
-        if id(parameter) in trained and problem is None:
-            problem = f"shares {name!r} with the net"
-    if teacher is net:
-        problem = "is the net itself"
-    if problem is not None:
-        raise ValueError(f"the teacher {problem}; it must stay fixed: copy.deepcopy(net)")
+    trained = set(net.parameters())
+    shared = [name for name, parameter in teacher.named_parameters() if parameter in trained]
+    if shared or teacher is net:
+        raise ValueError(
+            f"the teacher shares {shared[:1]} with the net; it must stay fixed: copy.deepcopy(net)"
+        )
 
 
 def check_same_classes(net: nn.Module, data: ImageData, teacher: nn.Module) -> None:
@@ -79,11 +79,10 @@ def check_same_classes(net: nn.Module, data: ImageData, teacher: nn.Module) -> N
             f"beside targets {describe(data.labels)}; use teacher=None"
         )
     if not isinstance(theirs, Tensor) or mine.shape[1:] != theirs.shape[1:]:
-        if isinstance(theirs, Tensor) and mine.ndim == theirs.ndim == 2:
-            raise ValueError(
-                f"the teacher has {theirs.shape[1]} classes and the net {mine.shape[1]}"
-            )
-        raise ValueError(f"the teacher returns {describe(theirs)} and the net {describe(mine)}")
+        raise ValueError(
+            f"the teacher returns {describe(theirs)} and the net {describe(mine)}; give one with "
+            f"the same classes"
+        )
 
 
 def check_same_sites(net: nn.Module, data: ImageData, teacher: nn.Module) -> None:

@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fastbcd.data.for_net import data_for
-from fastbcd.data.images import ImageData
 from fastbcd.runs.config import Config
-from fastbcd.runs.journal import Journal, journal
-from fastbcd.runs.step import Epoch, Start, timed
+from fastbcd.runs.journal import journal
+from fastbcd.runs.step import Epoch, Start
 from fastbcd.runtime.settings import Settings, fields_in, setting, with_settings
-from fastbcd.runtime.show import bar, say
-from fastbcd.scoring.accuracy import accuracy, check_classes
-from fastbcd.training.loop import Session, Trainer
-from fastbcd.training.repeat import repeatable
+from fastbcd.scoring.accuracy import check_classes
+from fastbcd.training.epochs import train_epochs
+from fastbcd.training.loop import Trainer
 from fastbcd.training.settings import Finetune
 
 MILESTONES = (0.5, 0.75)
@@ -40,7 +38,7 @@ class DenseTraining(Settings):
     padding: int = setting(4, "of the random crop", least=0)
     flip: bool = setting(True, "whether images are flipped at random")
     amp: bool | None = setting(None, "bfloat16 autocast; None: on CUDA only")
-    seed: int = setting(0, "of all random numbers", least=0)
+    seed: int = setting(0, "of all random numbers", least=0, most=2**63 - 1)
 
 
 class Trained(NamedTuple):
@@ -79,12 +77,12 @@ def train(
     [0.1, 0.1, 0.01, 0.001]
     """
     chosen = DenseTraining(**settings)
-    images = data_for(net, data)
-    trainer = Trainer(net, images, Finetune(**fields_in(Finetune, vars(chosen))), seed=chosen.seed)
+    sgd = Finetune(**fields_in(Finetune, vars(chosen)))
+    trainer = Trainer(net, data_for(net, data), sgd, seed=chosen.seed)
     if test is not None:
         test = data_for(net, test)
         check_classes(net, test, "the net, asked about the test set,")
-    config = Config.of("train", chosen.describe(), net, data=images, test=test)
+    config = Config.of("train", chosen.describe(), net, data=trainer.data, test=test)
     opened = journal(
         config,
         net,
@@ -94,45 +92,10 @@ def train(
         run_dir=run_dir,
         resume=resume,
     )
+    rates = []
+    for epoch in range(chosen.epochs):
+        passed = [milestone for milestone in MILESTONES if epoch >= milestone * chosen.epochs]
+        rates.append(chosen.lr / DECAY ** len(passed))
     with opened as run:
-        _train(trainer, run, chosen, test, progress)
+        train_epochs(trainer, run, "train", rates, step=0, test=test, progress=progress)
     return Trained(net, run.history)
-
-
-def _train(
-    trainer: Trainer,
-    run: Journal[Epoch],
-    chosen: DenseTraining,
-    test: ImageData | None,
-    progress: bool,
-) -> None:
-    """The epochs that are left, each seeded by its number."""
-    last: Epoch | None = None
-    with trainer.session() as session:
-        run.undo()  # the saved weights are those of the session, which may be wider than the net's
-        session.load_optimizer(run.extra)
-        for epoch in range(len(run.history), chosen.epochs):
-            last = _epoch(session, chosen, epoch, test, progress)
-            if epoch + 1 < chosen.epochs:
-                run.finish(last, session.optimizer_state())
-    if last is not None:
-        run.finish(last)  # as the net is after the session; nobody needs the optimizer's state
-
-
-def _epoch(
-    session: Session, chosen: DenseTraining, epoch: int, test: ImageData | None, progress: bool
-) -> Epoch:
-    """Train for an epoch; its record."""
-    trainer = session.trainer
-    passed = [milestone for milestone in MILESTONES if epoch >= milestone * chosen.epochs]
-    lr = chosen.lr / DECAY ** len(passed)
-    record = Epoch(number=epoch + 1, epoch=epoch, lr=lr)
-    shown = bar(progress, total=len(trainer.sizes), desc=f"epoch {epoch}", leave=False)
-    with timed(record.seconds, "epoch"), shown:
-        with repeatable(trainer.data.device, trainer.seed, epoch):
-            record.loss = session.epoch(epoch, lr, bar=shown)
-        if test is not None:
-            record.test_accuracy = accuracy(trainer.model, test)
-    if progress:
-        say(str(record))
-    return record

@@ -1,4 +1,4 @@
-"""Whether the losses, gradients and weights of a training are finite."""
+"""Whether the losses and weights of a training are finite."""
 
 from __future__ import annotations
 
@@ -13,71 +13,50 @@ from fastbcd.training.optimizers import Parameters
 CHECK_EVERY = 32  # batches: a check waits for the GPU
 
 
-class FiniteCheck:
-    """The losses of an epoch; refuses one, a gradient or a weight that is not finite.
+class Losses:
+    """The losses of an epoch; refuses one that is not finite, and weights that are not."""
 
-    With a scaler, gradients may overflow: it leaves out the step, and tries a smaller scale.
-    """
-
-    def __init__(
-        self, trained: Parameters, scaler: torch.amp.GradScaler, *, epoch: int, step: int
-    ) -> None:
+    def __init__(self, trained: Parameters, scaler: torch.amp.GradScaler, where: str) -> None:
         self.trained = trained
         self.scaler = scaler
-        self.epoch = epoch
-        self.step = step
+        self.where = where  # for errors
         self.losses: list[float] = []
-        self.pending: list[Tensor] = []  # of each batch: its loss, each parameter's gradient
+        self.sizes: list[int] = []
+        self.pending: list[Tensor] = []  # losses of this rank that are not read yet
 
-    def add(self, loss: Tensor) -> None:
-        """Note a batch, after its backward pass."""
-        gradients = []
-        for parameter in self.trained.values():
-            gradient = parameter.grad
-            if gradient is None:
-                gradient = parameter.new_zeros(())
-            gradients.append(gradient)
-        largest = _largest(gradients)
-        if self.scaler.is_enabled():
-            largest = largest.nan_to_num(posinf=0.0)
-        mine = loss.detach().double()[None] / ranks.world()
-        self.pending.append(torch.cat([mine, largest]))
+    def add(self, loss: Tensor, size: int) -> None:
+        """Note the loss of a batch of this size."""
+        self.pending.append(loss.detach().double())
+        self.sizes.append(size)
         if len(self.pending) == CHECK_EVERY:
-            self._check_batches()
+            self._read()
 
-    def finish(self) -> list[float]:
-        """The losses of all batches, after the last one."""
+    def mean(self) -> float:
+        """The mean over images, after the last batch."""
         if self.pending:
-            self._check_batches()
+            self._read()
         if self.scaler.is_enabled() and self.scaler.get_scale() < 1:
             raise FloatingPointError(
-                f"float16 gradients overflow at any scale in epoch {self.epoch}, step {self.step}; "
-                f"use amp=True (bfloat16), or look at the range of the activations"
+                f"float16 gradients overflow at any scale in {self.where}; use amp=True "
+                f"(bfloat16), or look at the range of the activations"
             )
-        weights = _largest([p.detach() for p in self.trained.values()])
-        for name, value in zip(self.trained, weights.tolist(), strict=True):
-            self._check(value, f"weight {name}", "after the last batch")
-        return self.losses
+        weights = [parameter.detach() for parameter in self.trained.values()]
+        largest = torch.stack(torch._foreach_norm(weights, math.inf)).tolist()
+        for name, value in zip(self.trained, largest, strict=True):
+            self._check(value, f"weight {name}")
+        weighted = [loss * size for loss, size in zip(self.losses, self.sizes, strict=True)]
+        return sum(weighted) / sum(self.sizes)
 
-    def _check_batches(self) -> None:
-        table = torch.stack(self.pending)
+    def _read(self) -> None:
+        losses = ranks.all_sum(torch.stack(self.pending) / ranks.world())
         self.pending = []
-        losses = ranks.all_sum(table[:, 0]).tolist()
-        for loss, gradients in zip(losses, table[:, 1:].tolist(), strict=True):
-            where = f"batch {len(self.losses)}"
-            self._check(loss, f"loss ({loss})", where)
-            for name, gradient in zip(self.trained, gradients, strict=True):
-                self._check(gradient, f"gradient of {name}", where)
+        for loss in losses.tolist():
+            self._check(loss, f"loss ({loss}) of batch {len(self.losses)}")
             self.losses.append(loss)
 
-    def _check(self, value: float, name: str, where: str) -> None:
+    def _check(self, value: float, name: str) -> None:
         if not math.isfinite(value):
             raise FloatingPointError(
-                f"the {name} is not finite in epoch {self.epoch}, {where}, step {self.step}; try a "
-                f"smaller lr, or look at the range of the activations"
+                f"the {name} is not finite in {self.where}; try a smaller lr, or look at the range "
+                f"of the activations"
             )
-
-
-def _largest(tensors: list[Tensor]) -> Tensor:
-    """The largest magnitude in each tensor, [n]; not finite if a value is not."""
-    return torch.stack(torch._foreach_norm(tensors, math.inf)).double()

@@ -12,7 +12,7 @@ is in files of their own:
     terms.py        the terms of a batch's loss: criterion, distillation, mismatch of activations
     teacher.py      the teacher's logits, each computed once
     optimizers.py   the optimizer, and the bounds that keep learned quadratics small
-    finite.py       whether losses, gradients and weights are finite
+    finite.py       whether losses and weights are finite
     precision.py    dtypes, memory layout and mixed precision
     parallel.py     several ranks: averaged gradients and statistics
     checks.py       what is refused before anything is trained
@@ -23,20 +23,17 @@ learning rate of each epoch, and save by `Session.state` after any epoch.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fastbcd.data.for_net import data_for
-from fastbcd.data.images import TrainBatches
 from fastbcd.graph.fuse import fused
-from fastbcd.masking.activations import MaskedPoly
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runtime import ranks
 from fastbcd.runtime.malloc import kept_memory
@@ -44,15 +41,30 @@ from fastbcd.runtime.module_mode import train_mode
 from fastbcd.scoring.metric import Loss, at_least_float32
 from fastbcd.training import optimizers, parallel, precision
 from fastbcd.training.checks import check_settings, check_trainable
-from fastbcd.training.finite import FiniteCheck
+from fastbcd.training.finite import Losses
 from fastbcd.training.mismatch import site_outputs, sites_of
 from fastbcd.training.rates import batches_of
 from fastbcd.training.settings import Finetune
-from fastbcd.training.teacher import Answer, TeacherLogits
+from fastbcd.training.teacher import Answer, TeacherLogits, teacher_logits
 from fastbcd.training.terms import batch_loss
 
-NET = "net."  # prefixes of tensor names in `Session.state`
-OPTIMIZER = "optimizer."
+NET = "net:"  # before the names of the net's tensors in `Session.state`
+
+
+class Batch(NamedTuple):
+    """This rank's part of a batch."""
+
+    number: int  # counted from the first epoch
+    images: Tensor
+    labels: Tensor
+    answer: Answer | None  # the teacher's
+    size: int  # of the batch, over all ranks
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """The mean loss of this part, so that the mean over ranks is that of the batch."""
+        if ranks.world() == 1:
+            return loss
+        return loss * (ranks.world() * len(self.images) / self.size)
 
 
 class Trainer:
@@ -89,16 +101,10 @@ class Trainer:
         self.seed = seed
         self.criterion = loss
         self.fused_optimizer = fused_optimizer
-        self.teacher: TeacherLogits | None = None
-        if isinstance(teacher, TeacherLogits):
-            check_settings(settings, self.data)
-            self.teacher = teacher
-        else:
+        check_settings(settings, self.data, seed)
+        if not isinstance(teacher, TeacherLogits):
             check_trainable(net, self.data, settings, teacher, loss)
-            if teacher is None and settings.mismatch:
-                raise ValueError(f"mismatch={settings.mismatch} needs a teacher: give one")
-            if teacher is not None and (settings.distill or settings.mismatch):
-                self.teacher = TeacherLogits(teacher, self.data, settings)
+        self.teacher = teacher_logits(teacher, self.data, settings)
         self.dtype = precision.training_dtype(net)
         self.trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
         self.model, self.memory_format = fused(net)  # on the net's own tensors
@@ -128,9 +134,16 @@ class Trainer:
             finally:
                 self.net.zero_grad(set_to_none=True)
 
-    def batches(self, epoch: int, step: int) -> TrainBatches:
-        """This rank's part of an epoch's batches: images, labels, samples, views."""
-        return self.data.train_batches(
+    def batches(self, epoch: int, step: int, share: float) -> Iterator[Batch]:
+        """This rank's part of the first batches of an epoch, a share of them."""
+        sizes = self.sizes
+        count = batches_of(share, len(sizes))
+        answer_of = None
+        if self.teacher is not None:
+            answer_of = self.teacher.answers(
+                seed=self.seed, step=step, epoch=epoch, images=sum(sizes[:count])
+            )
+        parts = self.data.train_batches(
             self.settings.batch_size,
             seed=self.seed,
             step=step,
@@ -144,14 +157,12 @@ class Trainer:
             memory_format=self.memory_format,
             dtype=self.dtype,
         )
-
-    def answers(
-        self, epoch: int, step: int, images: int
-    ) -> Callable[[Tensor, Tensor], Answer | None]:
-        """A function (batch, its samples) -> the teacher's answer, None without a teacher."""
-        if self.teacher is None or not (self.settings.distill or self.settings.mismatch):
-            return lambda batch, samples: None
-        return self.teacher.answers(seed=self.seed, step=step, epoch=epoch, images=images)
+        first = epoch * len(sizes)
+        for number, (images, labels, samples, _) in enumerate(islice(parts, count)):
+            answer = None
+            if answer_of is not None:
+                answer = answer_of(images, samples)
+            yield Batch(first + number, images, labels, answer, sizes[number])
 
 
 class Session:
@@ -162,9 +173,7 @@ class Session:
         self.optimizer = optimizers.make_optimizer(
             trainer.net, trainer.trained, trainer.settings, trainer.fused_optimizer
         )
-        self.quadratics: list[nn.Parameter] = []  # of which SGD takes smaller steps
-        if trainer.settings.optimizer == "sgd":
-            self.quadratics = optimizers.coefficients(trainer.net, MaskedPoly)
+        self.quadratics = optimizers.bounded_quadratics(trainer.net, trainer.settings)
         self.sites: list[nn.Module] = []  # whose activations are compared with the teacher's
         if trainer.settings.mismatch:
             self.sites = sites_of(trainer.model)
@@ -192,58 +201,58 @@ class Session:
             before_batch: called with the number of the batch, counted from the first epoch.
             bar: a tqdm to update after each batch.
         """
-        trainer = self.trainer
-        sizes = trainer.sizes
-        count = batches_of(share, len(sizes))
-        batches = islice(trainer.batches(epoch, step), count)
-        answer_of = trainer.answers(epoch, step, images=sum(sizes[:count]))
-        # A new one in each epoch, so that a resumed training scales the loss in the same way.
-        scaler = torch.amp.GradScaler(trainer.data.device.type, enabled=self.half == torch.float16)
-        check = FiniteCheck(trainer.trained, scaler, epoch=epoch, step=step)
+        clip = self.trainer.settings.clip
         optimizers.set_rate(self.optimizer, lr)
-        for number, (images, labels, samples, _) in enumerate(batches):
+        # A new one in each epoch, so that a resumed training scales the loss in the same way.
+        scaler = precision.scaler(self.half, self.trainer.data.device)
+        losses = Losses(self.trainer.trained, scaler, f"epoch {epoch}, step {step}")
+        for batch in self.trainer.batches(epoch, step, share):
             if before_batch is not None:
-                before_batch(epoch * len(sizes) + number)
-            loss = self.loss(images, labels, answer_of(images, samples))
-            loss = parallel.weighted(loss, len(images), sizes[number])
+                before_batch(batch.number)
+            loss = self.loss(batch)
             if penalty is not None:
                 loss = loss + penalty()
             self.optimizer.zero_grad(set_to_none=True)
             scaler.scale(loss).backward()
             scaler.unscale_(self.optimizer)
             with optimizers.bounded(self.quadratics):
-                check.add(loss)
-                optimizers.clip(trainer.trained, trainer.settings.clip)
+                if clip:
+                    nn.utils.clip_grad_norm_(self.trainer.trained.values(), clip)
                 scaler.step(self.optimizer)
-                scaler.update()
+            scaler.update()
+            losses.add(loss, batch.size)
             if bar is not None:
                 bar.update()
-        losses = check.finish()
-        parallel.agree_on_statistics(trainer.net)
-        return sum(map(operator.mul, losses, sizes)) / sum(sizes[: len(losses)])
+        parallel.agree_on_statistics(self.trainer.net)
+        return losses.mean()
 
-    def loss(self, images: Tensor, labels: Tensor, answer: Answer | None) -> Tensor:
-        """The loss of a batch; answer: the teacher's."""
+    def loss(self, batch: Batch) -> Tensor:
+        """The loss of a batch, a tensor []."""
+        images = batch.images
         with precision.mixed(self.half, images.device), site_outputs(self.sites) as activations:
             outputs = self.model(images)
-        return batch_loss(
+        loss = batch_loss(
             tree_map_only(Tensor, at_least_float32, outputs),
-            labels,
-            answer=answer,
+            batch.labels,
+            answer=batch.answer,
             activations=activations,
             settings=self.trainer.settings,
             criterion=self.trainer.criterion,
         )
+        return batch.weighted(loss)
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the net's and the optimizer's tensors, by name, on the CPU."""
         net = snapshots.take(self.trainer.net)
-        return with_prefix(net, NET) | with_prefix(self.optimizer_state(), OPTIMIZER)
+        return self.optimizer_state() | {NET + name: tensor for name, tensor in net.items()}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Restore what `state` returned; tensors with another prefix are ignored."""
-        snapshots.restore(self.trainer.net, without_prefix(state, NET))
-        self.load_optimizer(without_prefix(state, OPTIMIZER))
+        """Restore what `state` returned."""
+        optimizer = dict(state)
+        names = [name for name in state if name.startswith(NET)]
+        net = {name.removeprefix(NET): optimizer.pop(name) for name in names}
+        snapshots.restore(self.trainer.net, net)
+        self.load_optimizer(optimizer)
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Copies of the optimizer's tensors, named kind.parameter, such as exp_avg.conv.weight."""
@@ -252,17 +261,3 @@ class Session:
     def load_optimizer(self, tensors: dict[str, Tensor]) -> None:
         """Restore what `optimizer_state` returned."""
         optimizers.load_state(self.optimizer, self.trainer.trained, tensors)
-
-
-def with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors with `prefix` before their names."""
-    return {prefix + name: tensor for name, tensor in tensors.items()}
-
-
-def without_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose name starts with `prefix`, under the rest of the name."""
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(prefix)
-    }

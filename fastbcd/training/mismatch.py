@@ -8,9 +8,9 @@ a and t are one sample's outputs of a masked activation in the net and in the te
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from fastbcd.graph.fuse import NormActivation
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.scoring.metric import at_least_float32
 
+T = TypeVar("T")
+
 
 def sites_of(model: nn.Module) -> list[nn.Module]:
     """The masked activations of a net, also of one that `fused` has rewritten."""
@@ -26,28 +28,36 @@ def sites_of(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def site_outputs(
-    sites: list[nn.Module], use: Callable[[Tensor], Tensor] = lambda output: output
-) -> Iterator[list[Tensor]]:
-    """A list to which each of the modules adds use(its output), as it is called.
+def noted(
+    modules: Iterable[nn.Module], use: Callable[[nn.Module, list[Tensor], Tensor], T]
+) -> Iterator[list[T]]:
+    """A list to which each call of a module adds use(module, its input tensors, its output).
 
     >>> net = nn.Sequential(nn.Flatten(), fastbcd.MaskedReLU(2))
-    >>> with site_outputs(sites_of(net)) as seen:
+    >>> with noted(net, lambda module, inputs, output: type(module).__name__) as names:
     ...     _ = net(torch.tensor([[-1.0, 2.0]]))
-    >>> seen
-    [tensor([[0., 2.]])]
+    >>> names
+    ['Flatten', 'MaskedReLU']
     """
-    seen: list[Tensor] = []
+    notes: list[T] = []
 
-    def add(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        seen.append(use(output))
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        inputs = [value for value in (*args, *kwargs.values()) if value is not None]
+        notes.append(use(module, inputs, output))
 
-    handles = [site.register_forward_hook(add) for site in sites]
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
     try:
-        yield seen
+        yield notes
     finally:
         for handle in handles:
             handle.remove()
+
+
+def site_outputs(
+    sites: list[nn.Module], use: Callable[[Tensor], Tensor] = lambda output: output
+) -> AbstractContextManager[list[Tensor]]:
+    """A list to which each call of a site adds use(its output)."""
+    return noted(sites, lambda site, inputs, output: use(output))
 
 
 def direction(activation: Tensor) -> Tensor:

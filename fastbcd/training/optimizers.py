@@ -37,16 +37,16 @@ def make_optimizer(
     parameters = list(trained.values())
     if callable(settings.optimizer):
         return _custom(settings.optimizer, parameters, settings.lr)
-    possible = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
     options: dict[str, Any] = {
         "lr": settings.lr,
         "weight_decay": settings.weight_decay,
-        "fused": (fused and possible) or None,
+        "fused": fused or None,
     }
     if settings.optimizer == "adam":
         return torch.optim.Adam([{"params": parameters, "share": 1.0}], **options)
     slow = coefficients(net, MaskedLine | MaskedPoly)
-    weights = [p for p in parameters if all(p is not coefficient for coefficient in slow)]
+    ids = {id(coefficient) for coefficient in slow}
+    weights = [p for p in parameters if id(p) not in ids]
     groups: list[dict[str, Any]] = [{"params": weights, "share": 1.0}]
     if slow:
         groups.append({"params": slow, "share": COEFFICIENTS, "weight_decay": 0.0})
@@ -62,9 +62,7 @@ def _custom(make: Any, parameters: list[nn.Parameter], lr: float) -> Optimizer:
             f"torch.optim.Optimizer of the parameters"
         )
     for group in optimizer.param_groups:
-        group["share"] = 1.0
-        if lr:
-            group["share"] = float(group["lr"]) / lr
+        group["share"] = float(group["lr"]) / lr if lr else 1.0
     return optimizer
 
 
@@ -80,23 +78,32 @@ def coefficients(net: nn.Module, kind: Any) -> list[nn.Parameter]:
     return [coefficient for coefficient in each if coefficient.requires_grad]
 
 
+def bounded_quadratics(net: nn.Module, settings: Finetune) -> list[nn.Parameter]:
+    """The coefficients that `bounded` keeps small: of quadratics, if SGD trains them."""
+    if settings.optimizer != "sgd":
+        return []
+    return coefficients(net, MaskedPoly)
+
+
 @contextmanager
 def bounded(quadratics: list[nn.Parameter]) -> Iterator[None]:
-    """Around a step of the optimizer: c2 takes smaller steps and does not grow beyond its bound."""
+    """Around a step of the optimizer: c2 takes smaller steps and does not grow beyond its bound.
+
+    All sites at once, so that the number of kernel launches does not grow with the net.
+    """
+    if not quadratics:
+        yield
+        return
+    squares = [coef.detach()[2] for coef in quadratics]
+    gradients = [coef.grad[2] for coef in quadratics if coef.grad is not None]
     # Of each batch alone, so that a resumed training has the same bounds.
-    bounds = [coef.detach()[2].abs().clamp(min=SQUARES_MOST) for coef in quadratics]
-    for coef in quadratics:
-        if coef.grad is not None:
-            coef.grad[2] *= SQUARES
+    most = torch._foreach_abs(squares)
+    torch._foreach_clamp_min_(most, SQUARES_MOST)
+    if gradients:
+        torch._foreach_mul_(gradients, SQUARES)
     yield
-    for coef, most in zip(quadratics, bounds, strict=True):
-        coef.data[2].clamp_(-most, most)
-
-
-def clip(trained: Parameters, most: float) -> None:
-    """Scale down the gradient of all parameters if its norm is larger; 0: no limit."""
-    if most:
-        nn.utils.clip_grad_norm_(trained.values(), most)
+    torch._foreach_clamp_max_(squares, most)
+    torch._foreach_clamp_min_(squares, torch._foreach_neg(most))
 
 
 def state_of(optimizer: Optimizer, trained: Parameters) -> dict[str, Tensor]:

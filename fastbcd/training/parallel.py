@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,13 +21,6 @@ def averaged(model: nn.Module, unused: bool) -> nn.Module:
         return DistributedDataParallel(
             model, broadcast_buffers=False, find_unused_parameters=unused
         )
-
-
-def weighted(loss: Tensor, part: int, whole: int) -> Tensor:
-    """The mean loss of a rank's part of a batch, so that the mean over ranks is the batch's."""
-    if ranks.world() == 1:
-        return loss
-    return loss * (ranks.world() * part / whole)
 
 
 def synchronised(model: nn.Module, net: nn.Module, device: torch.device) -> nn.Module:

@@ -23,12 +23,16 @@ def autocast_dtype(settings: Finetune, device: torch.device) -> torch.dtype | No
     >>> autocast_dtype(Finetune(amp="fp16"), torch.device("cpu"))
     torch.float16
     """
-    mixed = settings.amp
-    if mixed is None:
-        mixed = device.type == "cuda"
-    if mixed == "fp16":
+    if settings.amp == "fp16":
         return torch.float16
-    return torch.bfloat16 if mixed else None
+    if settings.amp or (settings.amp is None and device.type == "cuda"):
+        return torch.bfloat16
+    return None
+
+
+def scaler(dtype: torch.dtype | None, device: torch.device) -> torch.amp.GradScaler:
+    """Scales the loss in float16, so that gradients do not vanish; does nothing otherwise."""
+    return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
 
 @contextmanager

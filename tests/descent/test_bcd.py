@@ -241,7 +241,7 @@ def test_a_budget_that_is_met_is_done_at_once(capsys) -> None:
         ({"resume": "maybe"}, ValueError, "resume='maybe'"),
         ({"finetune": 3}, TypeError, "finetune is a int"),
         ({"teacher": nn.Sequential(nn.Flatten(), nn.Linear(192, 7))}, ValueError,
-         "7 classes|only Finetune distils"),
+         "the teacher returns|only Finetune distils"),
         ({"test": images(3)[0]}, TypeError, "data is a Tensor"),
         ({"test": (images(3)[0], torch.tensor([0, 1, 9]))}, ValueError, "label 9 of image 2"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
 import zipfile
 
@@ -15,6 +16,7 @@ from fastbcd.starts.checkpoints.files import CheckpointError, check_weights
 from helpers import published_nets as published
 
 ARCHS = ["resnet18", "wide_resnet22_8"]
+AUTOREP = functools.partial(fastbcd.load_autorep, scale_x2=0.1)
 IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -91,13 +93,12 @@ def test_snl_logits(tmp_path, arch, prefix) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("degree", "s", "clip"), [(2, 0.1, None), (2, 2.0, 0.5), (1, 0.7, None)])
-def test_autorep_logits(tmp_path, arch, degree, s, clip) -> None:
-    theirs = published.autorep(arch, degree, s, clip or 9.0)
+@pytest.mark.parametrize(("s", "clip"), [(0.1, None), (2.0, 0.5)])
+def test_autorep_logits(tmp_path, arch, s, clip) -> None:
+    theirs = published.autorep(arch, 2, s, clip or 9.0)
     path = save_autorep(tmp_path / "c.pth", theirs)
     before = kept_by(torch.load(path)["state_dict"])
-    options = {"scale_x2": s} if degree == 2 else {"scale_x1": s}
-    net = fastbcd.load_autorep(path, clip2=clip, **options)
+    net = fastbcd.load_autorep(path, clip2=clip, scale_x2=s)
     with torch.no_grad():
         expected = theirs(IMAGES)
         assert expected.isfinite().all()
@@ -129,10 +130,10 @@ def test_relupruner_logits(tmp_path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(net(IMAGES), theirs(IMAGES), atol=1e-5, rtol=1e-5)
     assert "relu_count" in net.import_report.ignored
-    torch.save({**content, "mask_epoch": dict(enumerate(masks))}, tmp_path / "old.pth")
-    assert fastbcd.masks(fastbcd.load_relupruner(tmp_path / "old.pth")) == fastbcd.masks(net)
     torch.save({**content, "masks": [0.5 * m for m in masks]}, tmp_path / "soft.pth")
-    with pytest.raises(CheckpointError, match=r"soft\.pth: 0 holds values other than 0 and 1"):
+    with pytest.raises(
+        CheckpointError, match=r"soft\.pth: masks\[0\] holds values other than 0 and 1"
+    ):
         fastbcd.load_relupruner(tmp_path / "soft.pth")
     torch.save(content, tmp_path / "dense.pth")
     with pytest.raises(
@@ -203,7 +204,6 @@ def put(key, value):
     ("edit", "options", "words"),
     [
         (None, {"arch": "wide_resnet22_8"}, "has arch='resnet18', expected 'wide_resnet22_8'"),
-        (None, {"arch": "resnet99"}, "arch='resnet99'; choose from"),
         (None, {"num_classes": 100}, "has num_classes=5, expected 100"),
         (None, {"image_size": 32}, "has image_size=8, expected 32"),
         (drop("layer2.0.alpha1.alphas"), {}, r"resnet18 .*1 missing: layer2\.0\.alpha1\.mask"),
@@ -212,8 +212,11 @@ def put(key, value):
             {},
             r"not expected: layer2\.2\.alpha1\.mask",
         ),
-        (put("layer1.0.alpha1.beta", torch.ones(4)), {}, "learned beta and gamma"),
-        (put("layer1.0.alpha1.gamma", torch.ones(4)), {}, "learned beta and gamma"),
+        (
+            put("layer1.0.alpha1.beta", torch.ones(4)),
+            {},
+            r"1 not expected: layer1\.0\.alpha1\.beta",
+        ),
         (drop("bn1.weight"), {}, "1 missing: bn1.weight"),
         (put("bn9.weight", torch.ones(4)), {}, "1 not expected: bn9.weight"),
         (put("bn1.weight", torch.ones(5)), {}, r"bn1.weight has shape \(5,\), expected \(4,\)"),
@@ -258,7 +261,7 @@ def test_bad_snl_files(tmp_path, edit, options, words) -> None:
         (
             put("model.layer2.0.relu.poly_para_0_0", torch.ones(1, 4, 1, 1)),
             {},
-            "poly_para_0_0' differ",
+            "of 'poly_para_0_0' differ",
         ),
         (put("model.linear.weight", torch.ones(5, 9)), {}, "linear.weight has shape"),
         (None, {"image_size": 64}, "has image_size=8, expected 64"),
@@ -294,29 +297,20 @@ def test_bad_autorep_activations(tmp_path, leaf, value, words) -> None:
         fastbcd.load_autorep(path, scale_x2=0.1)
 
 
-def test_early_autorep_files_are_noted(tmp_path) -> None:
-    theirs = published.autorep("resnet18")
-    theirs.model.layer1[0].relu.itr_cnt.data.fill_(120)
-    net = fastbcd.load_autorep(save_autorep(tmp_path / "c.pth", theirs), scale_x2=0.1)
-    assert "iteration 120" in str(net.import_report)
-
-
 def test_the_wrong_loader_names_the_right_one(tmp_path) -> None:
     snl = save_snl(tmp_path / "snl.pth", published.snl("resnet18"))
     autorep = save_autorep(tmp_path / "autorep.pth", published.autorep("resnet18"))
     with pytest.raises(CheckpointError, match="use load_autorep"):
         fastbcd.load_snl(autorep)
     with pytest.raises(CheckpointError, match="use load_snl"):
-        fastbcd.load_autorep(snl)
+        AUTOREP(snl)
     torch.save(models.resnet18(5, 8, width=4).state_dict(), tmp_path / "dense.pth")
-    for loader in (fastbcd.load_snl, fastbcd.load_autorep):
+    for loader in (fastbcd.load_snl, AUTOREP):
         with pytest.raises(CheckpointError, match="has no masks of"):
             loader(tmp_path / "dense.pth")
 
 
-@pytest.mark.parametrize(
-    "loader", [fastbcd.load_snl, fastbcd.load_autorep, fastbcd.load_relupruner]
-)
+@pytest.mark.parametrize("loader", [fastbcd.load_snl, AUTOREP, fastbcd.load_relupruner])
 def test_files_that_are_no_checkpoints(tmp_path, loader) -> None:
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
         loader(tmp_path / "nothing.pth")

@@ -206,7 +206,7 @@ BAD = [
     ("autorep", {"budget": 51}, "budget=51; the net keeps 50 ReLUs"),
     ("snl", {"budget": -1}, "budget=-1"),
     ("senet", {"budget": 2.5}, "budget=2.5; it must be a whole number"),
-    ("snl", {"teacher": Other()}, "the teacher has 7 classes and the net 5"),
+    ("snl", {"teacher": Other()}, "the teacher returns .*, 7.* and the net .*, 5"),
     ("snl", {"teacher": make}, "teacher=.*it must be Module"),
     ("snl", {"net": "net"}, "net is 'net'; give a torch"),
     ("snl", {"net": nn.Linear}, "net is <class .*Linear'>; give a torch"),

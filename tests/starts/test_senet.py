@@ -14,7 +14,8 @@ from torch import nn
 import fastbcd
 from fastbcd import Finetune, MaskedReLU, senet
 from fastbcd.masking.masks import mask_modules
-from fastbcd.starts.senet import SenetSettings, Sensitive, allocate, differences, relu_sensitivity
+from fastbcd.starts.method import allocate
+from fastbcd.starts.senet import SenetSettings, Sensitive, differences, relu_sensitivity
 from fastbcd.training.teacher import TeacherLogits
 from helpers.nets import make, thinned
 from helpers.start_cases import SHORT, data, made, same, state
@@ -29,7 +30,7 @@ QUICK = {"epochs": 4, "every": 2, "lr": 0.02, "batch_size": 32, "finetune": TUNE
 def test_allocation(draw) -> None:
     """All is spent, no place overflows, and places that are not full are in proportion."""
     most = draw.draw(st.lists(st.integers(0, 500), min_size=1, max_size=8))
-    number = st.floats(0, 1, allow_subnormal=False)
+    number = st.integers(0, 10**6).map(lambda n: n / 10**6)
     weights = draw.draw(st.lists(number, min_size=len(most), max_size=len(most)))
     budget = draw.draw(st.integers(0, sum(most)))
     given = allocate(budget, weights, most)

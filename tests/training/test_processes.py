@@ -43,7 +43,7 @@ def test_ranks_with_different_arguments_are_refused(found) -> None:
     for budget, data, batch in found["different"]:
         assert "budget is " in budget
         assert "data.digest is" in data
-        assert batch == "ValueError: batch_size=1; there are 2 ranks"
+        assert "batch_size=1, 41 images: each of 2 ranks needs one" in batch
 
 
 def test_a_killed_run_resumes_to_the_same_result(found) -> None:

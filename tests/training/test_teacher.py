@@ -60,14 +60,14 @@ class Neighbours(nn.Module):
         return x.flatten(1)[:, :5] + 1e-6 * torch.arange(x.size(0)).unsqueeze(1)
 
 
-def test_a_teacher_with_dependent_rows_sees_images_one_at_a_time(monkeypatch) -> None:
+def test_a_teacher_with_dependent_rows_runs_in_every_batch(monkeypatch) -> None:
     monkeypatch.setattr(warn_once, "_issued", set())
-    data = pair(20)
-    views = views_of(data)
-    with pytest.warns(RuntimeWarning, match="1 at a time"):
-        logits = TeacherLogits(Neighbours(), data, PADDED).epoch(views, everyone(data))
-    expected = data.views(everyone(data), views, padding=1).flatten(1)[:, :5]
-    assert torch.equal(logits, expected)
+    with pytest.warns(RuntimeWarning, match="the teacher runs in every batch"):
+        logits = TeacherLogits(Neighbours(), pair(20), PADDED)
+    answer_of = logits.answers(seed=0, step=0, epoch=0, images=20)
+    batch = torch.randn(7, 3, 8, 8)
+    assert torch.equal(answer_of(batch, torch.arange(7)).logits, Neighbours()(batch))
+    assert logits.computed == 0
 
 
 @pytest.mark.parametrize("samples", [0, 20])
@@ -108,8 +108,7 @@ def test_images_of_one_channel_are_batched(recwarn) -> None:
     torch.manual_seed(0)
     teacher = fastbcd.models.resnet20(10, 28, 1, width=8, blocks=1)
     logits = TeacherLogits(teacher, data, Finetune(padding=1, flip=False))
-    logits.epoch(torch.zeros(40, dtype=torch.int64), everyone(data))
-    assert logits.batch == BATCH
+    assert logits.cache is not None
     assert not recwarn.list
 
 

@@ -5,23 +5,17 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fastbcd import models
 from fastbcd.masking.masks import mask_modules, masks
-from fastbcd.runtime.validate import check_choice
 from fastbcd.starts.checkpoints import files
 
 # The option of a network that adds one more ReLU: before the first site, or after the last.
 ONE_MORE = {"resnet18": "stem_relu", "wide_resnet22_8": "final_relu"}
-HINTS = {
-    "arch": "pass the one of the file, or leave arch out",
-    "num_classes": "it was trained on other data",
-    "image_size": "masks belong to one image size",
-}
 _log = logging.getLogger("fastbcd")
 
 
@@ -46,8 +40,7 @@ class ImportReport:
         return "\n".join(lines)
 
 
-@dataclass
-class SiteTensors:
+class SiteTensors(NamedTuple):
     """The mask of a site, bool [C, H, W], and its polynomial [3, C] if it has one."""
 
     bits: Tensor
@@ -72,7 +65,10 @@ def build_net(
         arch["replacement"] = "identity"
         if any(site.coef is not None for site in sites.values()):
             arch["replacement"] = "poly"
-        _check_expected({**arch, "arch": arch["name"]}, expected, path)
+        for key, value in expected.items():
+            actual = arch[key.replace("arch", "name")]
+            if value not in (None, actual):
+                raise ValueError(f"{path} has {key}={actual!r}, expected {value!r}")
         blank = _blank(arch)
         if len(sites) == len(mask_modules(blank)) + 1 and arch["name"] in ONE_MORE:
             arch[ONE_MORE[arch["name"]]] = True
@@ -115,17 +111,14 @@ def recognise(weights: files.State, path: str) -> dict[str, Any]:
 
 
 def _shape(weights: files.State, name: str, dimensions: int, path: str) -> tuple[int, ...]:
-    files.require(name in weights, f"{path}: {name} is missing: it holds {_first(weights)}")
+    names = files.listed(weights, files.SHOWN)
+    files.require(name in weights, f"{path}: {name} is missing: it holds {names}")
     shape = tuple(weights[name].shape)
     files.require(
         len(shape) == dimensions and 0 not in shape,
         f"{path}: {name} has shape {shape}; expected {dimensions} dimensions",
     )
     return shape
-
-
-def _first(weights: files.State) -> str:
-    return files.listed(weights, files.SHOWN) or "no weights"
 
 
 def _blank(arch: dict[str, Any]) -> nn.Module:
@@ -139,17 +132,6 @@ def _title(arch: dict[str, Any]) -> str:
     options = [f"{key} {arch[key]}" for key in ("width", "factor", "blocks") if key in arch]
     options += [option for option in ONE_MORE.values() if option in arch]
     return f"{arch['name']} ({', '.join(options)}, {arch['num_classes']} classes)"
-
-
-def _check_expected(actual: dict[str, Any], expected: dict[str, Any], path: str) -> None:
-    """Refuse a file that is not what the caller says it is."""
-    if expected["arch"] is not None:
-        check_choice("arch", expected["arch"], models.NAMES)
-    for name, hint in HINTS.items():
-        if expected[name] not in (None, actual[name]):
-            raise ValueError(
-                f"{path} has {name}={actual[name]!r}, expected {expected[name]!r}; {hint}"
-            )
 
 
 def _site_state(sites: dict[str, SiteTensors], names: list[str]) -> files.State:

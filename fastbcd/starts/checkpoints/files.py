@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
-import re
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,18 +16,7 @@ from fastbcd.masking.masks import plain_names
 State = dict[str, Tensor]
 COUNTER = ".num_batches_tracked"
 SHOWN = 4  # names that a message lists
-DTYPES = {
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-}
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class CheckpointError(ValueError):
@@ -52,9 +39,15 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         _check_uncompressed(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes can raise anything
-        raise CheckpointError(_unreadable(path, error)) from error
-    kind = type(content).__name__
-    wrong = f"{path} holds a {kind}; expected a dictionary with a state_dict"
+        reason = str(error).partition("Check the documentation")[0].strip()
+        raise CheckpointError(
+            f"{path} is not a PyTorch checkpoint, or it is damaged, or it holds Python objects "
+            f"besides tensors, which run code when they are loaded "
+            f"({reason or type(error).__name__}); if you trust it, save its tensors alone: c = "
+            f"torch.load(path, weights_only=False); torch.save({{k: c[k] for k in ('state_dict', "
+            f"'model', 'masks') if k in c}}, new_path)"
+        ) from error
+    wrong = f"{path} holds a {type(content).__name__}; expected a dictionary with a state_dict"
     require(isinstance(content, Mapping), wrong)
     return dict(content)
 
@@ -72,21 +65,6 @@ def _check_uncompressed(path: Path) -> None:
         )
 
 
-def _unreadable(path: Path, error: Exception) -> str:
-    """Why the file cannot be read, and the way out."""
-    if isinstance(error, pickle.UnpicklingError):
-        refused = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
-        if refused:
-            return (
-                f"{path} holds Python objects besides tensors ({refused[1]}), and loading those "
-                f"runs code from the file; if you trust it, save its tensors alone, where its own "
-                f"code is installed: c = torch.load(path, weights_only=False); torch.save({{k: "
-                f"c[k] for k in ('state_dict', 'model', 'masks') if k in c}}, new_path)"
-            )
-    reason = str(error).partition("\n")[0] or type(error).__name__
-    return f"{path} is not a PyTorch checkpoint, or it is damaged ({reason})"
-
-
 def state_of(
     content: dict[str, Any], path: str, entries: tuple[str, ...]
 ) -> tuple[State, list[str]]:
@@ -101,14 +79,12 @@ def state_of(
         state = content[entry]
         others = [str(name) for name in content if name != entry]
     tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
-    missing = (
+    require(
+        bool(tensors) and (entry is not None or len(tensors) == len(state)),
         f"{path} has no state_dict: it holds {listed(map(str, content), 8)}; expected one under "
-        f"{' or '.join(map(repr, entries))}"
+        f"{' or '.join(map(repr, entries))}",
     )
-    require(bool(tensors), missing)
-    require(entry is not None or len(tensors) == len(state), missing)
-    for name, value in tensors.items():
-        check_tensor(value, name, path)
+    checked(tensors, path)
     try:
         short_names = plain_names(tensors)
     except ValueError as error:
@@ -117,20 +93,25 @@ def state_of(
     return {short: tensors[name] for name, short in short_names.items()}, others
 
 
-def check_tensor(value: Tensor, name: str, path: str) -> None:
-    """Refuse a tensor that is not dense numbers in the file: sparse, quantised, meta, expanded."""
-    dense = type(value) in (Tensor, nn.Parameter) and not value.is_nested and not value.is_meta
-    require(
-        dense and value.layout == torch.strided and value.dtype in DTYPES,
-        f"{path}: {name} is not a dense tensor of real numbers but {value.layout}, {value.dtype}, "
-        f"on {value.device}; save the dense tensor",
-    )
-    size = value.untyped_storage().nbytes()
-    require(
-        value.numel() * value.element_size() <= size,
-        f"{path}: {name} has shape {tuple(value.shape)}, but the file has only {size:,} bytes for "
-        f"it; save an expanded tensor's clone()",
-    )
+def checked(tensors: dict[str, Any], path: str) -> State:
+    """The tensors; refuses one that is not dense numbers in the file: sparse, quantised, meta."""
+    for name, value in tensors.items():
+        dense = type(value) in (Tensor, nn.Parameter) and not value.is_nested
+        require(
+            dense
+            and value.layout == torch.strided
+            and value.device.type == "cpu"
+            and (value.dtype in FLOATS or not value.dtype.is_floating_point)
+            and not (value.is_quantized or value.is_complex()),
+            f"{path}: {name} is not a dense tensor of real numbers; save the dense tensor",
+        )
+        size = value.untyped_storage().nbytes()
+        require(
+            value.numel() * value.element_size() <= size,
+            f"{path}: {name} has shape {tuple(value.shape)}, but the file has only {size:,} bytes "
+            f"for it; save an expanded tensor's clone()",
+        )
+    return tensors
 
 
 def check_shape(state: State, name: str, shape: Iterable[int], path: str) -> None:
