@@ -37,8 +37,10 @@ RELUS = (188_416, 60_000, 20_000, 5_000)
 def all_logits(net: nn.Module, removals: list[torch.Tensor], data, engine: str) -> torch.Tensor:
     """Logits [K, N, classes] of the hypotheses."""
     images = data_for(net, data)
-    with prepared(net, removals, images, fastbcd.Engine(engine)) as plan:
-        work = plan.engine.prepare(dict(enumerate(removals)), plan.lanes)
+    numbered = dict(enumerate(removals))
+    with prepared(net, numbered, images, fastbcd.Engine(engine)) as answers:
+        plan = answers.plan
+        work = plan.engine.prepare(numbered, plan.lanes)
         parts = []
         with torch.inference_mode():
             for x, _ in images.batches(plan.batch, memory_format=plan.engine.memory_format):

@@ -31,11 +31,10 @@ import fastbcd
 from arms import Problem, cifar10, fashion_mnist, reduced
 from fastbcd.cli.demo import trained_resnet
 from fastbcd.data.for_net import data_for
-from fastbcd.scoring.answers import Answers, prepared
+from fastbcd.scoring.answers import prepared
 from fastbcd.scoring.confident import Confident, visiting_order
 from fastbcd.scoring.decision import Search
 from fastbcd.scoring.engine import Engine
-from fastbcd.scoring.metric import DEFAULT
 from table import machine
 
 CONFIDENCES = (0.99, 0.999)
@@ -44,9 +43,9 @@ CONFIDENCES = (0.99, 0.999)
 def record(net: nn.Module, data: fastbcd.ImageData, removals: dict[int, Tensor]) -> np.ndarray:
     """Margins and losses of the base and the hypotheses, [1 + H, 2, N]."""
     images = data_for(net, data)
-    with prepared(net, [*removals.values()], images, Engine()) as plan:
-        answers = Answers(plan, DEFAULT, images, removals)([-1, *removals], 0, len(images))
-    return torch.stack([*answers.values()]).numpy()
+    with prepared(net, removals, images, Engine()) as answers:
+        found = answers([-1, *removals], 0, len(images))
+    return torch.stack([*found.values()]).numpy()
 
 
 def records(net: nn.Module, data: fastbcd.ImageData, count: int, o: argparse.Namespace):

@@ -3,8 +3,8 @@
     python benchmarks/grouped.py                                   # at 64×64
     python benchmarks/grouped.py --size 32 --images 2000
 
-auto times both engines on such a net once and takes the faster one (`stacked_is_slower` in
-fastbcd/scoring/plan.py). Hypotheses remove 100 ReLUs at random, so almost no prefix is shared.
+Whether auto may take stacked for such nets, too. Hypotheses remove 100 ReLUs at random, so almost
+no prefix is shared.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ class ImageData:
         return pixels.normalise(images, self.mean, self.std, **options)
 
     def batches(
-        self, batch_size: int, positions: range | Tensor | None = None, **options: Any
+        self, batch_size: int, positions: Tensor | None = None, **options: Any
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """(normalised images, labels) in order, or at these positions in theirs.
 
@@ -278,14 +278,15 @@ class ImageData:
         """
         check_whole("batch_size", batch_size, 1)
         if positions is None:
-            positions = range(len(self))
-        starts = range(0, len(positions), batch_size)
-        return (self._batch(positions[i : i + batch_size], **options) for i in starts)
-
-    def _batch(self, part: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        if isinstance(part, range):
-            part = slice(part.start, part.stop)
-        return self.normalise(self._take(part), **options), self.labels[part]
+            positions = torch.arange(len(self), device=self.device)
+        # Images that lie elsewhere are gathered there: the positions are copied once.
+        places = positions.to(self.images.device).split(batch_size)
+        parts = zip(positions.split(batch_size), places, strict=True)
+        return (
+            (self.normalise(self._take(place), **options), self.labels[part])
+            for part, place in parts
+            if len(part)
+        )
 
     # ------------------------------------------------------------------ views
 

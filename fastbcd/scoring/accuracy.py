@@ -36,9 +36,8 @@ def accuracy(
     """
     net = unwrap(net)
     images = data_for(net, data)
-    criterion = Criterion(metric)
-    if metric is not None:
-        criterion = Criterion(metric, _no_loss)
+    criterion = Criterion(metric, loss=metric)  # a loss is not needed
+    everything = torch.arange(len(images))
     with torch.autocast(images.device.type, enabled=False):
         check_metric(net, images, criterion, "the net")
         model, layout = fused(net, train=False)
@@ -48,18 +47,13 @@ def accuracy(
 
         with eval_mode(net):
             options = {"dtype": dtype_of(net), "memory_format": layout}
-            (answers,) = judged(images, range(len(images)), batch_size, 1, judge, **options)
-    criterion.check(answers, "the net", torch.arange(len(images)))
+            (answers,) = judged(images, everything, batch_size, 1, judge, **options)
+    criterion.check(answers, "the net", everything)
     return criterion.percent(criterion.sums(answers)[0], len(images))
 
 
 def judged(
-    data: ImageData,
-    positions: range | Tensor,
-    batch_size: int,
-    count: int,
-    judge: Judge,
-    **options: Any,
+    data: ImageData, positions: Tensor, batch_size: int, count: int, judge: Judge, **options: Any
 ) -> Tensor:
     """What `judge` makes of the images at these positions, DoubleTensor[count, 2, N] on the CPU.
 
@@ -68,7 +62,7 @@ def judged(
     total = len(positions)
     answers = torch.zeros(count, 2, total, dtype=torch.float64, device=data.device)
     place = rank() * total // world()
-    mine = positions[place : (rank() + 1) * total // world()]
+    mine = positions[place : (rank() + 1) * total // world()].to(data.device)
     with torch.inference_mode():
         for x, targets in data.batches(batch_size, mine, **options):
             answers[:, :, place : place + len(x)] = judge(x, targets, place)
@@ -126,7 +120,3 @@ def first_outputs(net: nn.Module, data: ImageData, who: str, n: int) -> Any:
 def _one(outputs: Any) -> Any:
     """The outputs of a net as those of one hypothesis, [1, B, ...]."""
     return tree_map_only(Tensor, lambda t: t.unsqueeze(0), outputs)
-
-
-def _no_loss(outputs: Any, targets: Tensor) -> Tensor:
-    return targets.new_zeros(())

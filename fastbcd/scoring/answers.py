@@ -28,23 +28,17 @@ from fastbcd.scoring.stacked import Stacked
 class Answers:
     """Runs hypotheses, by number, on ranges of the images; -1 is the base, the net as it is.
 
-    removals: LongTensor[D] by number; the caller may add to it. order: int64 [N], in which the
-    images are visited; None: as they lie.
+    removals: LongTensor[D] by number; the caller may add to it.
     """
 
     def __init__(
-        self,
-        plan: ScoringPlan,
-        criterion: Criterion,
-        data: ImageData,
-        removals: dict[int, Tensor],
-        order: Tensor | None = None,
+        self, plan: ScoringPlan, criterion: Criterion, data: ImageData, removals: dict[int, Tensor]
     ) -> None:
         self.plan = plan
         self.criterion = criterion
         self.data = data
         self.removals = removals
-        self.order = order
+        self.order = torch.arange(len(data))  # of the images
         self.running: dict[int, Tensor] | None = None  # what the engine is prepared for
         self.work: Any = None
 
@@ -55,11 +49,7 @@ class Answers:
             self._prepare(removals)
         # A hypothesis that removes nothing is the base.
         base = -1 in numbers or not all(ids.numel() for ids in removals.values())
-        positions: range | Tensor = range(begin, end)
-        images = torch.arange(begin, end)
-        if self.order is not None:
-            positions = self.order[begin:end]
-            images = positions.cpu()
+        images = self.order[begin:end]
 
         def judge(x: Tensor, targets: Tensor, place: int) -> Tensor:
             batch = images[place : place + len(x)]
@@ -68,7 +58,7 @@ class Answers:
 
         answers = judged(
             self.data,
-            positions,
+            images,
             self.plan.batch,
             len(numbers),
             judge,
@@ -104,15 +94,15 @@ class Answers:
 @contextmanager
 def prepared(
     net: nn.Module,
-    removals: list[Tensor],
+    removals: dict[int, Tensor],
     images: ImageData,
     engine: Engine,
     criterion: Criterion = DEFAULT,
     *,
     expected: int | None = None,
     visits: int | None = None,
-) -> Iterator[ScoringPlan]:
-    """The plan, with the net in eval mode; afterwards the net is as it was.
+) -> Iterator[Answers]:
+    """Answers of a net that is in eval mode; afterwards the net is as it was.
 
     removals: all, or some that are typical of the `expected` number of them. visits: how many of
     the images each will need, probably. Precision is stated here: a caller's autocast has no
@@ -128,7 +118,7 @@ def prepared(
             request = Request(
                 net,
                 current,
-                removals,
+                [*removals.values()],
                 hypotheses=expected or len(removals),
                 images=visits or len(images),
                 example=example,
@@ -141,7 +131,7 @@ def prepared(
         if isinstance(plan.engine, Stacked):
             stack.enter_context(kept_memory())
         stack.enter_context(own_precision(images.device, engine.precision))
-        yield plan
+        yield Answers(plan, criterion, images, removals)
 
 
 def check_scorable(net: nn.Module, images: ImageData, criterion: Criterion = DEFAULT) -> None:
@@ -150,15 +140,13 @@ def check_scorable(net: nn.Module, images: ImageData, criterion: Criterion = DEF
     check_metric(net, images, criterion, "the net")
 
 
-def check_removals(
-    current: MaskSet, removals: Tensor | Iterable[Tensor], first: int = 0
-) -> list[Tensor]:
-    """Each removal as a LongTensor of distinct kept ids; errors count from `first`."""
+def check_removals(current: MaskSet, removals: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Each removal as a LongTensor of distinct kept ids."""
     if isinstance(removals, Tensor) and removals.ndim != 2:
         raise ValueError(
             f"removals have shape {tuple(removals.shape)}; expected [K, D]: K hypotheses of D ids"
         )
-    return [checked_removal(current, removal, k) for k, removal in enumerate(removals, first)]
+    return [checked_removal(current, removal, k) for k, removal in enumerate(removals)]
 
 
 def checked_removal(current: MaskSet, removal: Tensor, number: int) -> Tensor:

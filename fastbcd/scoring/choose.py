@@ -45,9 +45,7 @@ class Choice:
     tried: int  # hypotheses drawn from the source
     drops: dict[int, float]  # by number, of those that were scored on all images
     images: int  # hypothesis-images that were run, at most tried * samples
-    correct: int | None  # of the chosen one; None with your own metric, or if not all were seen
     loss: float
-    base_correct: int | None
     base_loss: float
     samples: int
     engine: str
@@ -115,14 +113,14 @@ def choose(
             images, margins, adt=adt, confidence=confidence, seed=seed, step=step
         )
         needed = expected_visits(visits)
-    typical = [*removals.values()]
     with prepared(
-        net, typical, images, engine, criterion, expected=engine.wave, visits=needed
-    ) as plan:
+        net, removals, images, engine, criterion, expected=engine.wave, visits=needed
+    ) as answers:
         decision: Decision
-        answers = Answers(plan, criterion, images, removals)
         if visits is None or confidence is None:
-            decision = Exact(criterion, len(images), adt=adt, early=early, batch=plan.together)
+            decision = Exact(
+                criterion, len(images), adt=adt, early=early, batch=answers.plan.together
+            )
         else:
             decision = Confident(visits, adt=adt, confidence=confidence)
             answers.order = visits.order
@@ -149,23 +147,14 @@ def _choice(answers: Answers, decision: Decision, number: int, accepted: bool) -
     samples = decision.samples
     metric, loss = decision.totals(number)
     base, base_loss = decision.totals(-1)
-    seen = {k: decision.seen(k) for k in answers.removals}
-
-    def correct(k: int, metric: float) -> int | None:
-        if criterion.metric is None and decision.seen(k) == samples:
-            return round(metric)
-        return None
-
+    images = [decision.seen(k) for k in answers.removals]
     return Choice(
         number=number,
         removal=answers.removals[number],
         accepted=accepted,
-        tried=len(seen),
-        drops=decision.drops(),
-        images=sum(seen.values()),
-        correct=correct(number, metric),
+        tried=len(images),
+        images=sum(images),
         loss=loss / samples,
-        base_correct=correct(-1, base),
         base_loss=base_loss / samples,
         samples=samples,
         engine=answers.plan.engine.name,

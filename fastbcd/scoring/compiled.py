@@ -75,7 +75,6 @@ class Compiled:
     answer: Tensor | None = None  # the net's output, when the form was last compared with it
     checked: list[Any] | None = None  # the structure whose linear part was checked
     impulse_costs: dict[tuple[int, int], int] = field(default_factory=dict)
-    stacked_is_slower: bool | None = None  # than sequential; None: not timed
 
     def form_of(self, signature: Signature, masks: MaskSet) -> Form | None:
         """The form that was built, without removed ReLUs; None if it does not hold any more."""

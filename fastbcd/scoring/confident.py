@@ -15,6 +15,7 @@ The chance of another choice than the exact one is at most error = 1 - confidenc
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,9 @@ from fastbcd.scoring.evidence import interval, log_evidence
 from fastbcd.scoring.metric import Metric
 
 # Images between two decisions, the largest of: LEAST, a part of all, a part of those seen.
-LEAST, LOOKS, GROW = 128, 100, 16
+LEAST = 128
+LOOKS = 100
+GROW = 16
 STRATA = 4  # in which answers change with a chance of 1/4, 1/16, ...; and one where none does
 WIDER = 1.5  # margins may change so many times as much as by the last choice, which is a good one
 ROOM = 0.75  # of ADT: from a drop that is expected to ADT
@@ -58,15 +61,15 @@ class Confident:
         self.error = 1.0 - confidence
         self.samples = len(visits.order)
         self.limit = _limit(adt, self.samples)  # a difference of so many answers is no pass
-        self.answers: dict[int, np.ndarray] = {}  # by number (-1: the base): [2, seen]
+        # By number (-1: the base): [2, seen].
+        self.answers: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros((2, 0)))
         self.left: list[int] = []  # in the comparison of those that fail
 
     def seen(self, k: int) -> int:
-        return self.answers[k].shape[1] if k in self.answers else 0
+        return self.answers[k].shape[1]
 
     def add(self, k: int, answers: Tensor) -> None:
-        parts = [self.answers[k]] if k in self.answers else []
-        self.answers[k] = np.concatenate([*parts, answers.numpy()], 1)
+        self.answers[k] = np.concatenate([self.answers[k], answers.numpy()], 1)
 
     def until(self, numbers: list[int]) -> int:
         """The next look. Looks are at fixed numbers of images; the base alone runs on all."""
@@ -78,23 +81,27 @@ class Confident:
         return min(look, self.samples)
 
     def verdict(self, k: int) -> bool | None:
-        if not self.seen(k):
+        n = self.seen(k)
+        if not n:
             return None
-        return self.is_below(-1, k, self.seen(k), self.limit, self.error / ((k + 1) * (k + 2)))
+        error = self.error / ((k + 1) * (k + 2))
+        return self.is_below(-1, k, n, self.limit, error)
 
     def is_below(self, one: int, other: int, n: int, limit: int, error: float) -> bool | None:
         """After n visits: is D of the pair below the limit? None: not decided."""
         changes = self.changes(one, other, n)
         weights = self.visits.weights
-        if log_evidence(changes, weights, limit) >= -math.log(error):
+        enough = -math.log(error)
+        if log_evidence(changes, weights, limit) >= enough:
             return True
-        if log_evidence(-changes, weights, 1 - limit) >= -math.log(error):
+        if log_evidence(-changes, weights, 1 - limit) >= enough:
             return False
         return None
 
     def changes(self, one: int, other: int, n: int) -> np.ndarray:
         """[n]: 1 where only the first is right, -1 where only the other is."""
-        first, second = (self.answers[k][0, :n] > 0 for k in (one, other))
+        first = self.answers[one][0, :n] > 0
+        second = self.answers[other][0, :n] > 0
         return first.astype(np.int64) - second
 
     def contenders(self) -> list[int]:
@@ -129,11 +136,8 @@ class Confident:
         images *= self.samples / images.sum()
         return float((margins > 0) @ images), float(losses @ images)
 
-    def drops(self) -> dict[int, float]:
-        """In percentage points, estimated from the images that each has seen."""
-        return {k: self._drop(k) for k in self.answers if k >= 0}
-
-    def _drop(self, k: int) -> float:
+    def drop(self, k: int) -> float:
+        """In percentage points, estimated from the images that it has seen."""
         n = self.seen(k)  # the base has seen these images too
         return 100.0 * (self.totals(-1, n)[0] - self.totals(k)[0]) / self.samples
 
@@ -141,6 +145,7 @@ class Confident:
         changes = self.changes(-1, chosen, self.seen(chosen))
         low, high = interval(changes, self.visits.weights, self.error)
         return {
+            "drops": {k: self.drop(k) for k in self.answers if k >= 0},
             "seen": {k: self.seen(k) for k in self.answers},
             "interval": (100.0 * low / self.samples, 100.0 * high / self.samples),
             "margins": new_margins(self.visits, self.answers[-1][0], self.answers[chosen][0]),
@@ -164,12 +169,15 @@ def visiting_order(
     chances = np.zeros(len(data))
     for part in 0.25 ** np.arange(STRATA, 0, -1):
         # So many of the changes are larger. Nothing is below NaN.
-        chances[(distance < WIDER * change.nanquantile(1 - part)).numpy()] = part
-    weights = -np.log1p(-_rates(chances, _limit(adt, len(data)), 1 - confidence))
+        largest = WIDER * change.nanquantile(1 - part)
+        chances[(distance < largest).numpy()] = part
+    rates = _rates(chances, _limit(adt, len(data)), 1 - confidence)
+    weights = -np.log1p(-rates)
     # Of exponential times with rates w, the next is that of an image with its share of the w left.
-    times = -np.log(uniform(philox(PLACES, seed=seed, step=step), len(data))) / weights
+    random = uniform(philox(PLACES, seed=seed, step=step), len(data))
+    times = -np.log(random) / weights
     order = np.argsort(times, kind="stable")
-    return Visits(torch.from_numpy(order).to(data.device), weights[order], times[order], margins)
+    return Visits(torch.from_numpy(order), weights[order], times[order], margins)
 
 
 def _rates(chances: np.ndarray, limit: int, error: float) -> np.ndarray:
@@ -183,8 +191,10 @@ def _rates(chances: np.ndarray, limit: int, error: float) -> np.ndarray:
     bar = math.log(2 / error)
     room = ROOM * max(limit, 1)
     roots = np.sqrt(chances)
-    rates = roots * (roots.sum() / (room**2 / (2 * bar) + chances.sum()))
-    return np.minimum(np.maximum(rates, -math.expm1(-bar / room)), MOST)
+    variance = room**2 / (2 * bar)
+    rates = roots * (roots.sum() / (variance + chances.sum()))
+    least = -math.expm1(-bar / room)
+    return rates.clip(least).clip(max=MOST)
 
 
 def expected_visits(visits: Visits) -> int:
@@ -197,13 +207,14 @@ def new_margins(visits: Visits, base: np.ndarray, chosen: np.ndarray) -> Tensor:
 
     base, chosen: margins of the first visits, in their order.
     """
-    order = visits.order.cpu()
+    order = visits.order
     distance = visits.margins[0].clone()
     change = torch.full_like(distance, torch.nan)
     for seen in (base, chosen):
         distance[order[: len(seen)]] = torch.from_numpy(abs(seen)).float()
     shared = min(len(base), len(chosen))
-    change[order[:shared]] = torch.from_numpy(abs(chosen[:shared] - base[:shared])).float()
+    changes = abs(chosen[:shared] - base[:shared])
+    change[order[:shared]] = torch.from_numpy(changes).float()
     return torch.stack([distance, change])
 
 
@@ -213,14 +224,9 @@ def _limit(adt: float, total: int) -> int:
     >>> _limit(0.3, 10_000), _limit(0.301, 1000), _limit(math.inf, 5)
     (30, 4, 6)
     """
-    if not abs(adt) <= 101:
-        return total + 1 if adt > 0 else -total
-    d = min(max(math.ceil(adt * total / 100), -total), total + 1)
-    while d > -total and 100.0 * (d - 1) / total >= adt:
-        d -= 1
-    while d <= total and 100.0 * d / total < adt:
-        d += 1
-    return d
+    differences = np.arange(-total, total + 2)
+    place = np.searchsorted(100.0 * differences / total, adt)
+    return int(differences[min(int(place), 2 * total + 1)])
 
 
 def check_confidence(confidence: float | None, metric: Metric | None) -> None:

@@ -48,11 +48,8 @@ class Decision(Protocol):
     def totals(self, k: int) -> tuple[float, float]:
         """The sums of metric and loss over all images, or estimates of them."""
 
-    def drops(self) -> dict[int, float]:
-        """How much less the metric is than that of the base, where that is known."""
-
     def record(self, chosen: int) -> dict[str, Any]:
-        """Fields of a `Choice` that only this decision has."""
+        """Further fields of a `Choice`: the drops that are known."""
 
 
 class Search:

@@ -18,6 +18,7 @@ d, so the same holds for each D >= d. docs/confidence.md has the proof in full.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from typing import Any
 
 import numpy as np
@@ -43,13 +44,15 @@ def log_evidence(changes: Any, weights: Any, difference: Any) -> np.ndarray:
     largest = left / weights.min(-1, keepdims=True)
     sums = x.cumsum(-1)
     a = np.minimum(d[..., None] - sums + x, largest)  # more is impossible, see below
+    drawn = x * (left / weights[..., :n])
     # 1e-9: all images that are left may be losses.
-    won = (a - x * (left / weights[..., :n])) / (largest * (1 + 1e-9) - a)
+    won = (a - drawn) / (largest * (1 + 1e-9) - a)
     money = [math.log(part) + np.log1p(bet * won).sum(-1) for bet, part in BETS.items()]
+    evidence = np.logaddexp.reduce(money)
     needed = d - sums[..., -1]
     ahead = weights.shape[-1] - n
-    known = np.where(needed > ahead, np.inf, -np.inf)
-    return np.where((needed > ahead) | (needed <= -ahead), known, np.logaddexp.reduce(money))
+    evidence = np.where(needed <= -ahead, -np.inf, evidence)
+    return np.where(needed > ahead, np.inf, evidence)
 
 
 def interval(changes: np.ndarray, weights: np.ndarray, error: float) -> tuple[int, int]:
@@ -64,14 +67,12 @@ def interval(changes: np.ndarray, weights: np.ndarray, error: float) -> tuple[in
         """The largest d without evidence of 2 / error against D >= d."""
         now = int(changes.sum())
         ahead = len(weights) - len(changes)
-        inside = now - ahead
-        outside = now + ahead + 1
-        while outside - inside > 1:
-            middle = (inside + outside) // 2
-            if log_evidence(changes, weights, middle) < math.log(2 / error):
-                inside = middle
-            else:
-                outside = middle
-        return inside
+        possible = range(now - ahead, now + ahead + 1)
+        bar = math.log(2 / error)
+
+        def evidence(d: int) -> float:
+            return float(log_evidence(changes, weights, d))
+
+        return possible[bisect_left(possible, bar, key=evidence) - 1]
 
     return -end(-changes), end(changes)

@@ -75,9 +75,8 @@ class Exact:
         if self.bounds is None or k < 0:
             return math.inf
         least, most = self.ends(k)
-        to_pass = self.drop(least - self.slack) - self.adt
-        to_fail = self.adt - self.drop(most - self.slack)
-        return min(to_pass, to_fail) * self.samples / 100.0 - 1.0
+        points = min(self.drop(least) - self.adt, self.adt - self.drop(most))
+        return points * self.samples / 100.0 - 1.0
 
     def ends(self, k: int) -> tuple[float, float]:
         """The least and the largest sum of the metric with which a hypothesis can end."""
@@ -88,48 +87,36 @@ class Exact:
         if self.bounds is None:
             return -math.inf, math.inf
         low, high = self.bounds
-        least = sums.metric + low * ahead - self.slack
-        return least, sums.metric + high * ahead + self.slack
+        slack = self.rounding(SUM_ROUNDING)
+        return sums.metric + low * ahead - slack, sums.metric + high * ahead + slack
 
     def drop(self, metric: float) -> float:
         """Of a hypothesis with this sum of the metric."""
         return self.criterion.points * (self.sums[-1].metric - metric) / self.samples
 
     def verdict(self, k: int) -> bool | None:
-        least, most = self.ends(k)
-        if self.drop(least - self.slack) < self.adt:
+        # A drop that is ADT but for rounding is no pass.
+        least, most = (self.drop(end - self.rounding(SUM_ROUNDING)) for end in self.ends(k))
+        if least < self.adt:
             return True
-        if self.drop(most - self.slack) < self.adt:
-            return None
-        return False
+        return None if most < self.adt else False
 
     def contenders(self) -> list[int]:
         ends = {k: self.ends(k) for k in sorted(self.sums) if k >= 0}
-        floor = max(least for least, _ in ends.values()) - self.tie - self.slack
+        floor = max(least for least, _ in ends.values()) - self.tie
         return [k for k, (_, most) in ends.items() if most >= floor]
 
-    def drops(self) -> dict[int, float]:
-        """By number, of those that have seen all images."""
-        finished = (k for k, sums in self.sums.items() if k >= 0 and sums.images == self.samples)
-        return {k: self.drop(self.sums[k].metric) for k in finished}
-
     def record(self, chosen: int) -> dict[str, Any]:
-        return {}
-
-    # Counts are exact; other sums are equal up to the order of their terms, and engines differ.
-
-    @property
-    def slack(self) -> float:
-        return SUM_ROUNDING * self._size
+        finished = (k for k, sums in self.sums.items() if k >= 0 and sums.images == self.samples)
+        return {"drops": {k: self.drop(self.sums[k].metric) for k in finished}}
 
     @property
     def tie(self) -> float:
-        return ROUNDING * self._size
+        return self.rounding(ROUNDING)
 
-    @property
-    def _size(self) -> float:
-        """Of a sum of the metric; 0 if it is a count."""
+    def rounding(self, share: float) -> float:
+        """A share of the size of sums. Counts are exact; other sums depend on the engine."""
         if self.criterion.metric is None:
             return 0.0
         ends = self.criterion.bounds or (0.0, 0.0)
-        return max(abs(self.sums[-1].metric), *(abs(end) * self.samples for end in ends))
+        return share * max(abs(self.sums[-1].metric), *(abs(end) * self.samples for end in ends))

@@ -126,21 +126,20 @@ class Criterion:
     def check(self, answers: Tensor, who: str, images: Tensor) -> None:
         """An error that names the first image whose metric or loss is invalid; answers [2, n]."""
         values, losses = answers
+        if self.metric is not None:
+            low, high = self.bounds or (-math.inf, math.inf)
+            invalid = ~values.isfinite() | (values < low) | (values > high)
+            for place in invalid.nonzero():
+                bounds = f" and lie in its bounds {self.bounds}" if self.bounds else ""
+                raise ValueError(
+                    f"the metric returns {float(values[place]):g} for image {int(images[place])} "
+                    f"and {who}; its values must be finite{bounds}"
+                )
         for place in losses.isnan().nonzero():
             problem = "gives NaN logits" if self.loss is None else "has a loss of NaN"
             raise FloatingPointError(
                 f"{who} {problem} for image {int(images[place])}; look at the weights and at the "
                 f"range of the activations"
-            )
-        if self.metric is None:
-            return
-        low, high = self.bounds or (-math.inf, math.inf)
-        valid = values.isfinite() & (values >= low) & (values <= high)
-        for place in (~valid).nonzero():
-            bounds = "" if self.bounds is None else f" and lie in its bounds {self.bounds}"
-            raise ValueError(
-                f"the metric returns {float(values[place]):g} for image {int(images[place])} and "
-                f"{who}; its values must be finite{bounds}"
             )
 
     def check_targets(self, outputs: Any, targets: Tensor, who: str) -> None:
@@ -170,11 +169,11 @@ def margins(outputs: Tensor, targets: Tensor) -> Tensor:
     tensor([[2., 0.]], dtype=torch.float64)
     """
     logits = outputs.double()
-    top = logits.topk(min(2, logits.shape[-1])).values
-    above = (top[..., 0] - top[..., -1]).clamp(min=1e-300)
-    of_label = logits.gather(-1, targets.expand(len(logits), -1).unsqueeze(-1)).squeeze(-1)
+    labels = targets.expand(len(outputs), -1).unsqueeze(-1)
+    others = logits.scatter(-1, labels, -torch.inf).amax(-1)
+    margin = logits.gather(-1, labels).squeeze(-1) - others
     correct = outputs.argmax(-1) == targets
-    return torch.where(correct, above, of_label - top[..., 0])
+    return margin.clamp(min=1e-300).where(correct, margin)
 
 
 def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
+from torch import fx
 
-from fastbcd.masking.masks import set_masks
-from fastbcd.runtime.malloc import kept_memory
-from fastbcd.runtime.ranks import from_first, world
+from fastbcd.runtime.ranks import world
 from fastbcd.runtime.warn_once import warn_once
 from fastbcd.scoring.collapsed.affine_net import AffineNet, check_linear
 from fastbcd.scoring.collapsed.build import CollapsedCost, FormBuilder
@@ -27,8 +21,6 @@ from fastbcd.scoring.sequential import Sequential
 from fastbcd.scoring.stacked import Stacked, peak_bytes, portions, stacked_multiply_adds
 
 WORTH = 2e10  # multiply-adds below which no form is built: the call takes a moment anyway
-SAMPLE = 128  # images that are timed to choose an engine
-REPEATS = 3  # how often
 ROWS = {"cpu": 1024, "cuda": 8192}  # hypotheses × images in a GEMM of collapsed
 
 
@@ -91,9 +83,7 @@ def make_plan(request: Request, engine: str) -> ScoringPlan:
         if engine == "auto":
             warn_once(f"fastbcd scores {name} one hypothesis at a time: {reason}")
             return sequential_plan(request, f"stacked cannot: {reason}")
-        other = "sequential"
-        if isinstance(reason, NotAffine):
-            other = "stacked"
+        other = "stacked" if isinstance(reason, NotAffine) else "sequential"
         raise ValueError(
             f"engine={engine!r} cannot score {name}: {reason}; use engine={other!r}"
         ) from None
@@ -110,13 +100,13 @@ def _check_precision(request: Request) -> None:
 
 
 def _traced_plan(request: Request, engine: str) -> ScoringPlan:
-    """A plan of `stacked` or `collapsed`, or of `sequential` where stacked is slower."""
+    """A plan of `stacked` or `collapsed`."""
     dtype = request.example.dtype
     if dtype not in (torch.float32, torch.float64):
         raise NotTraceable(f"in {dtype} its logits would depend on the engine by rounding")
     program = make_program(request.net, request.example[:1])
     if engine == "stacked":
-        return _in_precision(stacked_plan(request, program, "asked for"))
+        return stacked_plan(request, program, "asked for")
     if engine == "collapsed":
         return CollapsedPlanner(request, program).plan("asked for")
     of_stacked = stacked_multiply_adds(request, program)
@@ -127,10 +117,7 @@ def _traced_plan(request: Request, engine: str) -> ScoringPlan:
             return planner.plan(f"stacked would cost {of_stacked / 1e9:,.0f} G multiply-adds")
     except NotAffine as reason:
         why_not = f"collapsed cannot: {reason}"
-    plan = stacked_plan(request, program, why_not)
-    if stacked_is_slower(plan, program):
-        return sequential_plan(request, "stacked is slower, as timed on this machine")
-    return _in_precision(plan)
+    return stacked_plan(request, program, why_not)
 
 
 def sequential_plan(request: Request, why: str) -> ScoringPlan:
@@ -143,14 +130,14 @@ def stacked_plan(request: Request, program: Program, why: str) -> ScoringPlan:
     """All hypotheses together; `NotTraceable` if the program is not the net."""
     engine = Stacked(program, request.masks)
     engine.check(request)
+    if request.precision == "bf16":
+        engine = Stacked(in_bfloat16(program), request.masks)
     forward = sum(program.multiply_adds.values())
     spent = stacked_multiply_adds(request, program)
-    full = forward * (1 + request.hypotheses) * request.images
-    saved = 1 - spent / max(full, 1)
+    saved = 1 - spent / max(forward * (1 + request.hypotheses) * request.images, 1)
     per_image = peak_bytes(program)
     largest = max(program.bytes_per_image.values())
-    of_step = forward / max(len(program.steps), 1)
-    batch, lanes = portions(request, per_image, largest, of_step)
+    batch, lanes = portions(request, per_image, largest, forward / max(len(program.steps), 1))
     return ScoringPlan(
         engine,
         why,
@@ -161,62 +148,6 @@ def stacked_plan(request: Request, program: Program, why: str) -> ScoringPlan:
         bytes=per_image * batch * (1 + lanes),
         details=f"prefix      {saved:.1%} of the multiply-adds saved by shared prefixes\n",
     )
-
-
-def _in_precision(plan: ScoringPlan) -> ScoringPlan:
-    """A plan of stacked, made in float32, in the precision of the request."""
-    engine = plan.engine
-    if plan.request.precision == "bf16" and isinstance(engine, Stacked):
-        return replace(plan, engine=Stacked(in_bfloat16(engine.program), engine.masks))
-    return plan
-
-
-def stacked_is_slower(plan: ScoringPlan, program: Program) -> bool:
-    """Is stacked slower than one hypothesis at a time? Timed once for a net, never assumed.
-
-    Timed are nets with grouped convolutions, whose speed multiply-adds do not tell, if the timing
-    takes a small part of the call.
-    """
-    request = plan.request
-    grouped = any(getattr(step.run, "groups", 1) > 1 for step in program.steps)
-    timed = 2 * REPEATS * SAMPLE * (1 + plan.lanes)  # hypothesis-images
-    large = (1 + request.hypotheses) * request.images >= 20 * timed
-    if not grouped or not large or not request.removals:
-        return False
-    made = compiled(request.net)
-    if made.stacked_is_slower is None:
-        one = sequential_plan(request, "timed")
-        slower = seconds(plan, plan.lanes) > seconds(one, plan.lanes)
-        made.stacked_is_slower = bool(from_first(torch.tensor(int(slower))))  # ranks plan alike
-    return made.stacked_is_slower
-
-
-def seconds(plan: ScoringPlan, hypotheses: int) -> float:
-    """The least time that a plan takes for SAMPLE images, the base and some hypotheses."""
-    engine = plan.engine
-    request = plan.request
-    removals = islice(cycle(request.removals), hypotheses)
-    work = engine.prepare(dict(enumerate(removals)), plan.lanes)
-    batches = list(_timed_batches(plan))
-    times = []
-    with kept_memory():
-        for _ in range(REPEATS):
-            start = time.perf_counter()
-            for x in batches:
-                for _, outputs in engine.logits(x, work, True):
-                    tree_leaves(outputs)[0].sum().item()  # wait for a GPU
-            times.append(time.perf_counter() - start)
-    set_masks(request.net, request.masks)
-    return min(times)
-
-
-def _timed_batches(plan: ScoringPlan) -> Iterator[Tensor]:
-    """SAMPLE images, in the engine's memory format."""
-    example = plan.request.example
-    images = example[:1].repeat(SAMPLE, *(1,) * (example.ndim - 1))
-    if example.ndim == 4:
-        images = images.contiguous(memory_format=plan.engine.memory_format)
-    yield from images.split(plan.batch)
 
 
 class CollapsedPlanner:
@@ -237,6 +168,8 @@ class CollapsedPlanner:
         self.builder = FormBuilder(self.net, request.masks, request.example, request.memory)
         self.form = self.made.form_of(self.signature, request.masks)
         self.cost = CollapsedCost(request, self.builder, self.form)
+        self.peak = self.cost.peak_bytes  # while the form is built
+        self.fits = self.peak <= request.memory
 
     def worse_than(self, of_stacked: int) -> str:
         """Why stacked, with so many multiply-adds, is better; empty if it is not."""
@@ -244,17 +177,9 @@ class CollapsedPlanner:
             return "the least multiply-adds"
         self.check_linear()
         ours = self.cost.weighted()
-        if ours < of_stacked and self.fits():
+        if ours < of_stacked and self.fits:
             return ""
         return f"collapsed would cost {ours / 1e9:,.0f} G multiply-adds and {_mib(self.peak)}"
-
-    @property
-    def peak(self) -> int:
-        """Bytes, while the form is built."""
-        return self.cost.peak_bytes
-
-    def fits(self) -> bool:
-        return self.peak <= self.request.memory
 
     def check_linear(self) -> None:
         """`NotAffine` unless the linear part of this structure is that of the net."""
@@ -267,24 +192,22 @@ class CollapsedPlanner:
         """The plan, with the form that was kept or a new one."""
         self.check_linear()
         cost = self.cost
-        if not self.fits():
+        if not self.fits:
             raise ValueError(
                 f"the collapsed form of {cost.kinks:,} ReLUs takes {_mib(cost.form_bytes)}, "
                 f"{_mib(self.peak)} while it is built, and {_mib(self.request.memory)} may be "
                 f"used; allow more with Engine(memory=...) or use engine='stacked'"
             )
-        made = "built"
-        if self.form is not None:
-            made = "cached"
+        made = "cached" if self.form else "built"
         details = (
             f"form        {cost.kinks:,} kinks, {_mib(cost.form_bytes)}, {made}\n"
             f"spent on    form {_giga(cost.build)}, affine part {_giga(cost.affine)}, "
             f"hypotheses {_giga(cost.trials)}\n"
         )
-        spent = cost.build + cost.affine + cost.trials
         engine = self.engine()
         batch, lanes = self.portions()
         held = (lanes + 2) * batch * cost.kinks * cost.itemsize
+        spent = cost.build + cost.affine + cost.trials
         return ScoringPlan(engine, why, self.request, batch, lanes, spent, held, details)
 
     def engine(self) -> Collapsed:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fastbcd.data.for_net import data_for
 from fastbcd.masking.convert import unwrap
 from fastbcd.masking.masks import masks
-from fastbcd.scoring.answers import Answers, check_removals, prepared
+from fastbcd.scoring.answers import check_removals, prepared
 from fastbcd.scoring.decision import Search
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.exact import Exact
@@ -103,10 +103,11 @@ def score(
     net = unwrap(net)
     images = data_for(net, data)
     hypotheses = check_removals(masks(net), removals)
-    with prepared(net, hypotheses, images, as_engine(engine), criterion) as plan:
+    removed = dict(enumerate(hypotheses))
+    with prepared(net, removed, images, as_engine(engine), criterion) as answers:
+        plan = answers.plan
         if explain:
             print(f"data: {images}", plan, sep="\n")
-        answers = Answers(plan, criterion, images, dict(enumerate(hypotheses)))
         exact = Exact(criterion, len(images), adt=0.0, early=False, batch=plan.together)
         Search(answers, exact).complete(-1, *range(len(hypotheses)))
     base, base_loss = exact.totals(-1)

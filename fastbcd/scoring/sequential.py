@@ -27,22 +27,25 @@ class Sequential:
         self.starts = torch.tensor([site.start for site in masks.sites])
 
     def prepare(self, removals: dict[int, Tensor], lanes: int) -> dict[int, list[Change]]:
-        """By number, the sites that a hypothesis changes; in one copy to the net's device."""
-        work = {}
-        for number, ids in removals.items():
-            ids = ids.sort().values
-            site = torch.searchsorted(self.starts, ids, right=True) - 1
-            inside = (ids - self.starts[site]).to(self.masks[0].device)
-            parts = inside.split(site.bincount(minlength=len(self.masks)).tolist())
-            pairs = zip(self.masks, parts, strict=True)
-            work[number] = [(mask, some.to(mask.device)) for mask, some in pairs if len(some)]
-        return work
+        """By number, the sites that a hypothesis changes."""
+        return {number: self._changes(ids) for number, ids in removals.items()}
+
+    def _changes(self, ids: Tensor) -> list[Change]:
+        site_of = torch.searchsorted(self.starts, ids, right=True) - 1
+        changes = []
+        for site in site_of.unique():
+            mask = self.masks[site]
+            inside = ids[site_of == site] - self.starts[site]
+            changes.append((mask, inside.to(mask.device)))
+        return changes
 
     def logits(
         self, x: Tensor, work: dict[int, list[Change]], base: bool, images: Tensor | None = None
     ) -> Outputs:
         """([number], outputs [1, B, ...]) of every hypothesis, and of the base as number -1."""
-        for number, changes in {**({-1: []} if base else {}), **work}.items():
+        if base:
+            work = {-1: [], **work}
+        for number, changes in work.items():
             before = [mask.clone() for mask, _ in changes]
             try:
                 for mask, ids in changes:

@@ -110,7 +110,7 @@ def choices(folder: Path) -> Any:
             removals = [masks.sample(20, seed=3, step=n, trial=t) for t in range(6)]
             engine = fastbcd.Engine(wave=wave, batch_size=3)
             c = fastbcd.choose(net, removals, data, adt=adt, engine=engine)
-            found.append([name, n, c.number, c.accepted, c.correct, c.base_correct, c.tried])
+            found.append([name, n, c.number, c.accepted, c.value, c.base_value, c.tried])
     net, data = problem("mlp", 301)
     removals = [fastbcd.masks(net).sample(4, seed=3, step=0, trial=t) for t in range(4)]
     margins = None

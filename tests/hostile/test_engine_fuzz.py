@@ -24,7 +24,9 @@ def differences(net, engine: str, seed: int) -> float | str:
     removals = [kept[torch.rand(len(kept), generator=generator) < p] for p in (0.1, 0.5, 1.0)]
     removals += [kept[-2:], kept[len(kept) // 2 :][:1]]
     try:
-        with prepared(net, removals, images, fastbcd.Engine(engine, batch_size=4)) as plan:
+        engine_of = fastbcd.Engine(engine, batch_size=4)
+        with prepared(net, dict(enumerate(removals)), images, engine_of) as answers:
+            plan = answers.plan
             assert plan.engine.name == engine
             work = plan.engine.prepare(dict(enumerate(removals)), 1 + seed % 4)
             found: dict[int, torch.Tensor] = {}
