@@ -245,10 +245,10 @@ class Replacement(Method):
 
     @torch.no_grad()
     def _refresh(self) -> None:
-        """Fit the quadratics to the current statistics, averaged over the ranks in one buffer."""
-        mine = torch.cat([act.statistics for act in self.acts], 1)
-        means = (ranks.all_sum(mine) / ranks.world()).split([a.mask.shape[0] for a in self.acts], 1)
-        for act, (mean, var) in zip(self.acts, means, strict=True):
+        """Fit the quadratics to the current statistics, averaged over the ranks."""
+        ranks.agree(act.statistics for act in self.acts)
+        for act in self.acts:
+            mean, var = act.statistics
             act.coef.copy_(dapa(mean, var, self.settings.paper_quirks))
 
     @torch.no_grad()

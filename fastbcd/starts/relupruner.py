@@ -128,7 +128,7 @@ def scheduled(epoch: int, *, epochs: int, warmup: int, count: int, budget: int) 
 class WatchedReLU(TrainedMask):
     """A masked ReLU that averages over batches what ReLUPruner ranks its units by.
 
-    A backward pass writes sums over its samples to `sums`; `learn` takes those of all ranks.
+    A backward pass writes sums over its samples to `units` and `totals`, which `learn` takes.
     """
 
     importance: Tensor
@@ -142,7 +142,7 @@ class WatchedReLU(TrainedMask):
         sizes = {"importance": shape, "fisher": shape, "negative": (BATCHES, *shape), "layer": (2,)}
         for name, size in sizes.items():
             self.register_buffer(name, mask.new_zeros(size, dtype=torch.float32))
-        self.sums: Tensor | None = None
+        self.forget()
 
     def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The activation of x + residual, [B, *shape]."""
@@ -154,32 +154,30 @@ class WatchedReLU(TrainedMask):
             y.register_hook(partial(self._watch, z))
         return y
 
+    def forget(self) -> None:
+        """No sums, as where no gradient reaches the activation."""
+        self.units = self.fisher.new_zeros(4, *self.mask.shape, dtype=torch.float64)
+        self.totals = self.fisher.new_zeros(2, dtype=torch.float64)
+
     def _watch(self, z: Tensor, g: Tensor) -> None:
-        """Σ|g·z|, Σ[z < 0], Σg², Σz² by unit, then Σ‖g‖ and the number of samples: [4·n + 2]."""
+        """Σ|g·z|, Σ[z < 0], Σg², Σz² by unit, [4, *shape]; Σ‖g‖ and the number of samples, [2]."""
         z = z.float()
         g = g.float() / ranks.world()
-        sums = [(g * z).abs().sum(0), (z < 0).sum(0), g.square().sum(0), z.square().sum(0)]
-        norms = torch.linalg.vector_norm(g.flatten(1), dim=1).sum()
-        parts = [t.flatten().double() for t in (*sums, norms, norms.new_tensor(len(z)))]
-        self.sums = torch.cat(parts)
+        units = [(g * z).abs(), z < 0, g.square(), z.square()]
+        self.units = torch.stack([t.sum(0).double() for t in units])
+        norms = torch.linalg.vector_norm(g.flatten(1), dim=1).sum().double()
+        self.totals = torch.stack([norms, norms.new_tensor(len(z))])
 
-    def taken(self) -> Tensor:
-        """The sums of this batch, or zeros if no gradient reached this activation."""
-        sums = self.sums
-        self.sums = None
-        if sums is None:
-            return self.fisher.new_zeros(4 * self.mask.numel() + 2, dtype=torch.float64)
-        return sums
-
-    def learn(self, sums: Tensor, weight: float, number: int) -> None:
-        """Update the averages with the sums of batch `number` over all ranks."""
-        means = (sums[:-1] / sums[-1].clamp(min=1)).float()
-        product, negative, g2, z2 = (t.view(self.mask.shape) for t in means[:-1].chunk(4))
+    def learn(self, weight: float, number: int) -> None:
+        """Update the averages with the sums of batch `number`."""
+        norms, count = self.totals
+        product, negative, g2, z2 = (self.units / count.clamp(min=1e-9)).float()
         self.negative[number % BATCHES] = negative
         self.fisher.lerp_(g2, 1 - FISHER)
         share = self.negative.sum(0) / min(number + 1, BATCHES)
         self.importance.lerp_(weight * (product * share + z2 * self.fisher / 2), 1 - SLOW)
-        self.layer.lerp_(torch.stack([means[-1], g2.mean()]), 1 - SLOW)
+        norm = (norms / count.clamp(min=1e-9)).float()
+        self.layer.lerp_(torch.stack([norm, g2.mean()]), 1 - SLOW)
 
 
 class Pruner(Method):
@@ -193,15 +191,16 @@ class Pruner(Method):
 
     def train(self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any) -> None:
         epoch = len(history)
+        batches = len(session.trainer.sizes)
 
-        def after_batch(batches: int) -> None:
-            if any(act.sums is not None for act in self.acts):
-                self._learn(batches - 1)
-                self._choose(epoch, batches)
+        def after_batch(number: int) -> None:
+            if number > epoch * batches:
+                self._learn(number - 1)
+                self._choose(epoch, number)
 
         record.lr = self.settings.lr
         record.loss = session.epoch(epoch, record.lr, before_batch=after_batch, bar=bar)
-        after_batch((epoch + 1) * len(session.trainer.sizes))
+        after_batch((epoch + 1) * batches)
 
     def values(self) -> Tensor:
         return self.gather("importance")
@@ -217,10 +216,10 @@ class Pruner(Method):
         return ((value - value.min()) / span + 0.1).tolist()
 
     def _learn(self, number: int) -> None:
-        parts = [act.taken() for act in self.acts]
-        sums = ranks.all_sum(torch.cat(parts)).split([len(part) for part in parts])
-        for act, part, weight in zip(self.acts, sums, self.weights(), strict=True):
-            act.learn(part, weight, number)
+        ranks.agree(sums for act in self.acts for sums in (act.units, act.totals))
+        for act, weight in zip(self.acts, self.weights(), strict=True):
+            act.learn(weight, number)
+            act.forget()
 
     def _choose(self, epoch: int, batches: int) -> None:
         """Keep the units with the largest importance, if it is time to choose."""

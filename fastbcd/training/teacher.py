@@ -108,7 +108,8 @@ class TeacherLogits:
         images = next(data.batches(BATCH, dtype=self.net.dtype))[0]
         self.shape = self.net.rows(images).shape[1:]
         self.computed = 0  # images that went through the teacher to be cached
-        self.cache: ViewCache | None = None
+        self.known: Tensor | None = None  # bool [slots, views], of logits in the cache, below
+        self.cache = torch.empty(0)
         large = 4 * len(data) * self.shape.numel() > LARGE
         if large or settings.mismatch or not settings.distill or settings.augment is not None:
             return
@@ -120,8 +121,10 @@ class TeacherLogits:
             )
             return
         views = data.view_count(settings.padding)
-        samples = math.ceil(len(data) / ranks.world())
-        self.cache = ViewCache(samples, views, self.shape, settings.teacher_cache)
+        slots = math.ceil(len(data) / ranks.world())  # of this rank's samples
+        self.known = torch.zeros(slots, views, dtype=torch.bool)
+        fitting = _fitting(slots, views * (4 * self.shape.numel() + 1), settings.teacher_cache)
+        self.cache = torch.empty(fitting, views, *self.shape)  # of which unused parts cost nothing
 
     def answers(
         self, *, seed: int, step: int, epoch: int, images: int
@@ -129,7 +132,7 @@ class TeacherLogits:
         """A function (batch, its samples) -> Answer for an epoch of so many images."""
         if self.settings.distill == self.settings.mismatch == 0:
             return lambda batch, samples: None
-        if self.cache is None:
+        if self.known is None:
             return lambda batch, samples: self.net.of(batch)
         views = self.data.view_ids(
             seed=seed,
@@ -162,14 +165,17 @@ class TeacherLogits:
         return everyone
 
     def _cached(self, samples: Tensor, views: Tensor) -> Tensor:
-        """The logits of this rank's samples; those that are not known are computed and kept."""
-        assert self.cache is not None
+        """The logits of this rank's samples; new ones are computed, and kept if they fit."""
+        assert self.known is not None
         slots = samples // ranks.world()
-        known, logits = self.cache.get(slots, views)
-        new = ~known
-        if new.any():
-            logits[new] = self._compute(samples[new], views[new])
-            self.cache.add(slots[new], views[new], logits[new])
+        known = self.known[slots, views]
+        logits = torch.empty(len(samples), *self.shape)
+        logits[known] = self.cache[slots[known], views[known]]
+        if not known.all():
+            logits[~known] = self._compute(samples[~known], views[~known])
+            fit = slots < len(self.cache)
+            self.cache[slots[fit], views[fit]] = logits[fit]
+            self.known[slots[fit], views[fit]] = True
         return logits
 
     def _compute(self, samples: Tensor, views: Tensor) -> Tensor:
@@ -199,47 +205,20 @@ def teacher_logits(
     return teacher
 
 
-class ViewCache:
-    """Logits by (sample, view) in the host's memory: of the first samples, as many as fit.
-
-    limit: in bytes; None: half of the free memory, shared by the ranks of this machine.
-
-    >>> cache = ViewCache(samples=3, views=2, shape=(1,), limit=None)
-    >>> cache.add(torch.tensor([2]), torch.tensor([1]), torch.tensor([[0.5]]))
-    >>> cache.get(torch.tensor([0, 2]), torch.tensor([0, 1]))
-    (tensor([False,  True]), tensor([[0.0000],
-            [0.5000]]))
-    """
-
-    def __init__(self, samples: int, views: int, shape: tuple[int, ...], limit: int | None) -> None:
-        if limit is None:
-            ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            limit = default_memory(torch.device("cpu")) // ranks_here
-        each = views * (4 * math.prod(shape) + 1)  # bytes
-        fit = min(samples, limit // each)
-        if fit < samples:
-            warnings.warn(
-                f"the teacher's logits for {views} views of {samples:,} samples need "
-                f"{samples * each / 2**20:,.0f} MiB and teacher_cache allows {fit:,} "
-                f"samples: those of the others are computed again in every epoch",
-                RuntimeWarning,
-                stacklevel=6,
-            )
-        self.known = torch.zeros(samples, views, dtype=torch.bool)
-        self.logits = torch.empty(fit, views, *shape)  # of which unused parts cost nothing
-
-    def get(self, samples: Tensor, views: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of them are known, bool [n], and their logits, zeros for those that are not."""
-        known = self.known[samples, views]
-        logits = torch.zeros(len(samples), *self.logits.shape[2:])
-        logits[known] = self.logits[samples[known], views[known]]
-        return known, logits
-
-    def add(self, samples: Tensor, views: Tensor, logits: Tensor) -> None:
-        """Keep logits [n, ...], of the samples that fit."""
-        fit = samples < len(self.logits)
-        self.known[samples[fit], views[fit]] = True
-        self.logits[samples[fit], views[fit]] = logits[fit]
+def _fitting(slots: int, each: int, limit: int | None) -> int:
+    """How many slots of so many bytes the host's memory has room for."""
+    if limit is None:
+        limit = default_memory(torch.device("cpu")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    fitting = min(slots, limit // each)
+    if fitting < slots:
+        warnings.warn(
+            f"the teacher's logits for all views of {slots:,} samples need "
+            f"{slots * each / 2**20:,.0f} MiB and teacher_cache allows {fitting:,} samples: those "
+            f"of the others are computed again in every epoch",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+    return fitting
 
 
 class Distillation(NamedTuple):

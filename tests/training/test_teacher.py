@@ -37,7 +37,7 @@ def test_teacher_logits_are_those_of_its_forward() -> None:
         again = cached.epoch(views, everyone(data))
         assert torch.equal(cached.epoch(views, everyone(data)), again)
         seen |= set(enumerate(views.tolist()))
-    assert cached.computed == int(cached.cache.known.sum()) == len(seen), "each view once"
+    assert cached.computed == int(cached.known.sum()) == len(seen), "each view once"
 
 
 @pytest.mark.parametrize("name", ["resnet", "mlp", "dense"])
@@ -82,7 +82,7 @@ def test_a_limited_cache_is_exact_and_warns(samples) -> None:
         views = views_of(data, epoch)
         expected = full.epoch(views, everyone(data))
         assert torch.equal(limited.epoch(views, everyone(data)), expected)
-    assert limited.cache.logits.nbytes <= limit
+    assert limited.cache.nbytes <= limit
     assert limited.computed > full.computed
 
 
@@ -108,7 +108,7 @@ def test_images_of_one_channel_are_batched(recwarn) -> None:
     torch.manual_seed(0)
     teacher = fastbcd.models.resnet20(10, 28, 1, width=8, blocks=1)
     logits = TeacherLogits(teacher, data, Finetune(padding=1, flip=False))
-    assert logits.cache is not None
+    assert logits.known is not None
     assert not recwarn.list
 
 
@@ -128,9 +128,9 @@ def test_a_part_of_an_epoch_needs_the_teacher_for_that_part_alone() -> None:
     tuner = Finetuner(make("resnet"), pair(40), settings, make("resnet"))
     parts = []
     for step in range(2):
-        known = tuner.teacher.cache.known.clone()
+        known = tuner.teacher.known.clone()
         tuner.run(step)
-        parts.append((tuner.teacher.cache.known & ~known).any(1).nonzero().flatten().tolist())
+        parts.append((tuner.teacher.known & ~known).any(1).nonzero().flatten().tolist())
     assert [len(part) for part in parts] == [16, 16]
     assert parts[0] != parts[1], "each step has another part"
     tuner.run(step=1, epochs=1.4)
