@@ -74,6 +74,7 @@ class Compiled:
     images: AffineCache = field(default_factory=AffineCache)  # their values in the form
     answer: Tensor | None = None  # the net's output, when the form was last compared with it
     checked: list[Any] | None = None  # the structure whose linear part was checked
+    not_affine: str = ""  # why that structure is not affine
     impulse_costs: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def form_of(self, signature: Signature, masks: MaskSet) -> Form | None:

@@ -9,11 +9,11 @@ from torch import fx
 
 from fastbcd.runtime.ranks import world
 from fastbcd.runtime.warn_once import warn_once
-from fastbcd.scoring.collapsed.affine_net import AffineNet, check_linear
+from fastbcd.scoring.collapsed.affine_net import AffineNet, why_not_affine
 from fastbcd.scoring.collapsed.build import CollapsedCost, FormBuilder
 from fastbcd.scoring.collapsed.engine import Collapsed
 from fastbcd.scoring.collapsed.form import Form
-from fastbcd.scoring.collapsed.linear_rules import NotAffine
+from fastbcd.scoring.collapsed.linear import NotAffine
 from fastbcd.scoring.compiled import Signature, compiled
 from fastbcd.scoring.engine import Request, ScoringEngine
 from fastbcd.scoring.program import NotTraceable, Program, in_bfloat16, make_program
@@ -185,8 +185,10 @@ class CollapsedPlanner:
         """`NotAffine` unless the linear part of this structure is that of the net."""
         facts = [*self.signature.facts, *self.builder.sources]
         if self.made.checked != facts:
-            check_linear(self.request, self.program)
+            self.made.not_affine = why_not_affine(self.program, self.request.example)
             self.made.checked = facts
+        if self.made.not_affine:
+            raise NotAffine(self.made.not_affine)
 
     def plan(self, why: str) -> ScoringPlan:
         """The plan, with the form that was kept or a new one."""

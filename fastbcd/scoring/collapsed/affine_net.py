@@ -1,8 +1,8 @@
 """The affine net: the net with every ReLU removed, so that sites are the identity or lines.
 
 It runs on images, with its constants, and on impulses, from a site onward and without constants.
-Both give the values at every site, before the activation, and the logits; `check_linear` compares
-them.
+Both give the values at every site, before the activation, and the logits; `why_not_affine`
+compares them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from fastbcd.ops import reference
-from fastbcd.scoring.collapsed.linear_rules import NotAffine, linear_parts, scaled
-from fastbcd.scoring.collapsed.patches import LARGE, Patch, Value, stored, whole
-from fastbcd.scoring.engine import Request
+from fastbcd.scoring.collapsed.linear import NotAffine, linear_parts
+from fastbcd.scoring.collapsed.patches import LARGE, Patch, Value, stored, whole, with_numbers
 from fastbcd.scoring.program import Activation, Convolution, Program, Step
-from fastbcd.scoring.stacked import peak_bytes
 
 IMAGE = -1  # the source of impulses in the image itself; sites count from 0
 
@@ -43,29 +41,24 @@ class AffineNet:
                 self.lines[site.node] = site.coef[:2]
         self.site_of = {node: site for site, node in self.starts.items() if site != IMAGE}
 
-    def run(self, x: Tensor) -> Iterator[tuple[fx.Node, Tensor, Tensor]]:
-        """Images [B, ...] through the affine net: (node, z, y) at sites and logits, [B, ...].
+    def run(self, x: Tensor) -> Iterator[tuple[Step, Any, Any]]:
+        """Images [B, ...] through the affine net: (step, z, y), its values [B, ...].
 
-        z is the value before the activation, y the one after it; they are one tensor where it is
-        the identity. The caller may change y in place before the next step reads it.
+        At a site z is the value before the activation and y the one after it; anywhere else they
+        are the same. The caller may change y in place before the next step reads it.
         """
         program = self.program
         values: dict[fx.Node, Any] = {**program.constants, program.placeholder: x}
         for step, unread in zip(program.steps, program.last_uses, strict=True):
-            if isinstance(step, Activation):
-                z = self._sum(step, values)
-                y = z
-                if step.node in self.lines:
-                    c0, c1 = self.lines[step.node].view(2, -1, *(1,) * (z.ndim - 2))
-                    y = c1 * z + c0
-                values[step.node] = y
-                yield step.node, z, y
-            else:
-                values[step.node] = step(values)
+            z = self._sum(step, values) if isinstance(step, Activation) else step(values)
+            y = z
+            if step.node in self.lines:
+                c0, c1 = self.lines[step.node].view(2, -1, *(1,) * (z.ndim - 2))
+                y = c1 * z + c0
+            values[step.node] = y
+            yield step, z, y
             for node in unread:
                 del values[node]
-        logits = values[program.output]
-        yield program.output, logits, logits
 
     def _sum(self, step: Activation, values: dict[fx.Node, Any]) -> Tensor:
         """x * scale + shift + residual at a site, [B, ...]."""
@@ -87,14 +80,14 @@ class AffineNet:
         pieces = []
         for piece in x.split(LARGE // 2):
             parts = [places.new_empty(0, len(piece), dtype=x.dtype)] * len(of_site)
-            for node, z, _ in self.run(piece):
-                if node not in self.site_of:
-                    parts.append(z.flatten(1).T)  # the logits
-                    continue
-                if z.ndim == 4:
-                    z = z.movedim(1, -1)
-                site = self.site_of[node]
-                parts[site] = z.flatten(1).index_select(1, of_site[site]).T
+            for step, z, y in self.run(piece):
+                if step.node in self.site_of:
+                    if z.ndim == 4:
+                        z = z.movedim(1, -1)
+                    site = self.site_of[step.node]
+                    parts[site] = z.flatten(1).index_select(1, of_site[site]).T
+                if step.node is self.program.output:
+                    parts.append(y.flatten(1).T)
             pieces.append(torch.cat(parts))
         return torch.cat(pieces, 1)
 
@@ -121,7 +114,9 @@ class AffineNet:
             value = self.linear[step.node](values, len(stored(impulses)))
             yield step.node, value
             if step.node in self.lines:
-                value = scaled(value, self.lines[step.node][1])
+                slope = self.lines[step.node][1]
+                slope = slope.view(-1, *(1,) * (stored(value).ndim - 2))
+                value = with_numbers(value, stored(value) * slope)
             values[step.node] = value
             for node in step.inputs:
                 if last_reader[node] is step.node:
@@ -139,71 +134,70 @@ class AffineNet:
         )
 
 
-def check_linear(request: Request, program: Program) -> None:
-    """`NotAffine` if impulses at any site, or in the image, arrive otherwise than in the net.
+def why_not_affine(program: Program, example: Tensor) -> str:
+    """Where impulses in the image, or at any site, arrive otherwise than in the net; "": nowhere.
 
-    In double, once for a structure. A rule that loses a path, an operation that is not affine or
-    that mixes the images of a batch: each gives a difference.
+    In double, once for a structure. An operation that is not affine or that mixes the images of a
+    batch, a rule that loses a path: each gives a difference.
     """
-    values = peak_bytes(program) + sum(program.bytes_per_image[s.node] for s in program.activations)
-    weights = sum(t.nbytes for t in (*request.net.parameters(), *request.net.buffers()))
-    needed = 2 * (7 * values + weights)  # 4 images, and 3 impulses one by one
-    if needed > request.memory:
-        raise NotAffine(
-            f"its linear part is checked in double, which takes {needed / 2**20:,.0f} MiB, and "
-            f"{request.memory / 2**20:,.0f} MiB may be used (Engine(memory=...) allows more)"
-        )
     generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(request.example[:1].shape, generator=generator, dtype=torch.float64)
-    image = noise.to(request.example.device)
+    noise = torch.randn(2, *example.shape[1:], generator=generator, dtype=torch.float64)
+    image, dense = noise.to(example.device).split(1)
     try:
         net = AffineNet(_in_double(program))
+        # A change of all pixels, of sizes up to 10⁴: every operation sees every kind of number.
+        _compare(net, image, IMAGE, [dense * 10 ** (4 * torch.rand_like(dense))])
         for source, node in net.starts.items():
-            shape = program.shapes[node][1:]
-            anywhere = [int(torch.randint(n, (1,), generator=generator)) for n in shape]
-            corners = [[anywhere[0], *(0 for _ in shape[1:])], [n - 1 for n in shape]]
-            _compare(net, image, source, [anywhere, *corners])
+            size = program.shapes[node][1:]
+            anywhere = [int(torch.randint(n, (1,), generator=generator)) for n in size]
+            first = [anywhere[0], *(0 for _ in size[1:])]
+            last = [n - 1 for n in size]
+            impulses = [_impulse(image, size, position) for position in (anywhere, first, last)]
+            _compare(net, image, source, impulses)
+    except NotAffine as reason:
+        return str(reason)
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
-        raise NotAffine(f"its linear part cannot be computed ({error})") from error
+        return f"its linear part cannot be computed ({error})"
+    return ""
 
 
-def _compare(net: AffineNet, image: Tensor, source: int, positions: list[list[int]]) -> None:
-    """Row 0 of a batch is the image itself; each other row has one impulse added at the source."""
-    start = net.starts[source]
-    steps = net.reached(source)
-    x = image.repeat(1 + len(positions), *(1,) * (image.ndim - 1))
-    impulses = image.new_zeros(len(x), *net.program.shapes[start][1:])
-    responses: list[dict[fx.Node, Tensor]] = []
-    for row, position in enumerate(positions, 1):
-        index = (row, *position)
-        impulses[index] = 4.0
-        pushed = net.push(source, _as_value(impulses[row : row + 1], position), steps)
-        responses.append(
-            {n: whole(v)[0] for n, v in pushed if n in net.off or n is net.program.output}
-        )
-    if source == IMAGE:
-        x += impulses
-    for node, z, y in net.run(x):
-        difference = z[1:] - z[:1]
-        for row, response in enumerate(responses):
-            difference[row] -= response.get(node, 0)
-        if not difference.abs().max() <= 1e-9 * z.abs().max().clamp(min=1):
-            raise NotAffine(
-                f"an impulse arrives at node {node.name!r} in another way than in the net"
-            )
-        if node is start:
-            y += impulses
-
-
-def _as_value(impulse: Tensor, position: list[int]) -> Value:
-    """The impulse [1, ...] as a patch of one pixel, if it is an image."""
-    if impulse.ndim != 4:
+def _impulse(like: Tensor, size: tuple[int, ...], position: list[int]) -> Value:
+    """One number that is not 0; in an image it is a patch of one pixel."""
+    impulse = like.new_zeros(1, *size)
+    impulse[0][tuple(position)] = 4.0
+    if len(size) != 3:
         return impulse
     _, top, left = position
-    height, width = impulse.shape[2:]
     box = (range(top, top + 1), range(left, left + 1))
-    pixel = impulse[:, :, top : top + 1, left : left + 1]
-    return Patch(pixel, box, (height, width))
+    return Patch(impulse[:, :, top : top + 1, left : left + 1], box, size[1:])
+
+
+def _compare(net: AffineNet, image: Tensor, source: int, impulses: list[Any]) -> None:
+    """Row 0 of a batch is the image itself; to each other row an impulse is added at the source."""
+    start = net.starts[source]
+    steps = net.reached(source)
+    reached = {step.node for step in steps}
+    pushed = [net.push(source, impulse, steps) for impulse in impulses]
+    added = torch.cat([torch.zeros_like(whole(impulses[0])), *map(whole, impulses)])
+    x = image.repeat(len(added), *(1,) * (image.ndim - 1))
+    if source == IMAGE:
+        x = x + added
+    for step, z, y in net.run(x):
+        responses = []
+        if step.node in reached:
+            responses = [whole(next(push)[1]) for push in pushed]
+        if step.node in net.linear and isinstance(z, Tensor):
+            error = z[1:] - z[:1]
+            if responses:
+                error = error - torch.cat(responses)
+            scale = z[1:].abs().flatten(1).amax(1).clamp(min=1)
+            if not (error.abs().flatten(1).amax(1) <= 1e-9 * scale).all():
+                kind = getattr(step.run, "__name__", type(step.run).__name__)
+                raise NotAffine(
+                    f"node {step.node.name!r} ({kind}) is not an affine function of the image"
+                )
+        if step.node is start:
+            y += added
 
 
 def _in_double(program: Program) -> Program:

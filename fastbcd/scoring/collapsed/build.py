@@ -20,14 +20,14 @@ from fastbcd.masking.masks import MaskSet
 from fastbcd.runtime.ranks import all_sum, rank, world
 from fastbcd.scoring.collapsed.affine_net import IMAGE, AffineNet
 from fastbcd.scoring.collapsed.form import Form
-from fastbcd.scoring.collapsed.linear_rules import NotAffine
+from fastbcd.scoring.collapsed.linear import NotAffine
 from fastbcd.scoring.collapsed.patches import LARGE, ImpulseBatch, Positions, Value, whole
 from fastbcd.scoring.compiled import compiled
 from fastbcd.scoring.engine import Request
 from fastbcd.scoring.stacked import peak_bytes
 
 MOST = 1024  # impulses in a batch on a GPU, if an eighth of the memory holds them
-KERNELS = 2**25  # bytes: oneDNN compiles a kernel for each shape of patch, and keeps it
+KERNELS = 44 * 2**20  # bytes: oneDNN compiles a kernel for each shape of patch, and keeps it
 BUILD_WEIGHT = 1.3  # time of a multiply-add of impulses, as measured (benchmarks/RESULTS.md)
 
 

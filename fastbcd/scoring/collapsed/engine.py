@@ -23,7 +23,7 @@ from fastbcd.ops.kink import kink
 from fastbcd.scoring.collapsed.affine_cache import AffineCache
 from fastbcd.scoring.collapsed.affine_net import AffineNet
 from fastbcd.scoring.collapsed.form import Form, find
-from fastbcd.scoring.collapsed.linear_rules import NotAffine
+from fastbcd.scoring.collapsed.linear import NotAffine
 from fastbcd.scoring.engine import Request, difference_from_net
 
 

@@ -16,7 +16,7 @@ tiles, and cuts them into batches.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -65,6 +65,13 @@ def stored(value: Value) -> Tensor:
     return value
 
 
+def with_numbers(value: Value, numbers: Tensor) -> Value:
+    """Other numbers at the same positions."""
+    if isinstance(value, Patch):
+        return value._replace(value=numbers)
+    return numbers
+
+
 def whole(value: Value) -> Tensor:
     """The value as one tensor, with the zeros outside its box."""
     if isinstance(value, Patch):
@@ -72,25 +79,15 @@ def whole(value: Value) -> Tensor:
     return value
 
 
-def nothing(shape: tuple[int, ...], like: Value) -> Value:
-    """Zeros of a shape [n, ...], stored as another value is."""
-    if not isinstance(like, Patch):
-        return like.new_zeros(shape)
-    n, channels, height, width = shape
-    value = like.value.new_zeros(n, channels, *map(len, like.box))
-    return Patch(value, like.box, (height, width))
+def common_box(values: Iterable[Patch]) -> Box:
+    """The smallest box around all."""
+    rows, columns = zip(*(value.box for value in values), strict=True)
+    return bounding(rows), bounding(columns)
 
 
-def aligned(values: Sequence[Any]) -> tuple[list[Tensor], Callable[[Tensor], Value]]:
-    """The numbers of values in the smallest box around all, and how to make a value of such."""
-    if not all(isinstance(value, Patch) for value in values):
-        return [whole(value) for value in values], lambda numbers: numbers
-    box: Any = tuple(
-        range(min(lines.start for lines in same), max(lines.stop for lines in same))
-        for same in zip(*(value.box for value in values), strict=True)
-    )
-    size = values[0].size
-    return [value.within(box) for value in values], lambda numbers: Patch(numbers, box, size)
+def bounding(lines: Sequence[range]) -> range:
+    """The smallest range that contains all of some ranges."""
+    return range(min(r.start for r in lines), max(r.stop for r in lines))
 
 
 def convolve(x: Value, conv: Convolution) -> Patch:

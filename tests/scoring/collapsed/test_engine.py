@@ -205,7 +205,7 @@ def test_a_rule_that_loses_a_path_is_noticed(monkeypatch, lost) -> None:
     monkeypatch.setattr(affine_net, "linear_parts", loses)
     net = thinned(Halves().eval(), 0.05)
     net.head.weight.data[:, :3] *= 1e-5  # the logits hardly depend on the first half
-    with pytest.raises(ValueError, match="an impulse arrives at node"):
+    with pytest.raises(ValueError, match=r"node 'getitem.* is not an affine function"):
         score(net, [masks(net).sample(2, seed=0, step=0, trial=0)], images(9), engine="collapsed")
 
 
@@ -332,8 +332,6 @@ def test_too_little_memory_is_refused_before_any_work(builds) -> None:
     net, data = make("resnet"), images(10)
     with pytest.raises(ValueError, match=r"form of 1,024 ReLUs takes .* MiB.*memory=.*stacked"):
         score(net, torch.tensor([[0]]), data, Engine("collapsed", memory=2**24))
-    with pytest.raises(ValueError, match=r"in double, which takes .* MiB.*memory=.*stacked"):
-        score(make("resnet"), torch.tensor([[0]]), data, Engine("collapsed", memory=2**16))
     assert not builds
 
 
