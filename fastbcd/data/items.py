@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch.utils import data as torch_data
 from fastbcd.data.arrays import HALVES, channels_last, check_values, target_tensor
 
 Item = tuple[np.ndarray, np.ndarray]  # an input [C,...] and its target
+NAMES = (("pixel_values", "image"), ("labels", "label"))  # of an input and a target in a dict
 READ_TWICE = 8  # items that show whether a dataset gives the same images again
 # Samplers that draw all of their dataset, in any order.
 WHOLE = (torch_data.SequentialSampler, torch_data.RandomSampler, torch_data.DistributedSampler)
@@ -87,9 +88,14 @@ def _unchanged(item: Any) -> Any:
 
 def read_item(item: Any, number: int) -> Item:
     """The input, uint8 or float [C,...], and the target of an item of a Dataset."""
+    kind = type(item).__name__
+    if isinstance(item, Mapping):  # as those of Hugging Face
+        item = [item[name] for names in NAMES for name in names if name in item]
     if not isinstance(item, tuple | list) or len(item) < 2:
-        kind = type(item).__name__
-        raise TypeError(f"item {number} of the dataset is a {kind}, not (image, label)")
+        raise TypeError(
+            f"item {number} of the dataset is a {kind}, not (image, label), nor a dict of "
+            f"{' or '.join(NAMES[0])} and {' or '.join(NAMES[1])}"
+        )
     image = _read_image(item[0], f"the image of item {number} of the dataset")
     who = f"the label of item {number} of the dataset"
     return image, target_tensor(_array(item[1], who), who).numpy()

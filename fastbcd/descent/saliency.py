@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fastbcd.data.for_net import data_for
 from fastbcd.data.images import ImageData
 from fastbcd.graph.fuse import fused
+from fastbcd.graph.trace import logits_of
 from fastbcd.masking.activations import SaliencyPass
 from fastbcd.masking.masks import mask_modules, masks
 from fastbcd.runtime.dtypes import dtype_of
@@ -151,7 +152,7 @@ def _totals(
     ):
         model.eval()
         for x, labels in mine.batches(batch_size, memory_format=memory_format, dtype=dtype_of(net)):
-            outputs = model(x)
+            outputs = logits_of(model(x))
             # In double: softmax - 1 loses its digits where the net is certain.
             loss = criterion.losses(outputs, labels).sum()
             if distill is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import linecache
 import operator
 import threading
@@ -57,6 +59,18 @@ class Tracer(fx.Tracer):
         here = threading.get_ident() == self.thread
         return super().getattr(attr, attr_val, parameter_proxy_cache) if here else attr_val
 
+    def create_args_for_root(self, root_fn: Any, *_: Any) -> tuple[Any, list[Any]]:
+        """The first argument of forward alone: the others have their defaults."""
+        parameters = list(inspect.signature(root_fn).parameters.values())[1:]
+        name = next((p.name for p in parameters if p.kind is not p.VAR_POSITIONAL), "x")
+        return root_fn, [self.root, self.create_proxy("placeholder", name, (), {})]
+
+    def create_arg(self, a: Any) -> Any:
+        if dataclasses.is_dataclass(a) and isinstance(a, dict):  # an output of transformers
+            parts = {name: self.create_arg(part) for name, part in a.items()}
+            return self.create_node("call_function", type(a), (), parts)
+        return super().create_arg(a)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         ours = isinstance(m, MaskedActivation | FunctionalBatchNorm)
         return ours or super().is_leaf_module(m, module_qualified_name)
@@ -81,8 +95,25 @@ class Tracer(fx.Tracer):
 
 
 def trace(net: nn.Module) -> fx.Graph:
-    """The graph of a net in its present mode, masked activations as call_module nodes."""
-    return net.graph if isinstance(net, fx.GraphModule) else Tracer().trace(net)
+    """The graph of a net in its present mode, masked activations as call_module nodes.
+
+    Of an output that has logits, as those of transformers, it returns these.
+    """
+    graph = net.graph if isinstance(net, fx.GraphModule) else Tracer().trace(net)
+    result = graph.output_node().args[0]
+    if not isinstance(result, fx.Node) or "logits" not in result.kwargs:
+        return graph
+    graph = copy.deepcopy(graph)
+    output = graph.output_node()
+    made: Any = output.args[0]
+    output.args = (made.kwargs["logits"],)
+    graph.erase_node(made)
+    return graph
+
+
+def logits_of(outputs: Any) -> Any:
+    """The logits of an output that has them, as those of transformers; another as it is."""
+    return getattr(outputs, "logits", outputs)
 
 
 _PURE: dict[Any, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from fastbcd.ops.masked import masked, saliency
 from fastbcd.runtime.validate import check_choice
@@ -39,6 +39,15 @@ class MaskedActivation(nn.Module):
 
     def forward(self, x: Tensor, residual: Any = None) -> Tensor:
         """act(x), or act(x + residual) in one pass. x [B, *shape] -> [B, *shape]."""
+        if isinstance(x, fx.Proxy):  # one call for any tracer, such as torchvision's
+            path = x.tracer.path_of_module(self)
+            args = (x,) if residual is None else (x, residual)
+            return x.tracer.create_proxy("call_module", path, args, {})
+        if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
+            raise RuntimeError(
+                "torch.onnx.export(dynamo=False) has no masked activations: use dynamo=True, or "
+                "fastbcd.private.export(net, images, 'net.onnx')"
+            )
         if residual is not None:
             like = isinstance(residual, Tensor) and residual.dtype == x.dtype
             if not like or residual.shape != x.shape:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as KEPT
 
@@ -35,6 +37,17 @@ class ConvertedNet(fx.GraphModule):
         """Set an attribute that copy.deepcopy copies, too."""
         self.meta.setdefault(KEPT, {})[name] = value
         vars(self)[name] = value
+
+    def __call__(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        """What forward returns; with labels, class indices, and its loss, as in transformers."""
+        output = super().__call__(*args, **kwargs)
+        if labels is None:
+            return output
+        if not (hasattr(output, "logits") and hasattr(output, "loss")):
+            raise TypeError("this net takes no argument labels=: its output has no logits and loss")
+        if labels.is_floating_point():
+            raise TypeError(f"labels= are {labels.dtype}, not class indices: use output.logits")
+        return dataclasses.replace(output, loss=F.cross_entropy(output.logits, labels))
 
     def recompile(self) -> Any:
         code = super().recompile()

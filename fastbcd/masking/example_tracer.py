@@ -66,11 +66,6 @@ class ExampleTracer(Tracer):
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
-    def create_args_for_root(self, root_fn: Any, *_: Any) -> tuple[Any, list[Any]]:
-        parameters = list(inspect.signature(root_fn).parameters.values())[1:]
-        name = next((p.name for p in parameters if p.kind is not p.VAR_POSITIONAL), "x")
-        return root_fn, [self.root, self.create_proxy("placeholder", name, (), {})]
-
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """The graph; a call of an autograd Function is one node, which keeps its own gradient."""
         function: Any = torch.autograd.Function

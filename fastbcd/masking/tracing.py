@@ -9,11 +9,13 @@ only add outputs are left out.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import itertools
 import operator
 import traceback
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -244,9 +246,17 @@ def replace_call(
 
 def same_values(a: Any, b: Any) -> bool:
     """Equal tensors bit for bit, NaN equal to NaN, inside any nesting."""
-    ours = tree_leaves(a)
-    theirs = tree_leaves(b)
+    ours = list(_leaves(a))
+    theirs = list(_leaves(b))
     return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    for leaf in tree_leaves(value, is_leaf=dataclasses.is_dataclass):
+        if dataclasses.is_dataclass(leaf):
+            yield from _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            yield leaf
 
 
 def _same(p: Any, q: Any) -> bool:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from fastbcd.data.for_net import data_for
 from fastbcd.data.images import ImageData
 from fastbcd.graph.fuse import fused
+from fastbcd.graph.trace import logits_of
 from fastbcd.masking.calls import calls_checked
 from fastbcd.masking.convert import unwrap
 from fastbcd.runtime.dtypes import dtype_of
@@ -108,7 +109,7 @@ def first_outputs(net: nn.Module, data: ImageData, who: str, n: int) -> Any:
     with calls_checked(net):
         try:
             with eval_mode(net), torch.inference_mode():
-                return net(next(data.batches(n, dtype=dtype_of(net)))[0])
+                return logits_of(net(next(data.batches(n, dtype=dtype_of(net)))[0]))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             hint = "; give grey images as images.unsqueeze(1)" if data.images.ndim == 3 else ""
             raise ValueError(

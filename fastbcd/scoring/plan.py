@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from fastbcd.graph.trace import logits_of
 from fastbcd.runtime.ranks import world
 from fastbcd.runtime.warn_once import warn_once
 from fastbcd.scoring.collapsed.affine_net import AffineNet, why_not_affine
@@ -218,7 +219,8 @@ class CollapsedPlanner:
         request = self.request
         form = self.form or self.built_form()
         engine = Collapsed(form, self.net, made.images)
-        answer = request.net(request.example[:1].clone())  # the net may write into its input
+        example = request.example[:1].clone()  # the net may write into its input
+        answer = logits_of(request.net(example))
         if made.answer is None or not torch.equal(answer, made.answer):
             try:
                 engine.check(request)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from fastbcd.graph.trace import logits_of
 from fastbcd.masking.masks import MaskSet, mask_modules
 
 Change = tuple[Tensor, Tensor]  # a site's mask, and the places in it of the ReLUs removed
@@ -50,7 +51,7 @@ class Sequential:
             try:
                 for mask, ids in changes:
                     mask.copy_(mask.flatten().index_fill(0, ids, False).view_as(mask))
-                outputs = self.net(x.clone())  # the net may write into its input
+                outputs = logits_of(self.net(x.clone()))  # the net may write into its input
             finally:
                 for (mask, _), bits in zip(changes, before, strict=True):
                     mask.copy_(bits)

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_map_only
 
 from fastbcd.data.for_net import data_for
 from fastbcd.graph.fuse import fused
+from fastbcd.graph.trace import logits_of
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runtime import ranks
 from fastbcd.runtime.malloc import kept_memory
@@ -230,7 +231,7 @@ class Session:
         """The loss of a batch, a tensor []."""
         images = batch.images
         with precision.mixed(self.half, images.device), site_outputs(self.sites) as activations:
-            outputs = self.model(images)
+            outputs = logits_of(self.model(images))
         loss = batch_loss(
             tree_map_only(Tensor, at_least_float32, outputs),
             batch.labels,

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
 from fastbcd.graph.fuse import fused
+from fastbcd.graph.trace import logits_of
 from fastbcd.masking.activations import MaskedActivation
 from fastbcd.masking.convert import convert
 from fastbcd.runtime import ranks
@@ -66,8 +67,8 @@ class FrozenNet:
     def of(self, batch: Tensor, use: Callable[[Tensor], Tensor] = direction) -> Answer:
         """The logits of a batch and use(output) of each of its activations."""
         with site_outputs(self.sites, use) as activations:
-            logits = self.model(batch.to(self.dtype, memory_format=self.layout))
-        return Answer(logits.float(), activations)
+            outputs = self.model(batch.to(self.dtype, memory_format=self.layout))
+        return Answer(logits_of(outputs).float(), activations)
 
     def rows(self, images: Tensor) -> Tensor:
         """The logits of at most BATCH images, in a batch that is filled up with zeros."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import pickle
 import re
@@ -297,6 +298,21 @@ def test_average_pools_replace_max_pools() -> None:
             convert(nn.Sequential(nn.ReLU(), bad), x, maxpool="average")
     with pytest.raises(ValueError, match="maxpool='mean'; choose from keep, average"):
         convert(model, x, maxpool="mean")
+
+
+def test_other_tracers_see_masked_activations(torchvision) -> None:
+    """torch.fx with its own tracer, and the feature extractors of torchvision."""
+    model, x = torchvision.models.resnet18(weights=None).eval(), torch.randn(2, 3, 32, 32)
+    by_hand = nn.Sequential(nn.Conv2d(3, 4, 3), fastbcd.MaskedLine((4, 30, 30))).eval()
+    net = convert(model, x, maxpool="average")
+    for one in (net, by_hand):
+        assert torch.equal(torch.fx.symbolic_trace(one)(x), one(x))
+    extraction = importlib.import_module("torchvision.models.feature_extraction")
+    features = extraction.create_feature_extractor(
+        net, {"layer1.0.relu": "early", "layer4.1.relu_1": "late"}
+    )(x)
+    assert features["early"].shape == (2, 64, 8, 8)
+    assert torch.equal(net.fc(net.avgpool(features["late"]).flatten(1)), net(x))
 
 
 def test_train_mode_follows(device) -> None:

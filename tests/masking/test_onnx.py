@@ -35,3 +35,10 @@ def test_symbolic_shapes_are_those_of_the_operator() -> None:
     real = fastbcd.ops.masked_relu(x, mask)
     fake = fastbcd.ops.masked_relu(mode.from_tensor(x), mode.from_tensor(mask))
     assert [int(n) for n in fake.stride()] == list(real.stride())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_old_exporter_is_refused_with_the_way_out(tmp_path) -> None:
+    net = nn.Sequential(nn.Linear(3, 4), fastbcd.MaskedReLU(4))
+    with pytest.raises(RuntimeError, match=r"use dynamo=True, or fastbcd.private.export"):
+        torch.onnx.export(net, (torch.randn(2, 3),), str(tmp_path / "net.onnx"), dynamo=False)
