@@ -115,6 +115,11 @@ def _mean(
         fitting = VALUES.get(images.device.type, VALUES["cpu"]) // sites.total
         batch_size = max(8, min(256, fitting))
     check_loss(net, images, loss)
+    if distill is not None and len(distill.logits) != len(images):
+        raise ValueError(
+            f"distill has logits for {len(distill.logits)} images; there are {len(images)}: use "
+            f"Distillation.of(teacher, data, settings) on the same data"
+        )
     totals = _totals(net, images, absolute, batch_size, Criterion(loss=loss), distill)
     mean = all_sum(torch.cat([t.flatten().cpu() for t in totals])) / len(images)
     if not mean.isfinite().all():

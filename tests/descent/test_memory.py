@@ -13,7 +13,7 @@ import torch
 import fastbcd
 from fastbcd.descent import job as descent
 from fastbcd.runs.directory import read_start, read_state
-from fastbcd.scoring import score as scoring
+from fastbcd.scoring import answers as scoring
 from helpers.nets import images, make, thinned
 from helpers.run_cases import records
 
