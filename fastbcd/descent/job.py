@@ -201,8 +201,11 @@ class Job(NamedTuple):
         settings: dict[str, Any] = {"budget": self.budget.describe()}
         if self.epochs:
             settings["epochs"] = self.epochs
-        settings |= self.search.describe() | {"proposal": self.proposal.describe()}
-        settings |= self.training.describe()
+        settings |= self.search.describe() | self.training.describe()
+        # Last, because `linearize` makes them of the others: a change is refused by its own name.
+        settings["drc"] = settings.pop("drc")
+        del settings["proposal"]
+        settings["proposal"] = self.proposal.describe()
         problem = self.problem
         return Config.of("bcd", settings, problem.net, data=problem.train, test=problem.test)
 

@@ -26,7 +26,7 @@ from fastbcd.descent.blocks import Blocks
 from fastbcd.descent.budget import Budget, check_reducible, counts_of, limits_of
 from fastbcd.descent.job import Job, Search
 from fastbcd.descent.plan import show_plan, watched
-from fastbcd.descent.problem import Problem
+from fastbcd.descent.problem import Problem, check_net
 from fastbcd.descent.proposals import Saliency
 from fastbcd.descent.schedules import Shares
 from fastbcd.descent.tuning import Tuned
@@ -67,6 +67,7 @@ SAMPLES = 500
 LINE = "line"
 LAST = 1e-3  # what is left before the last step of a way down to nothing, a share
 BATCHES, SMALLEST, LARGEST = 200, 25, 128  # of an epoch at least, and the sizes of a batch
+TESTS = 10  # of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,18 +108,33 @@ class Linearization(Search):
         None, "propose and score on the first n train images; None: on 500 at most", least=1
     )
 
+    test_every: int | None = setting(  # type: ignore[assignment]
+        None,
+        "measure the test accuracy after every n steps, and after the last one; None: about ten "
+        "times in a run",
+        least=1,
+        recorded=False,
+    )
+
     def for_images(self, count: int) -> Linearization:
         """With values in place of None."""
         clip = self.clip
         if clip is None:
             clip = CLIP[self.replacement]
-        return replace(
+        batch_size = self.batch_size or min(LARGEST, max(SMALLEST, count // BATCHES))
+        filled = replace(
             self,
             lr=self.lr or LR[self.replacement],
             clip=clip,
-            batch_size=self.batch_size or min(LARGEST, max(SMALLEST, count // BATCHES)),
+            batch_size=batch_size,
             samples=self.samples or min(SAMPLES, count),
         )
+        steps = self.epochs * (DOWN * filled.parts(count) + 1 - DOWN)
+        return replace(filled, test_every=self.test_every or max(1, round(steps / TESTS)))
+
+    def parts(self, count: int) -> int:
+        """Steps per epoch on the way down."""
+        return max(1, min(PARTS, count // (self.batch_size or 1)))
 
 
 @with_settings(Linearization, Finetune, without=("drc", "proposal", "finetune_when"))
@@ -156,11 +172,12 @@ def linearize(
     >>> run.masks.count(), [step.after for step in run.history]
     (2, [6, 5, 4, 3, 2, 2, 2, 2])
     """
+    check_net("model", model)
     data = data_for(model, train)
     chosen = Linearization(**fields_in(Linearization, settings)).for_images(len(data))
     net = _net(model, data, start, chosen.replacement)
     check_reducible(budget, net)
-    parts = max(1, min(PARTS, len(data) // (chosen.batch_size or 1)))  # of an epoch, on the way
+    parts = chosen.parts(len(data))
     finetune = Finetune(**fields_in(Finetune, settings | vars(chosen)) | {"epochs": 1 / parts})
     search = _search(chosen, budget, net, parts, distilled=finetune.distill > 0)
     problem = Problem(net, data, test, search.criterion, search.samples)

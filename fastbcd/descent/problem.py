@@ -19,6 +19,7 @@ class Problem:
     def __init__(
         self, net: nn.Module, data: Any, test: Any, criterion: Criterion, samples: int | None
     ) -> None:
+        check_net("net", net)
         self.net = net
         self.criterion = criterion
         self.train = data_for(net, data)
@@ -41,3 +42,12 @@ class Problem:
     def unit(self) -> str:
         """Of accuracies, as text."""
         return "" if self.criterion.bounds is None else " %"
+
+
+def check_net(name: str, net: Any) -> None:
+    """Refuse what is no network."""
+    if not isinstance(net, nn.Module):
+        kind = f"a {type(net).__name__}"
+        if isinstance(net, type):
+            kind = f"the class {net.__name__}"
+        raise TypeError(f"{name} is {kind}; give a torch.nn.Module first, and then the data")

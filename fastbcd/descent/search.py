@@ -23,6 +23,7 @@ from fastbcd.masking.masks import MaskSet, masks, set_masks
 from fastbcd.runs.journal import Journal
 from fastbcd.runs.step import Start, Step, timed
 from fastbcd.runtime.show import say
+from fastbcd.runtime.validate import check_number
 from fastbcd.scoring.choose import Choice, choose
 from fastbcd.scoring.score import score
 
@@ -36,12 +37,15 @@ def descend(job: Job, run: Journal[Step], *, progress: bool = False) -> Iterator
     """
     job = job.at(run.start)
     net = job.problem.net
+    start = _start_bits(run)
     while not job.over(run.history):
-        step = _rest(job, run) if job.met() else _remove(job, run)
+        step = _rest(job, run) if job.met() else _remove(job, run, start)
         after = masks(net).copy()
         with timed(step.seconds, "finetune"):
             yield step
         _check_unchanged(masks(net), after)
+        job.training.settle(net)
+        step.train_loss = _loss(step.train_loss)
         if step.number % job.search.test_every == 0 or job.over([*run.history, step]):
             with timed(step.seconds, "test"):
                 step.test_accuracy = job.problem.accuracy()
@@ -50,7 +54,7 @@ def descend(job: Job, run: Journal[Step], *, progress: bool = False) -> Iterator
             say(str(step))
 
 
-def _remove(job: Job, run: Journal[Step]) -> Step:
+def _remove(job: Job, run: Journal[Step], start: Tensor) -> Step:
     """Remove the hypothesis that the step takes, return what the limits allow, and record it."""
     problem = job.problem
     before = masks(problem.net).copy()
@@ -58,7 +62,9 @@ def _remove(job: Job, run: Journal[Step]) -> Step:
     number = len(run.history) + 1
     choice, seconds = decide(job, problem.scored, goal, number, run.extra.get(MARGINS))
     set_masks(problem.net, before.without(choice.removal))
-    returned = to_return(problem.net, problem.scored, job.limits, loss=problem.criterion.loss)
+    returned = to_return(
+        problem.net, problem.scored, job.limits, loss=problem.criterion.loss, among=start
+    )
     set_masks(problem.net, masks(problem.net).including(returned))
     if choice.margins is not None:
         run.extra = {MARGINS: choice.margins}
@@ -154,6 +160,22 @@ def decide(
             margins=margins,
         )
     return choice, seconds
+
+
+def _start_bits(run: Journal[Step]) -> Tensor:
+    """The bits of the net before the first step, [total]: no other ReLU returns."""
+    tensors = run.start_tensors()
+    names = [f"{site.name}.mask".lstrip(".") for site in masks(run.net).sites]
+    return torch.cat([tensors[name].flatten().bool() for name in names])
+
+
+def _loss(loss: Any) -> float | None:
+    """The loss that a training reports, as a number."""
+    if hasattr(loss, "item"):
+        loss = loss.item()
+    if loss is not None:
+        check_number("step.train_loss", loss)
+    return loss
 
 
 def _check_unchanged(now: MaskSet, expected: MaskSet) -> None:

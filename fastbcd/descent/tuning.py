@@ -13,6 +13,7 @@ from fastbcd.data.images import ImageData
 from fastbcd.descent.problem import Problem
 from fastbcd.runs.fingerprint import weights_mark
 from fastbcd.runs.step import Step
+from fastbcd.runtime import ranks
 from fastbcd.runtime.settings import described
 from fastbcd.scoring.compiled import drop
 from fastbcd.training.finetuner import Finetuner
@@ -35,6 +36,10 @@ class Training:
 
     def __call__(self, step: Step) -> None:
         """Train the net in place after the step's removal, and complete the step's record."""
+
+    def settle(self, net: nn.Module) -> None:
+        """After the training: batch norm has seen other images on each rank."""
+        ranks.agree(net.buffers())
 
     def answers(self, data: ImageData) -> Distillation | None:
         """The teacher's answers to these images, if the net distils from one."""
@@ -60,8 +65,8 @@ class Own(Training):
         # Seeded, so that a step that is run again after a kill trains in the same way.
         with seeded(self.problem.train.device, self.seed * 1_000_003 + step.number):
             report = self.function(net, step)
-        if isinstance(report, dict) and report.get("loss") is not None:
-            step.train_loss = float(report["loss"])
+        if isinstance(report, dict):
+            step.train_loss = report.get("loss")
 
 
 class Tuned(Training):
@@ -89,6 +94,9 @@ class Tuned(Training):
         report = self.tuner.run(step.number, progress=self.progress, **how)
         step.epochs = report["epochs"]
         step.train_loss = report.get("loss")
+
+    def settle(self, net: nn.Module) -> None:
+        """`Finetuner` has averaged what the ranks' batches made."""
 
     def rehearse(self, images: ImageData) -> None:
         """An epoch of a copy of the net on some images, to be timed."""

@@ -93,6 +93,12 @@ class Journal(Generic[Record]):
     def _save(self, history: list[Record], extra: Tensors) -> None:
         net = snapshots.take(self.net)
         ranks.check_same("the weights and masks", net)
+        for name, before in self._good.items():
+            if not net[name].isfinite().all() and before.isfinite().all():
+                raise FloatingPointError(
+                    f"{name} is not finite after step {len(history)}, which is undone: train with "
+                    f"a smaller learning rate, or limit the norm of the gradient"
+                )
         state = State(
             tensors=net | {EXTRA + name: tensor for name, tensor in extra.items()},
             start=encode(self.start),

@@ -121,7 +121,9 @@ def on_first(work: Callable[[], Answer]) -> Answer:
     return answer[1]
 
 
-def check_facts(facts: dict[str, Any]) -> None:
+def check_facts(
+    facts: dict[str, Any], way_out: str = "give every rank the same net, data and settings"
+) -> None:
     """RuntimeError on all ranks, naming the first difference, if their facts differ.
 
     facts: JSON-able. A rank waits TIMEOUT at most for the others.
@@ -141,8 +143,7 @@ def check_facts(facts: dict[str, Any]) -> None:
     for number, other in enumerate(everyone):
         for name, first, here in differences(everyone[0], other):
             raise RuntimeError(
-                f"ranks differ: {name} is {first} on rank 0 and {here} on rank {number}; give "
-                f"every rank the same net, data and settings"
+                f"ranks differ: {name} is {first} on rank 0 and {here} on rank {number}; {way_out}"
             )
 
 
@@ -171,7 +172,10 @@ def _text(value: Any) -> str:
 def check_same(what: str, tensors: dict[str, Tensor]) -> None:
     """RuntimeError on all ranks, naming `what`, if their tensors differ in any bit."""
     if world() > 1:
-        check_facts({f"the digest of {what}": digest(tensors).hex()[:16]})
+        check_facts(
+            {f"the digest of {what}": {n: digest({n: t}).hex()[:16] for n, t in tensors.items()}},
+            "give every rank the same net, and train it in DistributedDataParallel",
+        )
 
 
 def digest(tensors: dict[str, Tensor]) -> bytes:

@@ -26,6 +26,8 @@ from fastbcd.runtime.validate import check_choice, check_number, check_whole
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+ALIASES = {"learning_rate": "lr"}  # what other libraries call a setting
+
 # What kinds of values are called in errors.
 WORDS = {Callable: "a callable", str: "a text", int: "a whole number", bool: "True or False"}
 
@@ -122,7 +124,8 @@ def check_names(who: str, names: Iterable[str], known: Iterable[str]) -> None:
     """Refuse arguments of the function `who` that are none of the known ones."""
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+            name_here = ALIASES.get(name, name)
+            near = difflib.get_close_matches(name_here, known, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"{who} has no argument {name!r}{hint}")
 

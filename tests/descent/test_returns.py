@@ -75,29 +75,34 @@ def test_nothing_is_computed_where_nothing_can_return(monkeypatch) -> None:
 
 
 class Empties(fastbcd.Proposal):
-    """Every step empties the first site in use."""
+    """A step empties the first site in use; the first step also removes two ReLUs elsewhere."""
 
     def __call__(self, net, data, size, *, seed, step):
         raise NotImplementedError
 
     def toward(self, net, data, goal, *, seed, step):
         ids, _ = goal.without(goal.counts.nonzero()[0][:1])
-        return lambda trial: ids
+        return lambda trial: torch.cat([ids, torch.tensor([22, 23])]) if step == 1 else ids
 
 
-def test_a_site_is_emptied_below_the_target_and_relus_return() -> None:
-    """The first step ends above the target: nothing returns. The second ends below it."""
+def test_relus_of_the_start_return_to_a_target(tmp_path) -> None:
+    """The first step ends above the target: nothing returns. The second empties a site."""
     net, data = problem()
-    fastbcd.set_masks(net, fastbcd.masks(net).including(torch.tensor([20, 21])))
+    start = fastbcd.masks(net).including(torch.tensor([20, 21, 22, 23]))
+    fastbcd.set_masks(net, start)
     connection: dict[str, Any] = {"bandwidth": "10Mbit", "rtt": "1ms"}
     target = Target(0.0105, **connection)
-    run = fastbcd.bcd(net, data, target, rt=1, finetune=None, proposal=Empties())
+    run = fastbcd.bcd(
+        net, data, target, rt=1, finetune=None, proposal=Empties(), run_dir=tmp_path / "run"
+    )
     assert [s.sites for s in run.history] == [[0, 6, 2], [0, 0, 4]]
     assert [(s.before, s.drc, s.returned, s.after) for s in run.history] == [
-        (14, 6, 0, 8), (8, 6, 2, 4),
+        (16, 8, 0, 8), (8, 6, 2, 4),
     ]  # fmt: skip
+    assert not (run.masks.bits & ~start.bits).any(), "24 and 25 were removed at the start"
     assert run.history[-1].cost == target.cost(net) <= 0.0105
-    assert [step.returned for step in run.history] == [0, 2]
-    removed = (~run.masks.bits[20:]).nonzero().flatten() + 20
-    fastbcd.set_masks(net, run.masks.including(removed[:1]))
+    saved = fastbcd.load_run(tmp_path / "run", model=net)
+    assert saved.done
+    assert saved.masks == run.masks
+    fastbcd.set_masks(net, run.masks.including(torch.tensor([24])))
     assert target.cost(net) > 0.0105

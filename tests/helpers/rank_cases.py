@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import fastbcd
@@ -165,6 +166,47 @@ def trained(folder: Path) -> Any:
     return {"state": state, "steps": len(run.history), "compared": compared}
 
 
+def ddp_loop(folder: Path) -> Any:
+    """A plain loop with DistributedDataParallel, and one without; only rank 0 shows progress."""
+    found = []
+    x, labels = problem("mlp", 24)[1]
+    for parallel in (True, False):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), fastbcd.MaskedReLU((4, 6, 6)),
+            torch.nn.Flatten(), torch.nn.Linear(144, 5),
+        )  # fmt: skip
+
+        def train(net: Any = net, parallel: bool = parallel) -> None:
+            for step in fastbcd.steps(
+                net, (x, labels), 44, drc=50, rt=2, test=(x, labels), progress=not ranks.rank()
+            ):
+                trained = DistributedDataParallel(net) if parallel else net
+                optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+                part = slice(12 * ranks.rank(), 12 * (ranks.rank() + 1))
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    loss = torch.nn.functional.cross_entropy(
+                        trained.train()(x[part]), labels[part] % 5
+                    )
+                    loss.backward()
+                    optimizer.step()
+                step.train_loss = loss.item()
+
+        found += [said(train), fastbcd.masks(net).count()]
+    return found
+
+
+def progress(folder: Path) -> Any:
+    """linearize whose plan and bar only rank 0 shows."""
+    data = fastbcd.load("fashion-mnist-mini").first(64)
+    run = fastbcd.linearize(
+        small_net(), data, 30, epochs=2, batch_size=32, padding=0, test=data.first(20),
+        replacement="identity", progress=ranks.rank() == 0,
+    )  # fmt: skip
+    return [run.masks.count(), ranks.digest(snapshots.take(run.model)).hex()]
+
+
 class Pairs(torch.utils.data.Dataset):
     """A Dataset that is not a TensorDataset."""
 
@@ -287,7 +329,7 @@ def on_ranks(case: Callable[[Path], Any], folder: Path, world: int) -> list[Any]
 
 
 def all_cases(folder: Path) -> dict[str, Any]:
-    found = {c.__name__: on_ranks(c, folder, 2) for c in (collectives, different, late, full_disk)}
+    found = {c.__name__: on_ranks(c, folder, 2) for c in CASES}
     for case in (scores, choices, untrained, salient, trained):
         found[case.__name__] = on_ranks(case, folder, 2) + on_ranks(case, folder, 1)
     found["large"] = on_ranks(large, folder, 2)
@@ -296,6 +338,9 @@ def all_cases(folder: Path) -> dict[str, Any]:
     small_run(folder / "died")  # on one rank, from the two ranks' directory
     found["resumed"] = len(contents(folder / "died")[1])
     return found
+
+
+CASES = (collectives, different, late, full_disk, ddp_loop, progress)
 
 
 def one_of_torchrun(folder: Path) -> None:

@@ -41,10 +41,27 @@ def test_collectives(found) -> None:
         assert answer["same"] == "no error"
         for what in ("other values", "other shape"):
             assert answer[what].startswith(
-                "RuntimeError: ranks differ: the digest of the masks is "
+                "RuntimeError: ranks differ: the digest of the masks.m is "
             )
     assert first["failure"] == "KeyError: 'here'"
     assert second["failure"] == "RuntimeError: rank 0 failed: KeyError: 'here'"
+
+
+def test_a_plain_loop_with_ddp(found) -> None:
+    """Its buffers differ by rank; without DDP the weights do, and are refused by name."""
+    for ddp, count, plain, left in found["ddp_loop"]:
+        assert (ddp, count) == ("no error", 44)
+        assert plain.startswith(
+            "RuntimeError: ranks differ: the digest of the weights and masks.0."
+        )
+        assert plain.endswith("and train it in DistributedDataParallel")
+        assert left == 144
+
+
+def test_only_one_rank_shows_progress(found) -> None:
+    first, second = found["progress"]
+    assert first == second
+    assert first[0] == 30
 
 
 @pytest.mark.parametrize("case", ["scores", "choices", "untrained", "salient"])
@@ -70,7 +87,7 @@ def test_ranks_refuse_a_large_dataset_alike(found) -> None:
 def test_ranks_that_were_given_different_arguments(found) -> None:
     """Every rank names the first difference; none waits for another."""
     expected = {
-        "weights": "the digest of the weights and masks is ",
+        "weights": "the digest of the weights and masks.1.weight is ",
         "labels": "data.digest is ",
         "pixels": "data.digest is ",
         "normalisation": "data.mean is [0.0, 0.0, 0.0] on rank 0 and [0.5, 0.5, 0.5] on",
