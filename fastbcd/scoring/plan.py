@@ -169,8 +169,15 @@ class CollapsedPlanner:
         self.builder = FormBuilder(self.net, request.masks, request.example, request.memory)
         self.form = self.made.form_of(self.signature, request.masks)
         self.cost = CollapsedCost(request, self.builder, self.form)
-        self.peak = self.cost.peak_bytes  # while the form is built
-        self.fits = self.peak <= request.memory
+
+    @property
+    def peak(self) -> int:
+        """Bytes, while the form is built."""
+        return self.cost.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.request.memory
 
     def worse_than(self, of_stacked: int) -> str:
         """Why stacked, with so many multiply-adds, is better; empty if it is not."""

@@ -145,8 +145,8 @@ def why_not_affine(program: Program, example: Tensor) -> str:
     image, dense = noise.to(example.device).split(1)
     try:
         net = AffineNet(_in_double(program))
-        # A change of all pixels, of sizes up to 10⁴: every operation sees every kind of number.
-        _compare(net, image, IMAGE, [dense * 10 ** (4 * torch.rand_like(dense))])
+        # A change of all pixels, of sizes up to 10⁸: every operation sees every kind of number.
+        _compare(net, image, IMAGE, [dense * 10 ** (8 * torch.rand_like(dense))])
         for source, node in net.starts.items():
             size = program.shapes[node][1:]
             anywhere = [int(torch.randint(n, (1,), generator=generator)) for n in size]
