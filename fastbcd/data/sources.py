@@ -13,7 +13,7 @@ from torch.utils import data as torch_data
 
 from fastbcd.data.images import ImageData
 from fastbcd.data.items import Items
-from fastbcd.data.known import TinyImageNet, read_cifar
+from fastbcd.data.known import cifar, tiny_imagenet
 from fastbcd.data.npz import load_npz
 from fastbcd.runtime import ranks
 from fastbcd.runtime.limits import default_memory
@@ -110,9 +110,9 @@ def load(
 def _known(name: str, split: str, root: Path, download: bool) -> ImageData:
     mean, std, classes = KNOWN[name]
     if name == "tiny-imagenet":
-        return ImageData.from_dataset(TinyImageNet(root, split), mean, std, classes)
+        return ImageData.from_dataset(tiny_imagenet(root, split), mean, std, classes)
     if name.startswith("cifar"):
-        images, labels = read_cifar(name, root, split, download)
+        images, labels = cifar(name, root, split, download)
         return ImageData.from_arrays(images, labels, mean, std, classes)
     with resources.as_file(resources.files("fastbcd.data") / "assets" / f"{name}.npz") as path:
         return load_npz(path, split, mean, std)

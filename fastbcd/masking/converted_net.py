@@ -13,7 +13,7 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY as KEPT
 class ConvertedNet(fx.GraphModule):
     """A network as its graph, on the module tree of the original: every name and weight is kept.
 
-    Attributes of the original that are numbers, strings or lists of them can be read from it.
+    The public attributes of the original can be read from it.
     """
 
     @classmethod
@@ -29,7 +29,7 @@ class ConvertedNet(fx.GraphModule):
             setattr(net, name, getattr(original, name))
         for name, value in vars(original).items():
             # `arch` is how `models.build` makes a net, which this one is not.
-            if name[0] != "_" and name != "arch" and not hasattr(net, name) and _is_plain(value):
+            if name[0] != "_" and name != "arch" and not hasattr(net, name):
                 net.keep(name, value)
         return net
 
@@ -53,9 +53,3 @@ class ConvertedNet(fx.GraphModule):
         code = super().recompile()
         del type(self).__call__  # torch.fx's own prints errors of the generated code to stderr
         return code
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)

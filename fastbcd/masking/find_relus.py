@@ -94,12 +94,8 @@ def _no_relu(net: nn.Module, watch: Watch, skips: tuple[Skip, ...]) -> str:
     if any(isinstance(module, MaskedActivation) for module in net.modules()):
         text = "has masks already, by fastbcd.convert or by hand, and no other ReLU"
     if skips:
-        names = [entry if isinstance(entry, str) else entry.__name__ for entry in skips]
-        text += f" besides those skipped ({', '.join(names)})"
+        text += f" besides those of skip={skips}"
     others = watch.nonlinear(without=())
     if others:
-        text += (
-            f"; its nonlinear operations are {'; '.join(map(str, others[:3]))}; captured are relu, "
-            f"clamp(min=0) without max and threshold(0, 0)"
-        )
-    return text
+        text += f"; its nonlinear operations are {'; '.join(map(str, others[:3]))}"
+    return f"{text}; ReLUs are relu, clamp(min=0) without max and threshold(0, 0)"

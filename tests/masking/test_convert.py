@@ -105,7 +105,7 @@ def test_relu6_is_refused_unless_skipped(torchvision) -> None:
     model = torchvision.models.mobilenet_v2(weights=None)
     with pytest.raises(ConversionError, match=r"'features.0.2' is a ReLU6.*skip="):
         convert(model, torch.randn(1, 3, 32, 32))
-    with pytest.raises(ConversionError, match="no ReLU to mask besides those skipped \\(ReLU6\\)"):
+    with pytest.raises(ConversionError, match=r"no ReLU to mask besides .*ReLU6"):
         convert(model, torch.randn(1, 3, 32, 32), skip=[nn.ReLU6])
     model.classifier.append(nn.ReLU())
     net = convert(model, torch.randn(1, 3, 32, 32), skip=[nn.ReLU6])

@@ -234,19 +234,19 @@ class Plain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_classes, self.widths, self.callback = 5, (4, [4.0, "x"]), lambda: None
+        self.num_classes, self.config, self._private = 5, {"widths": (4, [4.0, "x"])}, 3
         self.fc, self.act = nn.Linear(3, 5), nn.ReLU()
 
     def forward(self, x):
         return self.act(self.fc(x))
 
 
-def test_plain_attributes_of_the_model_are_kept() -> None:
+def test_public_attributes_of_the_model_are_kept() -> None:
     original = convert(Plain(), torch.randn(2, 3))
     copies = copy.deepcopy(original), pickle.loads(pickle.dumps(original))
     for net in (original, *copies):
-        assert (net.num_classes, net.widths) == (5, (4, [4.0, "x"]))
-        assert not hasattr(net, "callback")
+        assert (net.num_classes, net.config) == (5, {"widths": (4, [4.0, "x"])})
+        assert not hasattr(net, "_private")
         assert not hasattr(net, "arch")
 
 
