@@ -26,7 +26,7 @@ def check_whole(
         if least > -math.inf:
             bounds += f", {least:.0f} or more"
         if most < math.inf:
-            bounds += f", {most:,.0f} at most"
+            bounds += f", {most:,} at most"
         raise ValueError(f"{name}={value}; it must be a whole number{bounds}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 from fastbcd.runtime import ranks
 from fastbcd.runtime.tf32 import fast_convolutions, repeatable_convolutions
+
+_GENERATORS = threading.RLock()
 
 
 @contextmanager
@@ -29,11 +32,19 @@ def repeatable(device: torch.device, seed: int, number: int, fast: bool = False)
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed torch's generators; on exit, restore their states."""
+    """Seed torch's generators; on exit, restore their states. One thread at a time."""
+    if not _GENERATORS.acquire(blocking=False):
+        raise RuntimeError(
+            "another thread of this process trains a net: torch's random numbers belong to the "
+            "process, so neither training would repeat; start a process for each"
+        )
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(seed & (2**63 - 1))
-        yield
+    try:
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed & (2**63 - 1))
+            yield
+    finally:
+        _GENERATORS.release()
 
 
 @contextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
+import threading
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from fastbcd.runtime import ranks
 from fastbcd.training.loop import Session
 from fastbcd.training.repeat import repeatable
 from helpers.nets import images, make
+from helpers.rank_cases import said
 from helpers.train_cases import SMALL, assert_same, pair, weights
 
 
@@ -130,6 +133,36 @@ def test_strict_algorithms_of_the_user_stay(gpu) -> None:
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_random_numbers_differ_by_seed_step_and_rank(monkeypatch) -> None:
+    """Each rank drops other units of its own images; the same three give the same again."""
+    drawn = []
+    for rank, seed, step in (*itertools.product((0, 1), repeat=3), (0, 0, 0)):
+        monkeypatch.setattr(ranks, "rank", lambda rank=rank: rank)
+        with repeatable(torch.device("cpu"), seed, step):
+            drawn.append(torch.rand(8).tolist())
+    assert drawn[0] == drawn.pop()
+    assert len({tuple(numbers) for numbers in drawn}) == 8
+
+
+def test_a_second_thread_is_refused_while_one_trains() -> None:
+    """With dropout, each would draw numbers that the other's depend on."""
+    messages = []
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 5))
+
+    def other(*_) -> None:
+        thread = threading.Thread(target=lambda: messages.append(said(lambda: tuned(make("mlp")))))
+        thread.start()
+        thread.join()
+
+    hook = net.register_forward_hook(other)
+    tuner = Finetuner(net, pair(), SMALL)
+    tuner.model.register_forward_hook(other)
+    tuner.run(step=0)
+    assert all("another thread of this process trains" in message for message in messages[-2:])
+    hook.remove()
+    tuned(make("mlp"))  # afterwards any thread can
 
 
 def test_what_changes_the_outcome_is_recorded() -> None:
