@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
+from fastbcd.graph.fold import folded
 from fastbcd.graph.fuse import fused
 from fastbcd.graph.trace import logits_of
 from fastbcd.masking.activations import MaskedActivation
@@ -32,6 +33,7 @@ from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.warn_once import warn_once
 from fastbcd.training.mismatch import direction, site_outputs, sites_of
+from fastbcd.training.precision import autocast_dtype, mixed
 from fastbcd.training.settings import Finetune
 
 BATCH = 128  # images per batch of the teacher
@@ -46,17 +48,28 @@ class Answer(NamedTuple):
 
 
 class FrozenNet:
-    """A copy of a net for inference; later changes to the net have no effect.
+    """A copy of a net for inference, with batch norm folded into convolutions.
 
-    matched: its activations are wanted too.
+    half: of mixed precision, or None. matched: its activations are wanted too.
     """
 
-    def __init__(self, net: nn.Module, data: ImageData, *, matched: bool = False) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        data: ImageData,
+        *,
+        half: torch.dtype | None = None,
+        matched: bool = False,
+    ) -> None:
         self.dtype = dtype_of(net)
+        self.half = half
         frozen = copy.deepcopy(net).eval().requires_grad_(False)
         if matched:
             frozen = with_sites(frozen, data)
-        self.model, self.layout = fused(frozen, train=False)
+        self.model, self.layout = fused(folded(frozen), train=False)
+        for module in self.model.modules():
+            if half is not None and isinstance(module, nn.Conv2d | nn.Linear):
+                module.to(half)  # once, and not in each batch as autocast would
         if data.images.ndim != 4:
             self.layout = torch.contiguous_format
         self.sites: list[nn.Module] = []
@@ -66,7 +79,7 @@ class FrozenNet:
     @torch.no_grad()
     def of(self, batch: Tensor, use: Callable[[Tensor], Tensor] = direction) -> Answer:
         """The logits of a batch and use(output) of each of its activations."""
-        with site_outputs(self.sites, use) as activations:
+        with mixed(self.half, batch.device), site_outputs(self.sites, use) as activations:
             outputs = self.model(batch.to(self.dtype, memory_format=self.layout))
         return Answer(logits_of(outputs).float(), activations)
 
@@ -105,7 +118,12 @@ class TeacherLogits:
     ) -> None:
         self.data = data
         self.settings = settings
-        self.net = FrozenNet(teacher, data, matched=matched or settings.mismatch > 0)
+        self.net = FrozenNet(
+            teacher,
+            data,
+            half=autocast_dtype(settings, data.device),
+            matched=matched or settings.mismatch > 0,
+        )
         images = next(data.batches(BATCH, dtype=self.net.dtype))[0]
         self.shape = self.net.rows(images).shape[1:]
         self.computed = 0  # images that went through the teacher to be cached

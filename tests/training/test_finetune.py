@@ -18,6 +18,7 @@ from torch import nn
 import fastbcd
 from fastbcd import Finetune, Finetuner
 from fastbcd.masking.activations import MaskedActivation, MaskedPoly
+from fastbcd.training.optimizers import bounded
 from helpers.nets import TRACEABLE, images, make, thinned
 from helpers.train_cases import SMALL, assert_same, pair, weights
 
@@ -304,6 +305,19 @@ def test_bad_input() -> None:
         Finetuner(net, data, SMALL).run(step=0, epochs=-1)
     with pytest.raises(ValueError, match="step=-1"):
         Finetuner(net, data, SMALL).run(step=-1)
+
+
+def test_bounds_of_quadratics_take_six_launches_for_any_number_of_sites(gpu) -> None:
+    launches = []
+    for sites in (1, 20):
+        coefs = [nn.Parameter(torch.randn(3, 4).cuda()) for _ in range(sites)]
+        for coef in coefs:
+            coef.grad = torch.ones_like(coef)
+        gpu.reset()
+        with bounded(coefs):
+            pass
+        launches.append(gpu.counts["launch"])
+    assert launches == [6, 6]
 
 
 def test_quadratics_do_not_grow_beyond_their_bound(monkeypatch) -> None:
