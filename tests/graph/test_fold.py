@@ -69,7 +69,7 @@ def test_what_is_called_or_read_twice_is_not_folded() -> None:
 
 
 def test_a_teacher_launches_no_norms(gpu) -> None:
-    """One launch per norm less, and in half precision none for casting the weights of convolutions."""
+    """One launch per norm less; in half precision none casts the weights of convolutions."""
     net = with_statistics(make("resnet")).cuda()
     data = pair(8).to("cuda")
     batch = next(data.batches(8))[0]
