@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -34,13 +35,13 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
         if all(name.startswith(prefix) for name in plain):
             plain = [name.removeprefix(prefix) for name in plain]
     plain = [name.replace("._orig_mod.", ".") for name in plain]
-    for number, name in enumerate(plain):
-        first = plain.index(name)
-        if first != number:
-            raise ValueError(
-                f"two tensors have the same name, {name!r}, once the prefixes of torch.compile "
-                f"are removed: {whole[first]!r} and {whole[number]!r}; rename one of the modules"
-            )
+    twice = [name for name, times in Counter(plain).items() if times > 1]
+    if twice:
+        equal = [name for name, short in zip(whole, plain, strict=True) if short == twice[0]]
+        raise ValueError(
+            f"tensors have the same name, {twice[0]!r}, once the prefixes of torch.compile are "
+            f"removed: {', '.join(equal)}; rename one of the modules"
+        )
     return dict(zip(whole, plain, strict=True))
 
 

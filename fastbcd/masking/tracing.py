@@ -46,7 +46,8 @@ class ConversionError(ValueError):
 
     >>> fastbcd.convert(nn.Linear(4, 3), torch.zeros(1, 4))
     Traceback (most recent call last):
-    fastbcd.masking.tracing.ConversionError: Linear has no ReLU to mask
+    fastbcd.masking.tracing.ConversionError: Linear has no ReLU to mask; ReLUs are relu, \
+clamp(min=0) without max and threshold(0, 0)
     """
 
 
