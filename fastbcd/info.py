@@ -38,43 +38,52 @@ def devices() -> list[str]:
     return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
 
 
-def check() -> int:
-    """Compare every kernel with the reference on every device; return the number of failures."""
+def compare(device: str) -> int:
+    """Compare every kernel with the reference on a device; returns the number of failures."""
+    module = kernels.module_for(torch.empty(0, device=device))
+    described = "the reference itself"
+    if module is not None:
+        described = module.describe()
+    print(f"{device}: {described}")
     failures = 0
-    for device in devices():
-        module = kernels.module_for(torch.empty(0, device=device))
-        print(f"{device}: {module.describe() if module else 'the reference itself'}")
-        for kernel, found in groupby(comparisons(device), lambda pair: pair[0].kernel):
-            start, cases = time.perf_counter(), list(found)
-            failed = [f"FAILED {device} {case}: {'; '.join(bad)}" for case, bad in cases if bad]
-            result = f"{len(failed)} of {len(cases)} cases differ" if failed else "agrees"
-            seconds = time.perf_counter() - start
-            print(
-                f"  {kernel:<24} {result} ({len(cases)} cases, {seconds:.1f} s)",
-                *failed,
-                sep="\n    ",
-            )
-            failures += len(failed)
-    if failures:
-        print(f"{failures} cases failed. Please report all of this output.")
-    else:
-        print("all kernels agree with the reference")
+    for kernel, pairs in groupby(comparisons(device), lambda pair: pair[0].kernel):
+        start = time.perf_counter()
+        cases = list(pairs)
+        seconds = time.perf_counter() - start
+        failed = [f"FAILED {device} {case}: {'; '.join(bad)}" for case, bad in cases if bad]
+        result = "agrees"
+        if failed:
+            result = f"{len(failed)} of {len(cases)} cases differ"
+        print(f"  {kernel:<24} {result} ({len(cases)} cases, {seconds:.1f} s)")
+        for line in failed:
+            print(f"    {line}")
+        failures += len(failed)
     return failures
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print versions and backends; with --check, compare kernels with the reference."""
-    parser = argparse.ArgumentParser(prog="fastbcd info", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare every kernel here")
-    options = parser.parse_args(arguments)
+def info(check: bool = False) -> int:
+    """Print versions and backends of this machine.
+
+    Args:
+        check: compare every kernel with the reference; the exit status is 1 if one differs
+    """
     for name, version in versions().items():
         print(f"{name:<12} {version}")
     for device in devices()[1:]:
         p = torch.cuda.get_device_properties(device)
         print(f"{device:<12} {p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB")
     print("", *fastbcd.backends(), "", sep="\n")
-    return 1 if options.check and check() else 0
+    if not check:
+        return 0
+    failures = sum(map(compare, devices()))
+    if failures:
+        print(f"{failures} cases failed. Please report all of this output.")
+        return 1
+    print("all kernels agree with the reference")
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    sys.exit(info(**vars(parser.parse_args())))

@@ -39,7 +39,7 @@ def test_info_prints_versions_and_reasons(capsys) -> None:
 
 
 def test_check_passes(capsys) -> None:
-    assert info.main(["--check"]) == 0
+    assert info.info(check=True) == 0
     assert "all kernels agree" in capsys.readouterr().out
 
 
@@ -67,7 +67,7 @@ def test_check_looks_at_every_kernel(name, monkeypatch) -> None:
 
 def test_check_reports_a_failure(capsys, monkeypatch) -> None:
     broken("masked_forward", monkeypatch)
-    assert info.main(["--check"]) == 1
+    assert info.info(check=True) == 1
     assert "FAILED cpu masked_forward" in capsys.readouterr().out
 
 
@@ -76,7 +76,7 @@ def test_check_goes_on_after_a_kernel_that_fails(capsys, monkeypatch) -> None:
         raise RuntimeError("PTX was compiled with an unsupported toolchain")
 
     monkeypatch.setattr(kernels.module_for(torch.empty(0)), "masked_backward", fails)
-    assert info.main(["--check"]) == 1
+    assert info.info(check=True) == 1
     out = capsys.readouterr().out
     assert "FAILED cpu masked_backward-identity-float16" in out
     assert "RuntimeError: PTX was compiled with an unsupported toolchain" in out

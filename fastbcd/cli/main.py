@@ -2,77 +2,87 @@
 
 from __future__ import annotations
 
-import argparse
+import inspect
 import os
 import shlex
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
+import fastbcd
 from fastbcd import info
-from fastbcd.cli import bcd, budgets, cost, demo, export, linearize, report, starts, train
-from fastbcd.cli.inputs import say
-from fastbcd.cli.options import TABLE, parser_of
+from fastbcd.cli import demo, reading, runs
+from fastbcd.cli.inputs import Job, complete
+from fastbcd.cli.options import add_options, call
+from fastbcd.private import Target
 from fastbcd.runtime import ranks
+from fastbcd.runtime.show import say
 
-COMMANDS = TABLE["commands"]  # their help and options
-WORK: dict[str, Callable[[argparse.Namespace], None]] = {
-    "demo": lambda options: demo.show(options.run_dir), "linearize": linearize.work,
-    "train": train.work, **starts.METHODS, "bcd": bcd.work,
-    "report": report.work, "cost": cost.work, "export": export.work,
-}  # fmt: skip
+# What each command does, and what else has parameters that are its options.
+COMMANDS: dict[str, list[Callable[..., Any]]] = {
+    "demo": [demo.demo],
+    "linearize": [runs.linearize, fastbcd.linearize, Target, Job],
+    "train": [runs.train, fastbcd.train, Job],
+    "bcd": [runs.bcd, fastbcd.bcd, fastbcd.Finetune, Target, Job],
+    "report": [reading.report, fastbcd.report.write],
+    "cost": [reading.cost, fastbcd.private.cost],
+    "export": [reading.export],
+    "info": [info.info],
+}
+for name in ("snl", "autorep", "deepreduce", "senet", "relupruner"):
+    method = getattr(fastbcd, name)
+    COMMANDS[name] = [runs.starting_point(name), method, runs.tuned, Target, Job]
+
+
+def parser() -> ArgumentParser:
+    """The parser of all commands; the first line of a command's docstring is its help."""
+    whole = ArgumentParser(prog="fastbcd", description=inspect.getdoc(fastbcd))
+    whole.add_argument("--version", action="version", version=f"fastbcd {fastbcd.__version__}")
+    commands = whole.add_subparsers(dest="command", required=True, metavar="command")
+    for name, sources in COMMANDS.items():
+        about, _, _ = (inspect.getdoc(sources[0]) or "").partition("\n\nArgs")
+        added = commands.add_parser(
+            name,
+            help=about.partition("\n")[0],
+            description=about,
+            formatter_class=RawDescriptionHelpFormatter,
+        )
+        without = {"relus", "poly"}
+        for source in sources:
+            add_options(added, source, without)
+    return whole
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command with the rest of the arguments; returns the exit status.
+    """Run a command with its arguments; returns the exit status.
 
     >>> main(["cost", "nothing"])
     2
     """
-    first, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    parser = argparse.ArgumentParser(
-        prog="fastbcd",
-        description="Remove ReLUs from trained networks by Block Coordinate Descent.",
-        epilog="\n".join(f"  {name:<10} {about['help']}" for name, about in COMMANDS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below")
-    command = parser.parse_args([first]).command
-    return info.main(rest) if command == "info" else run(command, rest)
-
-
-def run(command: str, arguments: list[str]) -> int:
-    """Run a command on every rank; errors of the user are one line."""
-    parser = parser_of(command)
-    options = parser.parse_args(arguments)
-    if "budget" in options:
-        budgets.check(options, parser)
-    if command == "bcd":
-        bcd.check(options, parser)
-    run_dir = getattr(options, "run_dir", None)
-    if "run_dir" in options and run_dir is None:
-        run_dir = options.run_dir = _default_run_dir(command, options)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(words or ["--help"])
+    options.options = options  # for the commands that pass them to other functions
+    work, *others = COMMANDS[options.command]
+    if Job in others:
+        complete(options)
     try:
         with ranks.joined(getattr(options, "device", "cpu")):
-            WORK[command](options)
+            status = call(work, options)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
-        again = f"fastbcd {command} {shlex.join(arguments)}"
-        if run_dir is not None and run_dir.exists():
-            say(f"\ninterrupted; what was finished is in {run_dir}. To resume:\n  {again}")
-        else:
-            say(f"\ninterrupted before anything was saved. To start again:\n  {again}")
+        again = f"fastbcd {shlex.join(words)}"
+        say(f"\ninterrupted; finished steps are saved, and the same command resumes:\n  {again}")
         return 130
-    except (ValueError, OSError, FloatingPointError, ImportError) as error:
-        if ranks.world() > 1:
+    except Exception as error:
+        if ranks.world() > 1 or "FASTBCD_TRACEBACK" in os.environ:
             raise
-        print(f"fastbcd {command}: {error}", file=sys.stderr)
+        text = " ".join(str(error).split())
+        if not isinstance(error, ValueError | OSError | ImportError):
+            text = f"{type(error).__name__}: {text} (FASTBCD_TRACEBACK=1 shows where)"
+        print(f"fastbcd {options.command}: {text}", file=sys.stderr)
         return 2
-    return 0
-
-
-def _default_run_dir(command: str, options: argparse.Namespace) -> Path:
-    net = options.model.replace(":", ".") if options.model else options.arch
-    return Path("runs") / "-".join([command, net, Path(options.data).stem, *budgets.parts(options)])
+    return status or 0

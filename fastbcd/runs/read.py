@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd import models
-from fastbcd.masking.masks import MaskSet, make_sites
+from fastbcd.masking.masks import MaskSet, make_sites, mask_modules
 from fastbcd.runs import fingerprint
 from fastbcd.runs.config import CONFIG, TITLES, Config, read_config
 from fastbcd.runs.directory import read_start, read_state
@@ -66,8 +66,14 @@ class SavedRun:
     @property
     def accuracy(self) -> float | None:
         """The last test accuracy in percent; None if it was not measured."""
-        tested = [r.test_accuracy for r in self.history if r.test_accuracy is not None]
-        return [None, *tested][-1]
+        if self.config.test is None:
+            return None
+        for record in reversed(self.history):
+            if getattr(record, "phase", "") == "final":
+                return record.accuracy["final"]
+            if record.test_accuracy is not None:
+                return record.test_accuracy
+        return None
 
     @property
     def replacement(self) -> str:
@@ -88,10 +94,11 @@ class SavedRun:
             raise ValueError(
                 f"{self.path} is a run of {arch.get('model', 'a net of its own')}, which cannot be "
                 f"built from the run alone: build it as for the run and pass it, "
-                f"load_run(path, model=net)"
+                f"load_run(path, model=net), or on the command line --model MODULE:FUNCTION"
             )
-        weights = self.weights or {}
+        weights = self._final_weights()
         try:
+            self._check_numbers(arch)
             with torch.device("meta"):  # first without memory, as the record may be wrong
                 fingerprint.check_fits(models.build(**arch), weights)
         except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
@@ -103,19 +110,33 @@ class SavedRun:
 
     def fill(self, net: nn.Module) -> nn.Module:
         """Write the run's weights and masks into the net; returns it in eval mode."""
-        if self.weights is None:
-            raise ValueError(
-                f"{self.path} has no final net yet: {self.title} is still training masks; let it "
-                f"finish"
-            )
+        weights = self._final_weights()
         try:
-            fingerprint.restore(net, self.weights)
+            mask_modules(net)  # refuses a net that was not converted
+            fingerprint.restore(net, weights)
         except ValueError as error:
             raise ValueError(
                 f"{self.path} does not fit {type(net).__name__}: {error} "
                 f"(give a net with replacement={self.replacement!r})"
             ) from error
         return net.eval()
+
+    def _final_weights(self) -> dict[str, Tensor]:
+        if self.weights is None:
+            raise ValueError(
+                f"{self.path} has no final net yet: {self.title} is still training masks; let it "
+                f"finish"
+            )
+        return self.weights
+
+    def _check_numbers(self, arch: dict[str, Any]) -> None:
+        """Refuse numbers that no net of these weights and images has, before it is built."""
+        sizes = [len(self._final_weights()), *self.config.data.shape]
+        for tensor in self._final_weights().values():
+            sizes += tensor.shape
+        for name, value in arch.items():
+            if isinstance(value, int | float) and not 0 <= value <= max(sizes):
+                raise ValueError(f"{name}={value} is out of bounds")
 
 
 def load_run(path: str | os.PathLike[str], model: nn.Module | None = None) -> SavedRun:

@@ -53,7 +53,7 @@ def setting(
         finite: whether infinity is refused.
         choices: the values that are allowed.
         recorded: whether the value can change an outcome, so that config.json has it.
-        more: for the command line, see `fastbcd.cli.options`.
+        more: for the command line, see fastbcd/cli/options.py.
     """
     metadata = {
         "help": help, "least": least, "above": above, "most": most, "finite": finite,

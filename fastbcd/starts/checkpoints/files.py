@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fastbcd.masking.masks import plain_names
@@ -30,18 +31,20 @@ def require(fine: bool, message: str) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The dictionary that torch.save wrote, on the CPU; objects other than plain data refused."""
+    """The dictionary that torch.save or safetensors wrote, on the CPU; plain data only."""
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint at {path}")
     require(path.is_file(), f"{path} is not a file; give the checkpoint inside it")
     try:
+        if path.suffix == ".safetensors":
+            return dict(load_file(path))
         _check_uncompressed(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes can raise anything
         reason = str(error).partition("Check the documentation")[0].strip()
         raise CheckpointError(
-            f"{path} is not a PyTorch checkpoint, or it is damaged, or it holds Python objects "
+            f"{path} is no checkpoint, or it is damaged, or it holds Python objects "
             f"besides tensors, which run code when they are loaded "
             f"({reason or type(error).__name__}); if you trust it, save its tensors alone: c = "
             f"torch.load(path, weights_only=False); torch.save({{k: c[k] for k in ('state_dict', "
