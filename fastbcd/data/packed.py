@@ -17,12 +17,12 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
 
 from fastbcd.data import pixels
 from fastbcd.data.arrays import Stats, check_labels, target_tensor
 from fastbcd.data.items import Items
 from fastbcd.runtime.atomic_files import write_atomically
+from fastbcd.runtime.show import bar
 
 FORMAT = "fastbcd images 1"
 IMAGES = "images.bin"
@@ -74,7 +74,7 @@ def pack(
         (folder / name).unlink(missing_ok=True)  # whoever has mapped it keeps the old file
     targets: list[np.ndarray] = []
     with open(folder / IMAGES, "wb") as file:
-        for image, target in tqdm(items, f"packing {path}", items.count, disable=not progress):
+        for image, target in bar(progress, items, desc=f"packing {path}", total=items.count):
             if not targets:
                 means, stds = pixels.stats(mean, std, image.shape)
                 like = np.empty((0, *image.shape), image.dtype)

@@ -178,12 +178,10 @@ def linearize(
     net = _net(model, data, start, chosen.replacement)
     check_reducible(budget, net)
     parts = chosen.parts(len(data))
-    finetune = Finetune(**fields_in(Finetune, settings | vars(chosen)) | {"epochs": 1 / parts})
+    finetune = Finetune(**fields_in(Finetune, settings | vars(chosen) | {"epochs": 1 / parts}))
     search = _search(chosen, budget, net, parts, distilled=finetune.distill > 0)
     problem = Problem(net, data, test, search.criterion, search.samples)
-    if finetune.distill == 0:
-        teacher = None
-    elif teacher is None:
+    if teacher is None and finetune.distill > 0:
         teacher = model
     training = Tuned(problem, finetune, teacher, seed=search.seed, progress=progress)
     job = Job.of(problem, budget, search, training, chosen.epochs)
@@ -194,28 +192,29 @@ def linearize(
     with job.journal(run_dir, resume) as run:
         for step in watched(job, run, progress):
             left = job.epochs_left(run.history)
-            part = parts if step.drc else 1
-            epochs = min(left, _until_next(chosen.epochs - left, part, batches))
-            if epochs:
-                training(step, epochs=epochs, rates=[_rate(chosen, step, run.history)])
+            epochs, lr = _portion(chosen, step, run.history, parts, batches)
+            if left:
+                training(step, epochs=min(left, epochs), rates=[lr])
     return Run(net, masks(net), run.history)
 
 
-def _until_next(spent: float, parts: int, batches: int) -> float:
-    """The epochs from those that are spent to the next whole part of one, in whole batches."""
+def _portion(
+    chosen: Linearization, step: Step, history: Sequence[Step], parts: int, batches: int
+) -> tuple[float, float]:
+    """The epochs of a step, in whole batches, and its learning rate.
+
+    On the way down a step ends where a part of an epoch does, and the rate is constant; then it
+    ends where an epoch does, and the rate is on a cosine.
+    """
+    lr = chosen.lr or 0.0
+    spent = sum(earlier.epochs or 0.0 for earlier in history)
+    if not step.drc:
+        down = sum(earlier.epochs or 0.0 for earlier in history if earlier.drc)
+        lr = cosine(lr, spent - down, chosen.epochs - down)
+        parts = 1
     now = round(spent * batches)
     part = math.ceil((now + 1) * parts / batches)
-    return (part * batches // parts - now) / batches
-
-
-def _rate(chosen: Linearization, step: Step, history: Sequence[Step]) -> float:
-    """The learning rate of a step: constant on the way down, then on a cosine."""
-    lr = chosen.lr or 0.0
-    if step.drc:
-        return lr
-    spent = sum(earlier.epochs or 0.0 for earlier in history)
-    down = sum(earlier.epochs or 0.0 for earlier in history if earlier.drc)
-    return cosine(lr, spent - down, chosen.epochs - down)
+    return (part * batches // parts - now) / batches, lr
 
 
 def _search(

@@ -25,7 +25,7 @@ from fastbcd.scoring.accuracy import accuracy
 
 MANY_EPOCHS = 1_000  # a run that means more of them warns
 # A phase is timed on a few images, then twice as many, until that takes so many seconds or images.
-ENOUGH, FEW, MOST = 1.0, 1, 256
+ENOUGH, FEW, MOST = 1.0, 2, 256
 ACCEPTED: Any = SimpleNamespace(accepted=True, chosen=1)  # a step that a schedule may see
 
 
@@ -141,15 +141,20 @@ def _seconds(job: Job, plan: Plan) -> dict[str, float]:
 
 
 def _time(work: Callable[[ImageData], object], data: ImageData) -> float:
-    """The seconds of the work on all of the data: those of a part, and the rest at its pace."""
+    """The seconds of the work on all of the data: those of a part, and the rest at its pace.
+
+    The first time is left out of the pace: it makes what the others find ready.
+    """
+    times: list[tuple[int, float]] = []
     size = FEW
-    seconds = [0.0]
-    while True:
+    while not times or size < len(data):
         size = min(2 * size, len(data))
         begin = time.perf_counter()
         work(data.first(size))
-        seconds.append(time.perf_counter() - begin)
-        if size == len(data) or (len(seconds) > 3 and (seconds[-1] > ENOUGH or size >= MOST)):
+        times.append((size, time.perf_counter() - begin))
+        if len(times) > 3 and (times[-1][1] > ENOUGH or size >= MOST):
             break
-    pace = max(0.0, seconds[-1] - seconds[-2]) / (size / 2)
-    return seconds[-1] + pace * (len(data) - size)
+    size, seconds = times[-1]
+    few, least = times[min(1, len(times) - 1)]
+    pace = max(0.0, seconds - least) / max(1, size - few)
+    return seconds + pace * (len(data) - size)

@@ -14,10 +14,10 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from tqdm import tqdm
 
 from fastbcd.masking.masks import MaskSet
 from fastbcd.runtime.ranks import all_sum, rank, world
+from fastbcd.runtime.show import bar
 from fastbcd.scoring.collapsed.affine_net import IMAGE, AffineNet
 from fastbcd.scoring.collapsed.form import Form
 from fastbcd.scoring.collapsed.linear import NotAffine
@@ -123,11 +123,8 @@ class FormBuilder:
             for batch in positions.batches
             if with_image or source != IMAGE
         ]
-        hidden = True if rank() else None  # None: shown on a terminal
         mine = every[rank() :: world()]
-        return tqdm(
-            mine, desc="collapsing", unit=" batches", delay=2.0, leave=False, disable=hidden
-        )
+        return bar(True, mine, desc="collapsing", unit=" batches", delay=2.0, leave=False)
 
 
 class CollapsedCost:
