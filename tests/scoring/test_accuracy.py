@@ -26,3 +26,19 @@ def test_accuracy(name) -> None:
     assert_same(before, weights(net))
     with pytest.raises(ValueError, match="no images"):
         accuracy(net, pair().first(0))
+
+
+def test_invalid_outputs_are_refused() -> None:
+    """NaN logits of one late image, and a metric beyond its bounds."""
+    net, (x, labels) = make("resnet"), images(37)
+
+    def metric(outputs, targets):
+        return (outputs.argmax(1) == targets) + 2.0 * (targets == 7)
+
+    metric.bounds = (0, 1)
+    late = torch.where(torch.arange(37) == 30, 7, labels)
+    with pytest.raises(ValueError, match=r"the metric returns [23] for image 30 and the net"):
+        accuracy(net, (x, late), metric=metric)
+    x[30] = torch.inf
+    with pytest.raises(FloatingPointError, match="the net gives NaN logits for image 30"):
+        accuracy(net, (x, labels), batch_size=10)

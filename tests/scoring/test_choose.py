@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 import fastbcd
 from fastbcd import Engine, choose, score
 from fastbcd.scoring.answers import Answers
+from fastbcd.scoring.decision import Search
 from fastbcd.scoring.exact import Exact
+from fastbcd.scoring.metric import Criterion
 from helpers.nets import images, make, thinned
 
 
@@ -126,6 +128,49 @@ def test_a_tie_in_correct_answers_goes_to_the_smaller_loss() -> None:
     found = choose(net, hypotheses, data, adt=-100.0, engine=Engine(wave=2))
     assert (found.number, found.accepted, found.tried) == (expected, False, 6)
     assert found.drops[expected] == pytest.approx(s.drop[expected].item())
+
+
+def exact_choice(rows: torch.Tensor, adt: float, bounds, losses=None, early: bool = True):
+    """The choice from values of a metric [1 + K, N], the base's first; and what each has seen."""
+
+    def metric(outputs, targets):
+        raise NotImplementedError
+
+    metric.bounds = bounds
+    losses = torch.zeros(len(rows)) if losses is None else torch.tensor(losses)
+    count, total = len(rows) - 1, rows.shape[1]
+
+    def run(numbers, begin, end):
+        parts = {k: rows[k + 1, begin:end].double() for k in numbers}
+        return {k: torch.stack([p, losses[k + 1].expand(len(p))]) for k, p in parts.items()}
+
+    decision = Exact(Criterion(metric), total, adt=adt, early=early, batch=2)
+    search = Search(run, decision)
+    search.complete(-1)
+    return search.choose([[k] for k in range(count)]), [decision.seen(k) for k in range(count)]
+
+
+def test_images_ahead_may_have_the_least_value_of_the_metric() -> None:
+    """A hypothesis that leads by far on the first half and ends below ADT; values of -1 to 1."""
+    rows = torch.full((3, 100), 0.2)
+    rows[1] = torch.arange(100).lt(50) * 2.0 - 1.0
+    for bounds in ((-1, 1), (-1.5, 1.5), (0.2 - 5, 4)):
+        assert exact_choice(rows, 1.0, bounds)[0] == (1, True)
+    rows[1, 60:] = 0.9  # certain to pass before the end, and not sooner
+    assert exact_choice(rows, 1.0, (-1, 1))[0] == (0, True)
+
+
+def test_near_ties_are_continued_for_their_losses() -> None:
+    """The second cannot reach the first but for rounding, and has the smaller loss."""
+    rows = torch.ones(3, 100, dtype=torch.float64)
+    rows[1, 98:], rows[2, :2] = 0.0, 0.0
+    for difference, losses, best in ((5e-4, (0.0, 2.0, 1.0), 1), (5e-4, (0.0, 1.0, 2.0), 0),
+                                     (5e-3, (0.0, 2.0, 1.0), 0)):  # fmt: skip
+        rows[2, 0] = -difference
+        choice, seen = exact_choice(rows, 1.0, (-1, 1), losses)
+        assert choice == exact_choice(rows, 1.0, (-1, 1), losses, early=False)[0] == (best, False)
+        assert seen[0] == 100
+        assert (seen[1] == 100) == (difference < 1e-3)
 
 
 def test_bad_input() -> None:

@@ -168,6 +168,74 @@ def test_a_step_errs_no_more_often_than_promised(kind, monkeypatch) -> None:
     assert early > count / 4, "many are decided early, or the test would not say much"
 
 
+def search_of(rows: np.ndarray, order: np.ndarray, adt: float, promise: float) -> Search:
+    """Of hypotheses with these margins [1 + K, N], the base's first; all images weigh the same."""
+
+    def visit(numbers, begin, end):
+        parts = {k: rows[k + 1, order[begin:end]] for k in numbers}
+        return {k: torch.from_numpy(np.stack([part, abs(part)])) for k, part in parts.items()}
+
+    total = len(order)
+    visits = Visits(
+        torch.from_numpy(order), np.ones(total), np.arange(1.0, total + 1), torch.zeros(0)
+    )
+    return Search(visit, Confident(visits, adt=adt, confidence=1 - promise))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_the_errors_of_a_step_add_up_to_what_was_promised(count, monkeypatch) -> None:
+    """Of a pass or a fail of each hypothesis, and of each comparison of the best with another."""
+    monkeypatch.setattr(confident, "LEAST", 10)
+    spent, plain = {}, Confident.is_below
+
+    def is_below(self, one, other, n, limit, error):
+        spent.setdefault((one, other), set()).add(error)
+        return plain(self, one, other, n, limit, error)
+
+    monkeypatch.setattr(Confident, "is_below", is_below)
+    rows = np.ones((1 + count, 200))
+    rows[1:, :50] = -1
+    search_of(rows, np.random.default_rng(0).permutation(200), 2.0, 0.3).choose([[*range(count)]])
+    assert all(len(errors) == 1 for errors in spent.values()), "the same at every look"
+    verdicts = sum(max(spent[-1, k]) for k in range(count))
+    compared = {max(errors) for (one, _), errors in spent.items() if one >= 0}
+    total = verdicts + (count - 1) * max(compared, default=0.3 / 2)
+    assert total == pytest.approx(0.3 if count > 1 else 0.15)
+
+
+def test_twice_the_errors_would_be_seen(monkeypatch) -> None:
+    """Five hypotheses that fail by one image: one is accepted in about half of the promised 20 %.
+
+    Half, as half of the capital is on one bet. With twice the error it is more than 20 %.
+    """
+    monkeypatch.setattr(confident, "LEAST", 10)
+    rng, wrong, count = np.random.default_rng(0), 0, 800
+    for _ in range(count):
+        rows = np.ones((6, 100))
+        for row in rows[1:]:
+            row[rng.choice(100, 3, replace=False)] = -1
+        search = search_of(rows, rng.permutation(100), 3.0, 0.2)
+        wrong += search.choose([k] for k in range(5))[1]
+    assert 0.05 < wrong / count < 0.15
+
+
+def test_an_answer_with_a_margin_of_0_is_wrong() -> None:
+    """Of two equal logits, the other one is the answer."""
+    rows = np.ones((3, 50))
+    rows[:2, :5], rows[1, 5:25], rows[2, :5] = 0, 0, -1
+    search = search_of(rows, np.arange(50), 10.0, 0.01)
+    assert search.choose([[0, 1]]) == (1, True)
+    assert search.decision.drop(0) == pytest.approx(40.0)
+    net, (x, labels) = make("mlp"), images(30)
+    with torch.no_grad():
+        list(net.modules())[-1].weight.zero_()
+        list(net.modules())[-1].bias.zero_()
+    one = [fastbcd.masks(net).bits.nonzero()[0]]
+    expected = pytest.approx((labels == 0).double().mean().item())
+    for confidence in (None, 0.9):
+        assert choose(net, one, (x, labels), adt=1.0, confidence=confidence).value == expected
+
+
 def test_estimates_have_no_bias() -> None:
     """Of accuracy and loss from unequal weights, on average over many orders."""
     rng, total = np.random.default_rng(0), 400
