@@ -51,6 +51,10 @@ def test_a_run_that_was_killed_continues_with_the_same_decisions(tmp_path) -> No
             other.interval,
         )
     assert any(0 < step.images[0] < 400 for step in whole.history)
+    # The first step asks the base about all images, and its margins are kept.
+    of_base = [step.images[-1] for step in whole.history]
+    assert of_base[0] == 400
+    assert min(of_base[1:]) < 400
     saved = fastbcd.load_run(tmp_path, model=copy.deepcopy(net))
     assert torch.equal(saved.masks.bits, whole.masks.bits)
 

@@ -14,7 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fastbcd
 from fastbcd import Engine, ImageData, score
+from fastbcd.data.for_net import data_for
 from fastbcd.runtime import warn_once
+from fastbcd.scoring import answers
+from fastbcd.scoring.answers import prepared
 from fastbcd.scoring.engine import Request
 from fastbcd.scoring.program import make_program
 from fastbcd.scoring.stacked import Stacked, first_change, peak_bytes, portions
@@ -266,8 +269,46 @@ def test_peak_bytes_counts_what_is_alive() -> None:
     net = make("mlp")
     with torch.inference_mode():
         engine = Stacked(make_program(net, images(1)[0]), fastbcd.masks(net).copy())
-    # The image (192 floats, flattened as a view), the widest layer (30) and its buffer.
-    assert 4 * (192 + 30) <= peak_bytes(engine.program) <= 4 * (2 * 192 + 30 + 30)
+    # The image (192 floats) and its flattened copy, and the widest layer (30).
+    assert peak_bytes(engine.program) == 4 * (2 * 192 + 30)
+
+
+def plan_of(net, removals, data, engine: Engine):
+    with prepared(net, dict(enumerate(removals)), data_for(net, data), engine) as asked:
+        return asked.plan
+
+
+def test_a_kept_form_leaves_the_rest_of_the_memory_to_its_values() -> None:
+    """From the exact bytes of the form on; a quarter of the rest is for rows of kinks."""
+    net, data = thinned(make("resnet")), images(40)
+    removals = hypotheses(net, 8, 9)
+    form = plan_of(net, removals, data, Engine("collapsed")).engine.form
+    tensors = [*form.responses, form.image]
+    held = sum(t.nbytes for t in tensors if t is not None)
+    rows = 4 * form.kinks * 4
+    cuts = (
+        (0, None, (1, 1)), (20 * rows - 1, None, (19, 1)), (20 * rows, None, (20, 1)),
+        (20 * rows, 5, (5, 4)), (100 * rows, 5, (5, 8)), (100 * rows, None, (40, 2)),
+    )  # fmt: skip
+    for extra, batch_size, cut in cuts:
+        engine = Engine("collapsed", memory=held + extra, batch_size=batch_size)
+        plan = plan_of(net, removals, data, engine)
+        assert (plan.batch, plan.lanes) == cut
+        assert plan.bytes == (cut[1] + 2) * cut[0] * form.kinks * 4
+    with pytest.raises(ValueError, match="while it is built"):
+        plan_of(net, removals, data, Engine("collapsed", memory=held - 1))
+
+
+@pytest.mark.parametrize("engine", ["stacked", "collapsed"])
+def test_ranks_plan_by_the_memory_of_the_first(monkeypatch, engine) -> None:
+    net, data = thinned(make("resnet")), images(40)
+    removals = hypotheses(net, 8, 9)
+    little = plan_of(net, removals, data, Engine(engine, memory=10**8))
+    monkeypatch.setattr(answers, "from_first", lambda mine: torch.full_like(mine, 10**8))
+    for memory in (None, 10**9, 2**70):  # of another rank
+        plan = plan_of(net, removals, data, Engine(engine, memory=memory))
+        assert plan.request.memory == 10**8
+        assert (plan.batch, plan.lanes) == (little.batch, little.lanes)
 
 
 def test_in_place_modules_do_not_disturb_later_lanes() -> None:
