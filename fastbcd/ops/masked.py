@@ -26,7 +26,7 @@ from fastbcd.kernels.geometry import (
 )
 from fastbcd.ops.arguments import DTYPES, check_arguments, check_items, check_out, check_small
 from fastbcd.ops.calls import KernelCall, contiguous
-from fastbcd.ops.registry import OPERATORS, Operator, compute, define, unseen
+from fastbcd.ops.registry import OPERATORS, Operator, compute, define
 
 SIGNED, ABSOLUTE = 1, 2  # what the backward sums for each unit
 
@@ -131,6 +131,9 @@ def soft_relu(x: Tensor, alpha: Tensor, *, residual: Tensor | None = None) -> Te
     >>> soft_relu(torch.tensor([[-2.0, -2.0, 3.0]]), torch.tensor([1.0, 0.25, 0.5]))
     tensor([[-0.0000, -1.5000,  3.0000]])
     """
+    y = _masked.unchecked(x, alpha, None, None, None, residual, None, False, 0)
+    if y is not None and alpha.is_floating_point():
+        return y
     check_small("alpha", alpha, x, tuple(x.shape[1:]))
     check_items(x, alpha, residual)
     return _masked(x, alpha.to(compute_dtype(x.dtype)), None, None, None, residual, None, False, 0)
@@ -243,8 +246,9 @@ def masked(
     out: Tensor | None = None,
 ) -> Tensor:
     """`masked_relu` without coef, `masked_line` with coef [2, C], `masked_poly` with [3, C]."""
-    if out is None:
-        y = _unchecked(trials, x, mask, coef, scale, shift, residual)
+    # Small tensors wait for the checks. Other shapes than those of images may be ambiguous.
+    if out is None and not trials and (trials is False or x.ndim == 4):
+        y = _masked.unchecked(x, mask, coef, scale, shift, residual, None, False, 0)
         if y is not None:
             return y
     trials = check_arguments(x, mask, scale, shift, residual, trials)
@@ -268,26 +272,6 @@ def _check_rows(coef: Tensor, x: Tensor, rows: int) -> None:
         raise ValueError(
             f"coef has shape {tuple(coef.shape)}; x {tuple(x.shape)} needs ({rows}, C) or ({rows},)"
         )
-
-
-def _unchecked(trials: bool | None, *arguments: Any) -> Tensor | None:
-    """The result of the most frequent call, without the checks: small tensors wait for them.
-
-    None unless it is an inference without trials on CPU tensors that a kernel reads as they are;
-    C++ compares shapes, dtypes and strides.
-    """
-    x = arguments[0]
-    if trials or (trials is None and x.ndim != 4):  # other shapes may be ambiguous
-        return None
-    if x.dtype not in DTYPES or not unseen(arguments):
-        return None
-    return _as_they_are("masked_plain", arguments)
-
-
-def _as_they_are(kernel: str, arguments: tuple[Any, ...]) -> Any:
-    """The result of a kernel that takes the arguments of the op, or None."""
-    function = getattr(kernels.module_for(arguments[0]), kernel, None)
-    return None if function is None else function(*arguments)
 
 
 def _lay_out(x, mask, *parameters, out=None) -> KernelCall:
@@ -337,18 +321,21 @@ def _lay_out_backward(
     )
 
 
-def _short(x, mask, coef, scale, shift, residual, units, trials, absolute) -> Tensor | None:
-    if trials or mask.is_floating_point():
+def _short(x, mask, coef, scale, shift, residual, units, trials, kind) -> Tensor | None:
+    """The result of C++ that compares shapes, dtypes and strides, and takes memory as it is."""
+    plain = None if x.dtype not in DTYPES else kernels.choose("masked_plain", x)
+    if plain is None or trials or kind:
         return None
-    return _as_they_are("masked_plain", (x, mask, coef, scale, shift, residual))
+    return plain(x, mask, coef, scale, shift, residual)
 
 
 def _short_backward(grad, y, x, mask, coef, scale, shift, residual, trials, *flags) -> Any:
-    want_residual = flags[2]
-    if y is None or trials or want_residual or scale is not None:
+    plain = kernels.choose("masked_backward_plain", grad)
+    *_, want_residual, want_small, units = flags
+    if plain is None or trials or (units and not mask.is_floating_point()):
         return None
-    dx = _as_they_are("masked_backward_plain", (grad, y, mask))
-    return None if dx is None else (dx, *(dx.new_empty(0) for _ in range(3)))
+    found = plain(grad, y, x, mask, coef, scale, shift, residual, want_residual, want_small)
+    return None if found[0] is None else found
 
 
 _INPUTS = "Tensor? coef, Tensor? scale, Tensor? shift, Tensor? residual"
@@ -403,8 +390,8 @@ def _overlap(t: Tensor, out: Tensor) -> bool:
 
 
 def _setup(ctx, inputs, output) -> None:
-    x, mask, coef, scale, shift, residual, units, ctx.trials, ctx.kind = inputs
-    ctx.shared = are_shared(mask, ctx.trials, x, residual)
+    x, mask, coef, scale, shift, residual, units, trials, ctx.kind = inputs
+    ctx.shared = (trials, *are_shared(mask, trials, x, residual))
     if coef is None and units is None and not mask.is_floating_point():
         # The output alone tells which elements passed; only the affine gradients need x.
         affine = any(ctx.needs_input_grad[3:5])
@@ -415,21 +402,22 @@ def _setup(ctx, inputs, output) -> None:
 
 def _gradients(ctx, grad):
     needed = ctx.needs_input_grad
-    x_shared, residual_shared = ctx.shared
+    _, x_shared, residual_shared = ctx.shared
     saved = ctx.saved_tensors
     coef, scale = saved[3:5]
+    small = any(needed[2:5])
     # dresidual = dz = dx, one tensor for both, unless a scale or a sum over trials differs.
     same = scale is None and x_shared == residual_shared
     dx, dresidual, dsmall, dunits = _masked_backward.derivative(
-        grad, *saved, ctx.trials, *ctx.shared, needed[5] and not same,
-        any(needed[2:5]), ctx.kind or int(needed[1]),
-    )  # fmt: skip
+        grad, *saved, *ctx.shared, needed[5] and not same, small, ctx.kind or int(needed[1])
+    )
     dcoef = dscale = dshift = None
-    if any(needed[2:5]):
-        if scale is not None:
-            dscale, dshift = dsmall[-2:]
+    if small and scale is None:
+        dcoef = dsmall
+    elif small:
+        dscale, dshift = dsmall[-2:]
         if coef is not None:
-            dcoef = dsmall[: len(coef)]
+            dcoef = dsmall[:-2]
     if same:
         dresidual = dx
     return (

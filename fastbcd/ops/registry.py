@@ -36,24 +36,36 @@ class Operator:
     a small call.
     """
 
-    def __init__(self, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        schema: str,
+        run: Callable[..., Any],
+        fake: Callable[..., Any],
+        short: Callable[..., Any] | None = None,
+    ) -> None:
         self.name = schema.partition("(")[0]
         self.run = run
+        self.short = short  # the result of a call that needs no checks and copies, or None
         self.recorded: Any = None  # the call that autograd records
+        self.short_recorded: Any = None
         self.formula: Any = getattr(reference, self.name, None)
         OPERATORS[self.name] = self
         LIBRARY.define(schema)
-        LIBRARY.impl(self.name, run, "CompositeExplicitAutograd")
+
+        def dispatched(*arguments: Any) -> Any:
+            return _without_none(run(*arguments))
+
+        LIBRARY.impl(self.name, dispatched, "CompositeExplicitAutograd")
         self.default = getattr(torch.ops.fastbcd, self.name).default
 
         def traced(*arguments: Any) -> Any:
             self._keep_whole()
-            return fake(*arguments)
+            return _without_none(fake(*arguments))
 
         torch.library.register_fake(f"fastbcd::{self.name}", traced, lib=LIBRARY)
         if self.formula is not None:  # torch.onnx.export decomposes what it does not know
             torch._decomp.decomposition_table[self.default] = self.formula
-            torch._decomp.meta_table[self.default] = fake  # and shapes are those of the operator
+            torch._decomp.meta_table[self.default] = traced  # and shapes are those of the operator
 
     def __call__(self, *arguments: Any) -> Any:
         if watched(arguments):
@@ -62,23 +74,39 @@ class Operator:
             return self.recorded(*arguments)
         return self.run(*arguments)
 
+    def unchecked(self, *arguments: Any) -> Any:
+        """The result of a call whose arguments nobody has checked, or None: then check them."""
+        if self.short is None or watched(arguments) or transformed():
+            return None
+        if differentiable(arguments):
+            return self.short_recorded(*arguments)
+        return self.short(*arguments)
+
     def derivative(self, *arguments: Any) -> Any:
         """A call in a backward pass; a gradient that is not wanted is None or has no elements."""
-        return self.formula(*arguments) if differentiated() else self(*arguments)
+        if differentiated():
+            return self.formula(*arguments)
+        return self.default(*arguments) if watched(arguments) else self.run(*arguments)
 
     def differentiate(self, setup: Callable[..., None], gradients: Callable[..., Any]) -> None:
         """Register its gradients: setup(ctx, inputs, output), gradients(ctx, *grads)."""
         name = f"fastbcd::{self.name}"
         torch.library.register_autograd(name, gradients, setup_context=setup, lib=LIBRARY)
 
-        def forward(ctx: Any, *arguments: Any) -> Any:
-            output = self.run(*arguments)
-            setup(ctx, arguments, output)
-            return output
+        def recorded(run: Any) -> Any:
+            def forward(ctx: Any, *arguments: Any) -> Any:
+                output = run(*arguments)
+                if output is not None:
+                    setup(ctx, arguments, output)
+                return output
 
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
-        function: Any = type(self.name, (torch.autograd.Function,), methods)
-        self.recorded = function.apply
+            methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
+            function: Any = type(self.name, (torch.autograd.Function,), methods)
+            return function.apply
+
+        self.recorded = recorded(self.run)
+        if self.short is not None:
+            self.short_recorded = recorded(self.short)
 
     def _keep_whole(self) -> None:
         """Register the operator with inductor, if that is loaded, as a call to leave as it is.
@@ -95,36 +123,38 @@ class Operator:
 
 
 def define(
-    schema: str,
-    lay_out: Callable[..., KernelCall],
-    short: Callable[..., Any] = lambda *arguments: None,
+    schema: str, lay_out: Callable[..., KernelCall], short: Callable[..., Any] | None = None
 ) -> Operator:
     """Define the operator of `schema`: lay_out(*arguments), then kernel or formula.
 
-    A gradient that is not wanted is returned without elements. short: tried first; returns the
-    result, or None for a call that it does not take.
+    short: tried first; returns the result, or None for a call that it does not take.
     """
     name = schema.partition("(")[0]
     kernel = name if name.endswith("_backward") else f"{name}_forward"
     KERNELS[kernel] = Kernel(schema, lay_out, getattr(reference, name))
 
     def run(*arguments: Any) -> Any:
-        quick = short(*arguments)
+        quick = None if short is None else short(*arguments)
         if quick is not None:
             return quick
         call = lay_out(*arguments)
         compute(kernel, call, arguments)
-        return result(call.outputs)
+        return result(call)
 
     def fake(*arguments: Any) -> Any:
-        return result(lay_out(*arguments).outputs)
+        return result(lay_out(*arguments))
 
-    def result(tensors: list[Any]) -> Any:
-        if schema.endswith("-> Tensor"):
-            return tensors[0]
-        return tuple(tensors[0].new_empty(0) if t is None else t for t in tensors)
+    def result(call: KernelCall) -> Any:
+        return call.outputs[0] if schema.endswith("-> Tensor") else tuple(call.outputs)
 
-    return Operator(schema, run, fake)
+    return Operator(schema, run, fake, short)
+
+
+def _without_none(outputs: Any) -> Any:
+    """A gradient that is not wanted, without elements: torch's operators return tensors."""
+    if not isinstance(outputs, tuple):
+        return outputs
+    return tuple(outputs[0].new_empty(0) if t is None else t for t in outputs)
 
 
 def compute(kernel: str, call: KernelCall, arguments: Sequence[Any]) -> None:
@@ -153,11 +183,6 @@ def watched(arguments: tuple[Any, ...]) -> bool:
 def differentiable(arguments: tuple[Any, ...]) -> bool:
     """Does autograd record a call?"""
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)
-
-
-def unseen(arguments: tuple[Any, ...]) -> bool:
-    """True if nothing watches, records or transforms a call."""
-    return not (watched(arguments) or transformed() or differentiable(arguments))
 
 
 def transformed() -> bool:

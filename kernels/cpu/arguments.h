@@ -124,12 +124,13 @@ struct PlainCall {
     auto sizes = x.sizes(), bits = mask.sizes();
     if (mask.dim() == 0 || !std::equal(bits.begin(), bits.end(), sizes.begin() + 1)) return false;
     ScalarType type = x.scalar_type(), bit = mask.scalar_type();
-    if (bit != ScalarType::Bool && bit != ScalarType::Byte) return false;
+    bool soft = bit == compute_type;
+    if (bit != ScalarType::Bool && bit != ScalarType::Byte && !soft) return false;
     if (type != compute_type && type != ScalarType::Half && type != ScalarType::BFloat16)
       return false;
     int64_t channels = bits[0], inner = mask.numel() / channels;
     g = {1, sizes[0], channels, inner, !x.is_contiguous(), !mask.is_contiguous(), false, false};
-    if (channels == 1 || inner == 1) g.mask_last = g.channels_last;
+    if (soft || channels == 1 || inner == 1) g.mask_last = g.channels_last;
     return is_dense(x, g.batch, channels, inner, g.channels_last) &&
            is_dense(mask, 1, channels, inner, g.mask_last);
   }

@@ -118,7 +118,7 @@ MaybeTensor masked_plain(
     Tensor x, Tensor mask, MaybeTensor coef, MaybeTensor scale, MaybeTensor shift,
     MaybeTensor residual) {
   PlainCall call(x, mask);
-  if (scale.has_value() != shift.has_value() || !call.fits() || !call.fits_coef(coef) ||
+  if ((scale && mask.scalar_type() == call.compute_type) || scale.has_value() != shift.has_value() || !call.fits() || !call.fits_coef(coef) ||
       !call.fits_small(scale) || !call.fits_small(shift) || !call.fits_items(residual))
     return std::nullopt;
   Tensor y = torch::stable::empty_like(x);
@@ -126,14 +126,25 @@ MaybeTensor masked_plain(
   return y;
 }
 
-// dx of a ReLU without scale from its output, or nothing, as above.
-MaybeTensor masked_backward_plain(Tensor grad, Tensor y, Tensor mask) {
-  PlainCall call(y, mask);
-  if (!call.fits() || !call.fits_items(grad)) return std::nullopt;
+// dx, dresidual, dsmall and, of numbers in place of the bits, dunits; or nothing, as above.
+std::tuple<MaybeTensor, MaybeTensor, MaybeTensor, MaybeTensor> masked_backward_plain(
+    Tensor grad, MaybeTensor y, MaybeTensor x, Tensor mask, MaybeTensor coef, MaybeTensor scale,
+    MaybeTensor shift, MaybeTensor residual, bool want_residual, bool want_small) {
+  MaybeTensor dresidual, dsmall, dunits;
+  PlainCall call(y ? *y : *x, mask);
+  if ((scale && mask.scalar_type() == call.compute_type) || !call.fits() || !call.fits_items(grad) || !call.fits_items(x) ||
+      !call.fits_items(residual) || !call.fits_coef(coef) || !call.fits_small(scale) ||
+      !call.fits_small(shift))
+    return {std::nullopt, std::nullopt, std::nullopt, std::nullopt};
   Tensor dx = torch::stable::empty_like(grad);
-  constexpr auto no = std::nullopt;
-  masked_backward(dx, no, no, no, grad, y, no, mask, no, no, no, no, false, call.numbers());
-  return dx;
+  if (want_residual) dresidual = torch::stable::empty_like(grad);
+  int64_t rows = (coef ? coef->size(0) : 0) + (scale ? 2 : 0);
+  if (want_small && rows)
+    dsmall = torch::stable::new_empty(grad, {rows, call.g.channels}, call.compute_type);
+  if (mask.scalar_type() == call.compute_type) dunits = torch::stable::empty_like(mask);
+  masked_backward(dx, dresidual, dsmall, dunits, grad, y, x, mask, coef, scale, shift, residual,
+                  false, call.numbers());
+  return {dx, dresidual, dsmall, dunits};
 }
 
 std::string instruction_set() { return has_avx2 ? "avx2" : "baseline instruction set"; }
@@ -148,7 +159,9 @@ STABLE_TORCH_LIBRARY(fastbcd_cpu, m) {
         "Tensor? scale, Tensor? shift, Tensor? residual, bool absolute, int[] geometry) -> ()");
   m.def("masked_plain(Tensor x, Tensor mask, Tensor? coef, Tensor? scale, Tensor? shift, "
         "Tensor? residual) -> Tensor?");
-  m.def("masked_backward_plain(Tensor grad, Tensor y, Tensor mask) -> Tensor?");
+  m.def("masked_backward_plain(Tensor grad, Tensor? y, Tensor? x, Tensor mask, Tensor? coef, "
+        "Tensor? scale, Tensor? shift, Tensor? residual, bool want_residual, bool want_small) "
+        "-> (Tensor?, Tensor?, Tensor?, Tensor?)");
   m.def("instruction_set() -> str");
 }
 
