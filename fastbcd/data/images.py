@@ -69,7 +69,6 @@ class ImageData:
     # int64 [N], each sample's number in the data it is a part of; 0 .. N-1 if not given
     ids: Tensor = None  # type: ignore[assignment]
     name: str | None = None  # what `load` was asked for; a run records it
-    path: Path | None = None  # the folder of `pack` that the images are mapped from
     rows: Tensor | None = None  # int64 [N], sample k is images[rows[k]]; None: it is images[k]
 
     def __post_init__(self) -> None:
@@ -149,7 +148,7 @@ class ImageData:
     def open(cls, path: str | Path) -> ImageData:
         """Map what `fastbcd.pack` wrote: images are read when a batch needs them."""
         try:
-            return cls(**read_packed(Path(path)), path=Path(path))
+            return cls(**read_packed(Path(path)))
         except (SafetensorError, TypeError, ValueError, KeyError, OverflowError, OSError) as error:
             raise ValueError(
                 f"{path} is not a complete folder of fastbcd.pack ({error}): pack it again"
@@ -209,7 +208,7 @@ class ImageData:
         if fits and images.device != device:
             if self.rows is not None:
                 images = images.index_select(0, self.rows)
-            moved |= {"images": images.to(device), "rows": None, "path": None}
+            moved |= {"images": images.to(device), "rows": None}
         return dataclasses.replace(self, **moved)
 
     def first(self, n: int) -> ImageData:

@@ -78,7 +78,7 @@ def convert(
     _mask(original, relus, watch, activation, example)
     net.recompile()
     require(
-        same_values(_outputs(net, example), expected),
+        same_values(run_watched(net, example).output, expected),
         f"{title} gives other outputs after conversion: its forward may test types (isinstance) or "
         f"use data outside of tensors, or an in-place ReLU changes a tensor that is used again "
         f"through a view (use inplace=False); {BY_HAND}",

@@ -62,7 +62,7 @@ class ExampleTracer(Tracer):
         return leaf or super().is_leaf_module(m, module_qualified_name)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if attr == "num_batches_tracked":  # see `follow_mode`
+        if attr == "num_batches_tracked":  # a count, which is no part of the graph
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
@@ -111,17 +111,16 @@ class ExampleTracer(Tracer):
         """The value of a node, for a batch of this size."""
         values = self.values[batch]
         run = fx.Interpreter(self.root, garbage_collect_values=False, graph=self.graph)
+        run.env = values
+        with self.fake:
+            run.args_iter = iter([self.example.new_empty(batch, *self.example.shape[1:])])
         for earlier in self.graph.nodes:
             if earlier in values:
                 continue
             if earlier.op == "placeholder" or self.varying.intersection(earlier.all_input_nodes):
                 self.varying.add(earlier)
             with self.fake if earlier in self.varying else nullcontext(), torch.no_grad():
-                if earlier.op == "placeholder":
-                    value = self.example.new_empty(batch, *self.example.shape[1:])
-                else:
-                    arguments = fx.node.map_arg((earlier.args, earlier.kwargs), values.get)
-                    value = getattr(run, earlier.op)(earlier.target, *arguments)
+                value = run.run_node(earlier)
                 if earlier.op == "get_attr" and not isinstance(value, nn.Parameter):
                     value = value.clone()  # forward may write into a buffer
             values[earlier] = value

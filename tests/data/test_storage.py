@@ -84,11 +84,9 @@ def test_images_that_fit_go_to_the_gpu(gpu, tmp_path) -> None:
     x, labels = images(50)
     memory = as_data((x, labels))
     packed = mapped(tmp_path / "packed", x, labels)
-    assert packed.path == tmp_path / "packed"
     for data in (memory, packed):
         moved = data.to("cuda")
         assert moved.images.device.type == "cuda"
-        assert moved.path is None
         assert moved.to("cuda:0") is moved
         assert moved.to("cuda:1").images.device.index == 1
 
