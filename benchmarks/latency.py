@@ -99,12 +99,16 @@ def nets(problem: Problem, o: argparse.Namespace) -> Iterator[Net]:
             dense = private.cost(full, "crypten", **connection).known_seconds
             for share in TARGETS[setting]:
                 seconds = float(f"{share * dense:.2g}")
-                yield run(TARGET, private.Target(seconds, **connection), f"crypten {setting}")
+                yield run(
+                    TARGET,
+                    private.Target(seconds, **connection, activations_only=True),
+                    f"crypten {setting}",
+                )
         garbled = [(GARBLED, "LAN"), (GARBLED, "WAN"), (CONSTANT, "WAN")]
         for protocol, setting in garbled if seed == 0 else ():
             connection = {"protocol": protocol, **SETTINGS[setting]}
             cost = private.cost(by_count[counts[1]].masks, **connection)
-            target = private.Target(cost.seconds, **connection)
+            target = private.Target(cost.seconds, **connection, activations_only=True)
             yield run(TARGET, target, f"{protocol.name} {setting}")
 
 

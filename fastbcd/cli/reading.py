@@ -27,10 +27,10 @@ def report(options: Namespace) -> None:
 
 
 def cost(options: Namespace, source: Path, json: bool = False) -> None:
-    """Bytes, rounds and seconds of the ReLUs kept in private inference.
+    """Bytes, rounds and seconds of one image in private inference.
 
-    For the activations of one image, with the source of each value. In a file of masks removed
-    ReLUs count as the identity.
+    With the source of each value. Of a net that cannot be built from its run, and of a file of
+    masks, the activations alone; in a file removed ReLUs count as the identity.
 
     Args:
         source: a run directory or a file of masks
@@ -42,7 +42,10 @@ def cost(options: Namespace, source: Path, json: bool = False) -> None:
         run = fastbcd.load_run(source)
         if run.masks is None:
             raise ValueError(f"{run.path} has no final masks yet: finish {run.title} first")
-        cost = call(private.cost, options, run.masks, poly=run.poly)
+        if "name" in (run.config.net.arch or {}):
+            cost = call(private.cost, options, run.model)
+        else:
+            cost = call(private.cost, options, run.masks, poly=run.poly, line=run.line)
     text = str(cost)
     if json:
         text = json_format.dumps(cost.as_dict(), indent=2, ensure_ascii=False)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 
-from fastbcd.masking.activations import MaskedPoly
+from fastbcd.masking.activations import MaskedLine, MaskedPoly
 from fastbcd.masking.masks import MaskSet, mask_modules, masks
 from fastbcd.runtime.validate import check_whole
 
@@ -59,8 +59,13 @@ class Budget(ABC):
         return Count(operator.index(budget))
 
     @abstractmethod
-    def bounds(self, units: np.ndarray, poly: np.ndarray) -> tuple[Bound, ...]:
-        """The bounds for a net whose sites have so many neurons, and quadratics where `poly`."""
+    def bounds(
+        self, units: np.ndarray, poly: np.ndarray, net: nn.Module | None = None
+    ) -> tuple[Bound, ...]:
+        """The bounds for a net whose sites have so many neurons.
+
+        poly: where removed ReLUs become quadratics or, in a net without any, lines.
+        """
 
     @abstractmethod
     def describe(self) -> Any:
@@ -73,7 +78,9 @@ class Count(Budget):
 
     most: int
 
-    def bounds(self, units: np.ndarray, poly: np.ndarray) -> tuple[Bound, ...]:
+    def bounds(
+        self, units: np.ndarray, poly: np.ndarray, net: nn.Module | None = None
+    ) -> tuple[Bound, ...]:
         return (relus(self.most),)
 
     def describe(self) -> int:
@@ -270,7 +277,9 @@ def limits_of(budget: int | Budget, net: nn.Module, max_sites: int | None = None
     modules = mask_modules(net).values()
     units = np.array([module.mask.numel() for module in modules], dtype=np.int64)
     poly = np.array([isinstance(module, MaskedPoly) for module in modules])
-    bounds = wanted.bounds(units, poly)
+    if not poly.any():
+        poly = np.array([isinstance(module, MaskedLine) for module in modules])
+    bounds = wanted.bounds(units, poly, net)
     if max_sites is not None:
         bounds = (*bounds, sites(max_sites))
     return Limits(units, poly, bounds)

@@ -91,6 +91,7 @@ def convert(
     for name, module in net.named_modules():  # a new module has the mode of its owner
         module.training = modes.setdefault(name, modes[name.rpartition(".")[0]])
     sites = [m.mask.numel() for m in net.modules() if isinstance(m, MaskedActivation)]
+    net.keep("example_shape", tuple(example.shape[1:]))
     net.keep("conversion_report", ConversionReport(len(sites), sum(sites), nonlinear))
     stays = [op for op in nonlinear if op.name not in skipped]
     if stays:

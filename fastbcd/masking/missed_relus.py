@@ -83,14 +83,14 @@ class Watch(TorchDispatchMode):
     def _op(self, func: Any, args: Any, result: Tensor, inputs: int) -> Op:
         name = _name(func)
         elements = 0
-        comparisons = 0
+        compared = 0
         if not self._is_linear(_rule(func), args, result, inputs):
             elements = math.ceil(result.numel() / self.batch)
-            comparisons = math.ceil(_comparisons(name, args, result) / self.batch)
+            compared = math.ceil(comparisons(name, args, result) / self.batch)
         kind = f"{func.namespace}::{name}"
         if func.namespace == "aten":
             kind = name.lstrip("_").removesuffix("_with_indices").removesuffix("_kernel")
-        return Op(kind, _relu(name, args[1:]), func._schema.is_mutable, elements, comparisons)
+        return Op(kind, _relu(name, args[1:]), func._schema.is_mutable, elements, compared)
 
     def _is_linear(self, rule: str | None, args: Any, result: Tensor, inputs: int) -> bool:
         if not _is_number(result):
@@ -111,7 +111,7 @@ def _relu(name: str, arguments: tuple[Any, ...]) -> type[nn.Module] | None:
     return nn.ReLU if _RELUS.get(name) == arguments else None
 
 
-def _comparisons(name: str, args: Any, result: Tensor) -> int:
+def comparisons(name: str, args: Any, result: Tensor) -> int:
     """How many numbers the operator compares with another one to compute its result."""
     if name.startswith(("max_pool", "fractional_max_pool")):
         return result.numel() * (math.prod(args[1]) - 1)

@@ -1,40 +1,46 @@
-"""cost: bytes, rounds and seconds of the activations of one image in private inference.
+"""cost: bytes, rounds and seconds of one image in private inference.
 
-For a site that keeps n ReLUs and has s squares (removed ReLUs that became quadratics):
+For an operation of n units at s sites, or in a linear layer, by its amounts:
 
-    bytes   = n * relu_bytes + s * square_bytes
-    rounds  = [n > 0] * relu_rounds + [s > 0] * square_rounds
-    seconds = n * relu_seconds + s * square_seconds  +  8 * bytes / bandwidth  +  rounds * rtt
+    bytes   = n * bytes per unit
+    rounds  = s * rounds per site
+    seconds = n * seconds per unit  +  8 * bytes / bandwidth  +  rounds * rtt
 
-The total is the same for n ReLUs and s squares of all sites, with the numbers of sites that have
-any in place of [n > 0] and [s > 0], plus the protocol's set-up. Linear layers, which cost the same
-for all masks, and the other nonlinear operations of a net, which are listed, are not included.
+A site that keeps any ReLU is one site of ReLUs; a site with removed ReLUs that became quadratics or
+lines is one site of those. The total is the sum, plus the protocol's set-up. Batch norms are
+counted as parts of the layers beside them; gathers send nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
-from fastbcd.descent.budget import Totals
-from fastbcd.masking.activations import MaskedPoly
+from fastbcd.descent.budget import counts_of
+from fastbcd.masking.activations import MaskedLine, MaskedPoly
 from fastbcd.masking.calls import check_calls
 from fastbcd.masking.conversion_report import NonlinearOp, nonlinear_of
 from fastbcd.masking.masks import MaskSet, mask_modules
 from fastbcd.masking.masks import masks as masks_of
-from fastbcd.private.protocols import LAN_BANDWIDTH, LAN_RTT, Channel, Protocol
+from fastbcd.private.layers import layers_of
+from fastbcd.private.protocols import LAN_BANDWIDTH, LAN_RTT, UNKNOWN, Channel, Protocol, Spent
 from fastbcd.private.units import columns, si
+from fastbcd.runtime.validate import check_choice
 
 TERMS = ("compute", "transfer", "latency")
+OWNERS = ("both", "server")
+NOTHING = {"relu": 0, "square": 0, "line": 0}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SiteCost:
-    """The cost of one site. None: a value of the protocol is unknown.
+    """The cost of a site, of a layer, or of several. None: a value of the protocol is unknown.
 
     >>> site = cost(fastbcd.MaskSet.full({"a": (16, 8, 8)}), "crypten").sites[0]
     >>> site.relus, site.bytes, site.rounds
@@ -42,20 +48,16 @@ class SiteCost:
     """
 
     name: str
-    units: int
-    relus: int
-    squares: int
-    bytes: float | None
-    rounds: float | None
-    saved_rounds: float | None  # of a site that keeps no ReLU; 0 for the others
+    units: int = 0
+    relus: int = 0
+    squares: int = 0  # removed ReLUs that became quadratics
+    lines: int = 0
+    bytes: float | None  # both directions together
+    messages: float | None  # each way
+    rounds: float | None  # round trips, one after the other
     compute: float | None  # seconds, as the next two
     transfer: float | None
     latency: float | None
-
-    @property
-    def totals(self) -> Totals:
-        """Its ReLUs and squares, and whether it has any."""
-        return Totals(self.relus, self.squares, self.relus > 0, self.squares > 0)
 
     @property
     def terms(self) -> tuple[float | None, ...]:
@@ -65,38 +67,31 @@ class SiteCost:
     @property
     def seconds(self) -> float | None:
         """compute + transfer + latency."""
-        return _sum(self.terms)
+        if None in self.terms:
+            return None
+        return sum(filter(None, self.terms))
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of each site and in total; `str` gives a table.
+    """The cost of each site, of each linear layer and in total; `str` gives a table.
 
-    A total is None if the value of one site is; `known_seconds` is the sum of what is known.
+    A total is None if the value of one part is; `known_seconds` is the sum of what is known.
 
-    >>> c = cost(fastbcd.MaskSet.full({"a": (16, 8, 8)}), "spu-semi2k", bandwidth="1Gbit")
+    >>> c = cost(fastbcd.MaskSet.full({"a": (16, 8, 8)}), "delphi-gc", bandwidth="1Gbit")
     >>> c.bytes, c.rounds, round(c.known_seconds, 4)
-    (147456.0, None, 0.0045)
+    (18685952.0, 1.0, 0.3125)
     """
 
     protocol: Protocol
     bandwidth: float  # bits per second
     rtt: float  # seconds
     sites: tuple[SiteCost, ...]
+    layers: tuple[SiteCost, ...]  # none if only activations are counted
+    activations: SiteCost  # the sum of the sites
+    linear: SiteCost  # the sum of the layers
+    total: SiteCost  # of both, without the set-up
     not_included: tuple[NonlinearOp, ...] = ()
-
-    @cached_property
-    def total(self) -> SiteCost:
-        """The sum of the sites, without the set-up."""
-        nothing = Totals(0, 0, 0, 0)
-        columns = zip(nothing, *(site.totals for site in self.sites), strict=True)
-        return _priced(
-            Channel(self.protocol, self.bandwidth, self.rtt),
-            Totals(*map(sum, columns)),
-            name="total",
-            units=sum(site.units for site in self.sites),
-            saved_rounds=_sum(site.saved_rounds for site in self.sites),
-        )
 
     @property
     def relus(self) -> int:
@@ -110,13 +105,14 @@ class Cost:
 
     @property
     def rounds(self) -> float | None:
-        """Of all sites, one after the other."""
+        """Of all parts, one after the other."""
         return self.total.rounds
 
     @property
     def saved_rounds(self) -> float | None:
         """By the emptied sites."""
-        return self.total.saved_rounds
+        spent = Channel(self.protocol, 1, 0).spent("relu", units=0, sites=len(self.emptied))
+        return _known(spent.rounds)
 
     @property
     def emptied(self) -> tuple[SiteCost, ...]:
@@ -126,32 +122,30 @@ class Cost:
     @property
     def setup(self) -> float | None:
         """Seconds, once."""
-        return self.protocol.setup_seconds.value
+        return _known(self.protocol.setup_seconds.times({"runs": 1}, "runs"))
 
     @property
     def seconds(self) -> float | None:
         """setup + compute + transfer + latency."""
-        return _sum([self.setup, self.total.seconds])
+        if self.setup is None or self.total.seconds is None:
+            return None
+        return self.setup + self.total.seconds
 
     @property
     def known_seconds(self) -> float:
         """The seconds without the unknown terms: a lower bound."""
-        terms = [term for site in self.sites for term in site.terms]
+        terms = [term for part in (*self.sites, *self.layers) for term in part.terms]
         return sum(filter(None, [self.setup, *terms]))
 
     def as_dict(self) -> dict[str, Any]:
         """All values, ready for JSON; None where a value is unknown."""
         totals = ("setup", "seconds", "known_seconds", "saved_rounds")
-        return {
-            **asdict(self),
-            "total": asdict(self.total),
-            **{name: getattr(self, name) for name in totals},
-        }
+        return asdict(self) | {name: getattr(self, name) for name in totals}
 
     def __str__(self) -> str:
         connection = f"{si(self.bandwidth, 'bit/s')}, round trip {si(self.rtt, 's')}"
-        relus = f"{self.relus:,} ReLUs, the activations of one image"
-        lines = [f"{self.protocol.name}, {connection}: {relus}"]
+        what = "the whole inference" if self.layers else "the activations"
+        lines = [f"{self.protocol.name}, {connection}: {self.relus:,} ReLUs, {what} of one image"]
         lines += [f"  {line}" for line in columns(_rows(self), width=11)]
         for title, items in _notes(self):
             lines.append(f"  {title}")
@@ -166,67 +160,137 @@ def cost(
     bandwidth: float | str = LAN_BANDWIDTH,
     rtt: float | str = LAN_RTT,
     poly: Collection[str] = (),
+    line: Collection[str] = (),
+    weights_of: str = "both",
+    images: Tensor | None = None,
+    activations_only: bool = False,
 ) -> Cost:
-    """The cost of the activations of one image in private inference.
+    """The cost of one image in private inference.
 
     Args:
-        masks: the ReLUs kept, or a net with masks.
+        masks: a net with masks, or the ReLUs kept: of these the activations are counted alone.
         protocol: "delphi-gc", "crypten", "spu-semi2k", "spu-cheetah" or a `Protocol`.
-        bandwidth: such as "100Mbit", both directions together. rtt: a round trip, such as "40ms";
-            a round counts as a whole one, an upper bound where both parties send at the same time.
-        poly: names of the sites whose removed ReLUs are quadratics, if `masks` is not a net.
+        bandwidth: such as "100Mbit", both directions together. rtt: a round trip, such as "40ms".
+        poly, line: names of the sites whose removed ReLUs are quadratics or lines, if `masks` is
+            not a net.
+        weights_of: "both" parties, which hold shares of them, or the "server".
+        images: like those that the net takes, [B, ...]; needed if it was not used with any so far.
+        activations_only: leave out linear layers, max-pools and all else but masked ReLUs.
 
     >>> masks = fastbcd.MaskSet.full({"a": (16, 8, 8), "b": (10,)}).without(range(1024, 1034))
     >>> c = cost(masks, "crypten", bandwidth="1Gbit", rtt="1ms")
-    >>> c.bytes, c.rounds, [(s.name, s.saved_rounds) for s in c.emptied]
-    (475136.0, 9.0, [('b', 9)])
+    >>> c.bytes, c.rounds, [s.name for s in c.emptied], c.saved_rounds
+    (475136.0, 9.0, ['b'], 9.0)
+    >>> c = cost(fastbcd.models.resnet20(num_classes=10, image_size=32), "crypten")
+    >>> c.linear.bytes, c.linear.rounds, c.activations.rounds
+    (7292992.0, 21.0, 171.0)
     """
     channel = Channel.of(protocol, bandwidth, rtt)
-    others: tuple[NonlinearOp, ...] = ()
-    if isinstance(masks, nn.Module):
-        if poly:
-            raise ValueError("poly= is for masks without a net; leave it out")
-        check_calls(masks)
-        acts = mask_modules(masks)
-        poly = [name for name, act in acts.items() if isinstance(act, MaskedPoly)]
-        others = nonlinear_of(masks)
-        masks = masks_of(masks)
-    if not isinstance(masks, MaskSet):
+    check_choice("weights_of", weights_of, OWNERS)
+    kinds = dict.fromkeys(poly, "square") | dict.fromkeys(line, "line")
+    if isinstance(masks, MaskSet):
+        unknown = kinds.keys() - masks.counts().keys()
+        if unknown:
+            raise ValueError(f"{min(unknown)!r} of poly or line is no site of these masks")
+        return _summed(channel, masks, kinds)
+    if not isinstance(masks, nn.Module):
         raise TypeError(f"masks is a {type(masks).__name__}; give a MaskSet or a net with masks")
-    unknown = set(poly) - masks.counts().keys()
-    if unknown:
-        raise ValueError(f"poly names {min(unknown)!r}, which is no site of these masks")
+    if kinds:
+        raise ValueError("poly= and line= are for masks without a net; leave them out")
+    check_calls(masks)
+    kept = masks_of(masks)
+    others = nonlinear_of(masks)
+    if activations_only:
+        return _summed(channel, kept, kinds_of(masks), others=others)
+    layers = spent_by_layers(channel, masks, weights_of, images)
+    others = tuple(op for op in others if not op.comparisons)
+    return _summed(channel, kept, kinds_of(masks), layers, others)
+
+
+def _summed(
+    channel: Channel,
+    masks: MaskSet,
+    kinds: Mapping[str, str],
+    layers: Mapping[str, Spent] = MappingProxyType({}),
+    others: tuple[NonlinearOp, ...] = (),
+) -> Cost:
+    """The cost of each part and of all."""
+    sizes = np.array([site.numel for site in masks.sites])
+    counts = _counts(masks, kinds)
+    each = channel.activations(counts, {kind: n > 0 for kind, n in counts.items()})
+    totals = {kind: n.sum() for kind, n in counts.items()}
+    used = {kind: (n > 0).sum() for kind, n in counts.items()}
+    activations = channel.activations(totals, used)
+    linear = Spent().plus(layers.values())
     sites = []
-    for site in masks.sites:
-        relus = masks.counts()[site.name]
-        squares = (site.numel - relus) * (site.name in poly)
-        saved = 0 if relus else channel.protocol.relu_rounds.value
-        sites.append(
-            _priced(
-                channel,
-                Totals(relus, squares, relus > 0, squares > 0),
-                name=site.name,
-                units=site.numel,
-                saved_rounds=saved,
-            )
-        )
-    return Cost(*channel, tuple(sites), others)
+    for i, site in enumerate(masks.sites):
+        spent = Spent(*(column[i] for column in each))
+        here = {kind: n[i] for kind, n in counts.items()}
+        sites.append(_priced(channel, site.name, spent, sizes[i], here))
+    return Cost(
+        *channel,
+        sites=tuple(sites),
+        layers=tuple(_priced(channel, name, spent) for name, spent in layers.items()),
+        activations=_priced(channel, "activations", activations, sizes.sum(), totals),
+        linear=_priced(channel, "layers", linear),
+        total=_priced(channel, "total", activations.plus([linear]), sizes.sum(), totals),
+        not_included=others,
+    )
 
 
-def _priced(channel: Channel, totals: Totals, **facts: Any) -> SiteCost:
-    """What so many ReLUs and squares cost, with the other facts of a site."""
-    spent: dict[str, Any] = channel.amounts(totals).known()
-    return SiteCost(relus=totals.relus, squares=totals.squares, **facts, **spent)
+def _counts(masks: MaskSet, kinds: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """At each site, the ReLUs and what removed ReLUs became."""
+    relus = counts_of(masks)
+    counts = {"relu": relus}
+    for kind in ("square", "line"):
+        here = [kinds.get(site.name) == kind for site in masks.sites]
+        counts[kind] = np.where(here, [site.numel for site in masks.sites] - relus, 0)
+    return counts
 
 
-def _sum(terms: Iterable[float | None]) -> float | None:
-    """The sum; None if a term is unknown."""
-    total: float = 0
-    for term in terms:
-        if term is None:
-            return None
-        total += term
-    return total
+def kinds_of(net: nn.Module) -> dict[str, str]:
+    """What the removed ReLUs of each site are, if that is "square" or "line"."""
+    kinds = {}
+    for name, act in mask_modules(net).items():
+        if isinstance(act, MaskedPoly):
+            kinds[name] = "square"
+        elif isinstance(act, MaskedLine):
+            kinds[name] = "line"
+    return kinds
+
+
+def spent_by_layers(
+    channel: Channel, net: nn.Module, weights_of: str, images: Tensor | None = None
+) -> dict[str, Spent]:
+    """What everything but the masked ReLUs spends, in the order of execution."""
+    spent: dict[str, Spent] = {}
+    for name, kind, amounts in layers_of(net, images):
+        if kind == "layer" and weights_of == "server":
+            kind = "owned"
+        before = spent.get(name, Spent())
+        spent[name] = before.plus([channel.spent(kind, **amounts)])
+    return spent
+
+
+def _priced(
+    channel: Channel, name: str, spent: Spent, units: int = 0, counts: Mapping[str, Any] = NOTHING
+) -> SiteCost:
+    return SiteCost(
+        name=name,
+        units=int(units),
+        relus=int(counts["relu"]),
+        squares=int(counts["square"]),
+        lines=int(counts["line"]),
+        transfer=_known(channel.transfer(spent)),
+        latency=_known(channel.latency(spent)),
+        **{quantity: _known(value) for quantity, value in spent._asdict().items()},
+    )
+
+
+def _known(value: Any) -> float | None:
+    if math.isnan(value):
+        return None
+    return float(value)
 
 
 def seconds_text(cost: Cost) -> str:
@@ -238,13 +302,17 @@ def seconds_text(cost: Cost) -> str:
 
 
 def _rows(cost: Cost) -> list[list[str]]:
-    """A row per site and one of the total; squares have a column if there are any."""
+    """A row per site and layer, and their sums; squares have a column if there are any."""
     rows = [["site", "ReLUs", "of", "squares", "bytes", "rounds", *TERMS, "seconds"]]
-    for site in (*cost.sites, cost.total):
-        row = [site.name, f"{site.relus:,}", f"{site.units:,}", f"{site.squares:,}"]
-        row += [si(site.bytes, "B"), si(site.rounds)]
-        row += [si(seconds, "s") for seconds in site.terms]
-        row.append(si(site.seconds, "s"))
+    parts = [*cost.sites, *cost.layers]
+    if cost.layers:
+        parts += [cost.activations, cost.linear]
+    for part in [*parts, cost.total]:
+        row = [part.name, "", "", ""]
+        if part.units:
+            row[1:] = [f"{part.relus:,}", f"{part.units:,}", f"{part.squares:,}"]
+        row += [si(part.bytes, "B"), si(part.rounds)]
+        row += [si(seconds, "s") for seconds in (*part.terms, part.seconds)]
         rows.append(row)
     rows[-1][-1] = seconds_text(cost)  # with the set-up
     if not cost.total.squares:
@@ -257,11 +325,14 @@ def _notes(cost: Cost) -> Iterator[tuple[str, list[str]]]:
     if cost.setup:
         yield f"{si(cost.setup, 's')} of the total is set-up", []
     if cost.emptied:
-        saved = [f"{site.name}  {si(site.saved_rounds)} rounds" for site in cost.emptied]
-        yield f"{len(saved)} emptied sites save {si(cost.saved_rounds)} rounds:", saved
+        names = [site.name for site in cost.emptied]
+        yield f"{len(names)} emptied sites save {si(cost.saved_rounds)} rounds:", names
     if cost.not_included:
-        yield "not included, besides linear layers:", [str(other) for other in cost.not_included]
-    sources = [f"{name:<14} {constant}" for name, constant in cost.protocol.constants().items()]
-    if not cost.total.squares:
-        sources = [source for source in sources if not source.startswith("square")]
+        besides = "" if cost.layers else ", besides linear layers"
+        yield f"not included{besides}:", [str(other) for other in cost.not_included]
+    used = {"relu": True, "square": cost.total.squares, "line": cost.total.lines, "setup": True}
+    sources = []
+    for name, constant in cost.protocol.constants().items():
+        if used.get(name.partition("_")[0], cost.layers) and constant is not UNKNOWN:
+            sources.append(f"{name:<15} {constant}")
     yield "sources:", sources

@@ -1,4 +1,4 @@
-"""Protocols: what a ReLU costs between two parties, each figure with its source.
+"""Protocols: what the operations of a net cost between two parties, each figure with its source.
 
 protocols.json holds those known by name. An unknown value is None, and everything that depends on
 it is unknown too.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from importlib import resources
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastbcd.descent.budget import Totals
 from fastbcd.private.units import bits_per_second, round_trip
 
 LAN_BANDWIDTH = "1Gbit"
@@ -26,28 +26,43 @@ LAN_RTT = "1ms"
 class Constant:
     """A value and its source. None: the value is unknown.
 
+    A mapping has a value for each of several amounts of an operation, such as the inputs and the
+    weights of a layer: `Layer.amounts` names them.
+
     >>> print(Constant(464, "measured"))
     464 (measured)
+    >>> Constant({"inputs": 16, "weights": 8}, "fitted").times({"inputs": 2, "weights": 9}, "units")
+    104.0
     """
 
-    value: float | None
+    value: float | Mapping[str, float] | None
     source: str
 
     def __post_init__(self) -> None:
-        if self.value is not None and not 0 <= self.value < math.inf:
-            wrong = f"a cost cannot be {self.value} ({self.source})"
-            raise ValueError(f"{wrong}: give a number of 0 or more, or None if it is unknown")
+        for value in self.values.values():
+            if not 0 <= value < math.inf:
+                wrong = f"a cost cannot be {value} ({self.source})"
+                raise ValueError(f"{wrong}: give a number of 0 or more, or None if it is unknown")
+
+    @property
+    def values(self) -> Mapping[str, float]:
+        """The values by amount, "" for a single one."""
+        if isinstance(self.value, Mapping):
+            return self.value
+        return {} if self.value is None else {"": self.value}
 
     def __str__(self) -> str:
-        if self.value is None:
-            return f"unknown ({self.source})"
-        return f"{self.value:,g} ({self.source})"
+        texts = [f"{value:,g} {name}".rstrip() for name, value in self.values.items()]
+        return f"{' + '.join(texts) or 'unknown'} ({self.source})"
 
-    def times(self, count: Any) -> Any:
-        """The cost of so many, a number or an array: NaN if it is unknown and any are in use."""
+    def times(self, amounts: Mapping[str, Any], per: str) -> Any:
+        """The cost of numbers, or of arrays of them; a single value is per `per`.
+
+        NaN if it is unknown and any are in use.
+        """
         if self.value is None:
-            return np.where(count, math.nan, 0.0)
-        return count * float(self.value)
+            return np.where(amounts[per], math.nan, 0.0)
+        return sum(float(value) * amounts[name or per] for name, value in self.values.items())
 
 
 UNKNOWN = Constant(None, "not stated by any source")
@@ -56,11 +71,15 @@ NO_SETUP = Constant(0, "nothing is set up")
 
 @dataclass(frozen=True)
 class Protocol:
-    """The cost of ReLUs and squares between two parties.
+    """The cost of each operation between two parties.
 
-    Bytes (both directions together) and seconds are per unit. Rounds are per site, for any number
-    of units, which are evaluated together. A square is a removed ReLU that became a quadratic with
-    public coefficients.
+    relu: ReLUs and comparisons. square, line: removed ReLUs that became quadratics or lines with
+    public coefficients; a mean is a line, too. reveal: the logits. layer: a linear layer whose
+    weights both parties hold in shares; owned: one whose weights the server has.
+
+    Bytes (both directions together; the parties send alike) and seconds are per unit, of a layer
+    per multiplication. Rounds (round trips, one after the other) and messages (each way) are per
+    site, for any number of units, which are evaluated together.
 
     >>> ours = [Constant(figure, "our prototype") for figure in (120, 1e-6, 2)]
     >>> fastbcd.private.cost(fastbcd.MaskSet.full({"a": (1000,)}), Protocol("ours", *ours)).bytes
@@ -75,6 +94,25 @@ class Protocol:
     square_seconds: Constant = UNKNOWN
     square_rounds: Constant = UNKNOWN
     setup_seconds: Constant = NO_SETUP
+    setup_bytes: Constant = NO_SETUP
+    line_bytes: Constant = UNKNOWN
+    line_seconds: Constant = UNKNOWN
+    line_rounds: Constant = UNKNOWN
+    reveal_bytes: Constant = UNKNOWN
+    reveal_seconds: Constant = UNKNOWN
+    reveal_rounds: Constant = UNKNOWN
+    layer_bytes: Constant = UNKNOWN
+    layer_seconds: Constant = UNKNOWN
+    layer_rounds: Constant = UNKNOWN
+    owned_bytes: Constant = UNKNOWN
+    owned_seconds: Constant = UNKNOWN
+    owned_rounds: Constant = UNKNOWN
+    relu_messages: Constant = UNKNOWN
+    square_messages: Constant = UNKNOWN
+    line_messages: Constant = UNKNOWN
+    reveal_messages: Constant = UNKNOWN
+    layer_messages: Constant = UNKNOWN
+    owned_messages: Constant = UNKNOWN
 
     def __post_init__(self) -> None:
         for name, constant in self.constants().items():
@@ -98,31 +136,24 @@ PROTOCOLS = {
 }
 
 
-class Amounts(NamedTuple):
+class Spent(NamedTuple):
     """What is spent: numbers, or arrays of one shape. NaN: unknown."""
 
-    bytes: Any
-    rounds: Any
-    compute: Any  # seconds, as the next two
-    transfer: Any
-    latency: Any
+    bytes: Any = 0.0
+    messages: Any = 0.0  # each way
+    rounds: Any = 0.0
+    compute: Any = 0.0  # seconds
 
-    @property
-    def seconds(self) -> Any:
-        return self.compute + self.transfer + self.latency
-
-    def known(self) -> dict[str, float | None]:
-        """Numbers by name; None: unknown."""
-        numbers: dict[str, float | None] = {}
-        for name, value in self._asdict().items():
-            numbers[name] = None if math.isnan(value) else float(value)
-        return numbers
+    def plus(self, others: Iterable[Spent]) -> Spent:
+        """The sum."""
+        return Spent(*(sum(column[1:], column[0]) for column in zip(self, *others, strict=True)))
 
 
 class Channel(NamedTuple):
     """A protocol over a connection.
 
-    >>> Channel.of("crypten", "1Gbit", "10ms").amounts(Totals(1000, 0, 2, 0)).latency
+    >>> channel = Channel.of("crypten", "1Gbit", "10ms")
+    >>> channel.latency(channel.spent("relu", units=1000, sites=2))
     0.18
     """
 
@@ -135,22 +166,32 @@ class Channel(NamedTuple):
         """With texts read and checked."""
         return cls(_protocol_of(protocol), bits_per_second(bandwidth), round_trip(rtt))
 
-    def amounts(self, totals: Totals) -> Amounts:
-        """What so many ReLUs and squares, in so many sites, spend; without the set-up."""
-        price = self.protocol
-        size = price.relu_bytes.times(totals.relus)
-        size = size + price.square_bytes.times(totals.squares)
-        rounds = price.relu_rounds.times(totals.relu_sites)
-        rounds = rounds + price.square_rounds.times(totals.square_sites)
-        compute = price.relu_seconds.times(totals.relus)
-        compute = compute + price.square_seconds.times(totals.squares)
-        return Amounts(
-            bytes=size,
-            rounds=rounds,
-            compute=compute,
-            transfer=8 * size / self.bandwidth,
-            latency=rounds * self.rtt,
+    def spent(self, kind: str, **amounts: Any) -> Spent:
+        """What an operation of so many units, at so many sites, spends; without the set-up."""
+        price = self.protocol.constants()
+        return Spent(
+            bytes=price[f"{kind}_bytes"].times(amounts, "units"),
+            messages=price[f"{kind}_messages"].times(amounts, "sites"),
+            rounds=price[f"{kind}_rounds"].times(amounts, "sites"),
+            compute=price[f"{kind}_seconds"].times(amounts, "units"),
         )
+
+    def activations(self, units: Mapping[str, Any], sites: Mapping[str, Any]) -> Spent:
+        """What so many operations of each kind spend."""
+        spent = [self.spent(kind, units=units[kind], sites=sites[kind]) for kind in units]
+        return Spent().plus(spent)
+
+    def transfer(self, spent: Spent) -> Any:
+        """The seconds that the bytes take."""
+        return 8 * spent.bytes / self.bandwidth
+
+    def latency(self, spent: Spent) -> Any:
+        """The seconds that the rounds take."""
+        return spent.rounds * self.rtt
+
+    def seconds(self, spent: Spent) -> Any:
+        """The seconds of computation, bytes and rounds."""
+        return spent.compute + self.transfer(spent) + self.latency(spent)
 
 
 def _protocol_of(protocol: str | Protocol) -> Protocol:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,10 @@ from torch import nn
 
 from fastbcd.descent.budget import Bound, Budget, Limits, Totals, counts_of, limits_of, relus
 from fastbcd.masking.masks import MaskSet, masks
-from fastbcd.private.costs import cost
-from fastbcd.private.protocols import LAN_BANDWIDTH, LAN_RTT, Channel, Protocol
+from fastbcd.private.costs import OWNERS, cost, kinds_of, spent_by_layers
+from fastbcd.private.protocols import LAN_BANDWIDTH, LAN_RTT, UNKNOWN, Channel, Protocol, Spent
 from fastbcd.private.units import in_bytes, in_seconds, si
-from fastbcd.runtime.validate import check_number, check_whole
+from fastbcd.runtime.validate import check_choice, check_number, check_whole
 
 # The values of a protocol that a quantity depends on, for ReLUs and for squares.
 NEEDS = {"seconds": ["bytes", "seconds", "rounds"], "bytes": ["bytes"], "rounds": ["rounds"]}
@@ -22,9 +22,9 @@ NEEDS = {"seconds": ["bytes", "seconds", "rounds"], "bytes": ["bytes"], "rounds"
 
 @dataclass(frozen=True, repr=False)
 class Target(Budget):
-    """At most so many seconds, bytes or rounds for the activations of one image: a budget.
+    """At most so many seconds, bytes or rounds for the private inference of one image: a budget.
 
-    Costs are those of `private.cost`, without linear layers.
+    Costs are those of `private.cost`: linear layers and max-pools included.
 
     Args:
         seconds, bytes, rounds: one of them; texts such as "800ms" and "20MB" are read.
@@ -32,13 +32,15 @@ class Target(Budget):
             depends on is refused.
         bandwidth, rtt: with their units, such as "100Mbit" and "40ms".
         relus: keep at most so many ReLUs as well.
+        weights_of: "both" parties, which hold shares of them, or the "server".
+        activations_only: count masked activations alone.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
-    >>> target = Target(bytes=1000, protocol="crypten")  # 464 bytes per ReLU
+    >>> target = Target(bytes=1900, protocol="crypten")  # 464 bytes per ReLU, 880 of linear layers
     >>> run = fastbcd.bcd(net, data, target, drc=2, finetune=None)
     >>> run.masks.count(), target.cost(net), target.met(net)
-    (2, 928.0, True)
+    (2, 1808.0, True)
     >>> Target(seconds=1.5, protocol="crypten", bandwidth="100Mbit", rtt="40ms")
     Target(seconds=1.5, protocol='crypten', bandwidth='100Mbit', rtt='40ms')
     """
@@ -51,6 +53,8 @@ class Target(Budget):
     bandwidth: float | str = LAN_BANDWIDTH
     rtt: float | str = LAN_RTT
     relus: int | None = None
+    weights_of: str = "both"
+    activations_only: bool = False
 
     def __post_init__(self) -> None:
         named = [name for name in NEEDS if getattr(self, name) is not None]
@@ -65,6 +69,8 @@ class Target(Budget):
         if self.rounds is not None:
             check_number("rounds", self.rounds, 0)
         check_whole("relus", self.relus, 0, optional=True)
+        check_choice("weights_of", self.weights_of, OWNERS)
+        check_choice("activations_only", self.activations_only, (False, True))
         for name, value in numbers.items():
             object.__setattr__(self, name, value)
         self._check_known("relu")
@@ -85,8 +91,18 @@ class Target(Budget):
         return getattr(self, self.quantity)
 
     def cost(self, masks: MaskSet | nn.Module, poly: Any = ()) -> float:
-        """What masks or a net cost now, as `private.cost` computes it."""
-        spent = cost(masks, self.protocol, bandwidth=self.bandwidth, rtt=self.rtt, poly=poly)
+        """What a net costs now, as `private.cost` computes it; of masks alone, the activations."""
+        if isinstance(masks, MaskSet) and not self.activations_only:
+            raise ValueError(f"{self} counts linear layers: give the net instead of its masks")
+        spent = cost(
+            masks,
+            self.protocol,
+            bandwidth=self.bandwidth,
+            rtt=self.rtt,
+            poly=poly,
+            weights_of=self.weights_of,
+            activations_only=self.activations_only,
+        )
         return getattr(spent, self.quantity)
 
     def met(self, net: nn.Module) -> bool:
@@ -94,33 +110,42 @@ class Target(Budget):
         limits = limits_of(self, net)
         return bool(limits.met(counts_of(masks(net))))
 
-    def measure(self, totals: Totals) -> Any:
-        """The cost of a mask's totals, or of arrays of them."""
-        spent = getattr(self.channel.amounts(totals), self.quantity)
-        # What is unknown is of squares that the net does not have: `bounds` refuses others.
-        spent = np.nan_to_num(spent, nan=0.0)
-        if self.quantity == "seconds":
-            return (self.channel.protocol.setup_seconds.value or 0.0) + spent
-        return spent
+    def bounds(
+        self, units: np.ndarray, poly: np.ndarray, net: nn.Module | None = None
+    ) -> tuple[Bound, ...]:
+        """The bounds for a net whose sites have so many neurons.
 
-    def bounds(self, units: np.ndarray, poly: np.ndarray) -> tuple[Bound, ...]:
-        """The bounds for a net whose sites have so many neurons, and quadratics where `poly`."""
+        poly: where removed ReLUs become quadratics or, in a net without any, lines.
+        """
+        kinds = set() if net is None else set(kinds_of(net).values())
+        replaced = "line" if kinds == {"line"} else "square"
+        fixed = Spent()
         if poly.any():
-            self._check_known("square")
-        bound = Bound(self.quantity, self.measure, self.most)
+            self._check_known(replaced)
+        if len(kinds) > 1 and self.channel.spent("line", units=1, sites=1) != (0, 0, 0, 0):
+            raise ValueError(
+                f"{self}: the net has lines and quadratics, which both cost under "
+                f"{self.channel.protocol.name!r}; give a net of one kind"
+            )
+        if net is not None and not self.activations_only:
+            layers = spent_by_layers(self.channel, net, self.weights_of)
+            fixed = fixed.plus(layers.values())
+            for kind in ("layer" if self.weights_of == "both" else "owned", "line", "reveal"):
+                self._check_known(kind)
+        bound = Bound(self.quantity, partial(self._measure, replaced, fixed), self.most)
         price = bound.prices()
         least = Limits(units, poly, (bound,)).least()
         if least > self.most:
             unit = {"seconds": "s", "bytes": "B"}.get(self.quantity, "")
             text = f"{si(least, unit)}{' rounds' * (not unit)}"
             raise ValueError(
-                f"{self}: a net that keeps no ReLU costs {text}, which is the least; give at least "
-                f"that"
+                f"{self}: this net without ReLUs costs {text}, which is the least; give at least "
+                f"that, or activations_only=True"
             )
         if poly.any() and price.squares > price.relus:
             raise ValueError(
-                f"{self}: under {self.channel.protocol.name!r} a square costs more than a ReLU, so "
-                f"that removing ReLUs saves nothing at the polynomial sites"
+                f"{self}: under {self.channel.protocol.name!r} a {replaced} costs more than a "
+                f"ReLU, so that removing ReLUs saves nothing at the sites that have them"
             )
         if self.relus is None:
             return (bound,)
@@ -129,12 +154,26 @@ class Target(Budget):
     def describe(self) -> dict[str, Any]:
         """What config.json records: all that the costs depend on."""
         constants = self.channel.protocol.constants()
-        figures = {name: constant.value for name, constant in constants.items()}
+        figures = {name: c.value for name, c in constants.items() if c is not UNKNOWN}
         _, bandwidth, rtt = self.channel
         return {**self._settings(), "bandwidth": bandwidth, "rtt": rtt, "figures": figures}
 
+    def _measure(self, replaced: str, fixed: Spent, totals: Totals) -> Any:
+        """The cost of a mask's totals, or of arrays of them, beside what is fixed."""
+        channel = self.channel
+        units = {"relu": totals.relus, replaced: totals.squares}
+        spent = channel.activations(
+            units, {"relu": totals.relu_sites, replaced: totals.square_sites}
+        ).plus([fixed])
+        if self.quantity == "seconds":
+            value = (channel.protocol.setup_seconds.value or 0.0) + channel.seconds(spent)
+        else:
+            value = getattr(spent, self.quantity)
+        # What is unknown is of replacements that the net does not have: `bounds` refuses others.
+        return np.nan_to_num(value, nan=0.0)
+
     def _check_known(self, unit: str) -> None:
-        """Refuse a protocol that does not state what ReLUs, or squares, cost."""
+        """Refuse a protocol that does not state what operations of a kind cost."""
         constants = self.channel.protocol.constants()
         names = [f"{unit}_{kind}" for kind in NEEDS[self.quantity]]
         if self.quantity == "seconds":
@@ -143,8 +182,8 @@ class Target(Budget):
             if constants[name].value is None:
                 raise ValueError(
                     f"{self.quantity} cannot be a target under {self.channel.protocol.name!r}: its "
-                    f"{name} is {constants[name]}; give another quantity, or a Protocol that "
-                    f"states it"
+                    f"{name} is {constants[name]}; give another quantity, a Protocol that states "
+                    f"it, or activations_only=True if it is of linear layers"
                 )
 
     def _settings(self) -> dict[str, Any]:
@@ -156,6 +195,10 @@ class Target(Budget):
         }
         if self.relus is not None:
             settings["relus"] = self.relus
+        if self.weights_of != "both":
+            settings["weights_of"] = self.weights_of
+        if self.activations_only:
+            settings["activations_only"] = True
         return settings
 
     def __repr__(self) -> str:

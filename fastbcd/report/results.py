@@ -34,6 +34,7 @@ def result_of(path: str | os.PathLike[str], **connection: Any) -> Result:
     run = load_run(path)
     masks = run.start if run.masks is None else run.masks
     metric = _text(run.settings.get("metric") or "accuracy")
+    kinds: dict[str, Any] = {"poly": run.poly, "line": run.line}
     points = _tested(run)
     images = "test"
     if not points:
@@ -44,8 +45,8 @@ def result_of(path: str | os.PathLike[str], **connection: Any) -> Result:
         run=run,
         measured=f"{images} {metric}",
         points=_ends(points),
-        before=private.cost(run.start, poly=run.poly, **connection),
-        after=private.cost(masks, poly=run.poly, **connection),
+        before=private.cost(run.start, **kinds, **connection),
+        after=private.cost(masks, **kinds, **connection),
     )
 
 

@@ -83,8 +83,16 @@ class SavedRun:
     @property
     def poly(self) -> tuple[str, ...]:
         """The sites whose removed ReLUs are quadratics."""
+        return self._sites_with(3)
+
+    @property
+    def line(self) -> tuple[str, ...]:
+        """The sites whose removed ReLUs are lines."""
+        return self._sites_with(2)
+
+    def _sites_with(self, count: int) -> tuple[str, ...]:
         rows = coefficients(self.weights or {}, self.config.net.sites)
-        return tuple(name for name, row in rows.items() if row == 3)
+        return tuple(name for name, row in rows.items() if row == count)
 
     @cached_property
     def model(self) -> nn.Module:

@@ -144,11 +144,11 @@ def _task(
         raise TypeError(f"net is {net!r:.80}; give a torch.nn.Module")
     net = method.prepare(net, chosen)
     check_reducible(budget, net)
+    problem = Problem(net, data, chosen.test, Criterion(), None)
     limits = limits_of(budget, net)
     counts = counts_of(masks(net))
     if isinstance(budget, Budget) and limits.met(counts):
         raise ValueError(f"the net as it is costs {limits.value(counts):g}: {budget} is met")
-    problem = Problem(net, data, chosen.test, Criterion(), None)
     tuning = chosen.finetune or Finetune(epochs=0)
     check_whole("finetune.epochs", tuning.epochs, 0)
     for settings in (tuning, replace(tuning, batch_size=chosen.batch_size)):

@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastbcd
+from fastbcd import private
 from fastbcd.descent import goals
 from fastbcd.descent.budget import limits_of
 from fastbcd.descent.saliency import gains
-from fastbcd.private import Target
 
 
 def problem(kind: type = fastbcd.MaskedReLU) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
@@ -70,7 +70,11 @@ def test_equal_gains_return_by_id(monkeypatch) -> None:
 def test_nothing_is_computed_where_nothing_can_return(monkeypatch) -> None:
     net, data = problem()
     monkeypatch.setattr(goals, "gains", lambda *a, **k: pytest.fail("a pass over the data"))
-    for budget in (fastbcd.masks(net).count(), 3, Target(bytes=12 * 464 + 463)):
+    for budget in (
+        fastbcd.masks(net).count(),
+        3,
+        private.Target(bytes=12 * 464 + 463, activations_only=True),
+    ):
         assert goals.to_return(net, data, limits_of(budget, net)).tolist() == []
 
 
@@ -91,7 +95,7 @@ def test_relus_of_the_start_return_to_a_target(tmp_path) -> None:
     start = fastbcd.masks(net).including(torch.tensor([20, 21, 22, 23]))
     fastbcd.set_masks(net, start)
     connection: dict[str, Any] = {"bandwidth": "10Mbit", "rtt": "1ms"}
-    target = Target(0.0105, **connection)
+    target = private.Target(0.0105, **connection, activations_only=True)
     run = fastbcd.bcd(
         net, data, target, rt=1, finetune=None, proposal=Empties(), run_dir=tmp_path / "run"
     )

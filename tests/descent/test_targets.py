@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ import torch
 from torch import nn
 
 import fastbcd
+from fastbcd import private
 from fastbcd.descent.budget import counts_of, limits_of
-from fastbcd.private import PROTOCOLS, Constant, Target, cost
+from fastbcd.private import PROTOCOLS, Constant
 from fastbcd.runs import fingerprint as snapshots
 from helpers.run_cases import contents, nudge
 
+Target = partial(private.Target, activations_only=True)
+cost = partial(private.cost, activations_only=True)
 NETWORK = {"protocol": "crypten", "bandwidth": "10Mbit", "rtt": "1ms"}  # a site: 24 ReLUs' time
 CONSTANT = replace(PROTOCOLS["delphi-gc"], relu_rounds=Constant(0, "rounds do not depend on it"))
 QUICK: dict[str, Any] = {"drc": fastbcd.Fraction(0.2), "rt": 3, "finetune": None}

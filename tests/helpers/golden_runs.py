@@ -127,7 +127,9 @@ def count(folder: Path) -> dict[str, Any]:
 
 
 def target(folder: Path) -> dict[str, Any]:
-    cost = fastbcd.private.Target(seconds="9ms", protocol="crypten", rtt="0.2ms")
+    cost = fastbcd.private.Target(
+        seconds="9ms", protocol="crypten", rtt="0.2ms", activations_only=True
+    )
     return bcd(folder, budget=cost, drc=400)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
+import warnings
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from torch import nn
 
 import fastbcd
 from fastbcd import MaskSet, private
+from fastbcd.descent.budget import counts_of, limits_of
+from fastbcd.masking.conversion_report import comparisons_of
 from fastbcd.private import Constant, Protocol
 from helpers import nets
 
@@ -50,7 +55,7 @@ def test_terms_of_a_second() -> None:
     assert site.transfer == pytest.approx(46_400 * 8 / 1e6)
     assert site.latency == pytest.approx(0.18)
     assert cost.seconds == site.seconds == pytest.approx(0.00022 + 0.3712 + 0.18)
-    assert (empty.bytes, empty.rounds, empty.seconds, empty.saved_rounds) == (0, 0, 0, 9)
+    assert (empty.bytes, empty.rounds, empty.seconds) == (0, 0, 0)
     assert (cost.emptied, cost.saved_rounds) == ((empty,), 9)
 
 
@@ -60,33 +65,111 @@ def test_delphi_by_hand() -> None:
     assert cost.seconds == pytest.approx(10 * 158.2e-6 + 0.18248 + 0.1)
 
 
-@pytest.mark.parametrize(("name", "size", "micro"), [("semi2k", 144, 3.2), ("cheetah", 98, 4)])
-def test_unknown_is_not_zero(name, size, micro) -> None:
+def test_unknown_is_not_zero() -> None:
     masks = MaskSet.full({"a": (10,), "b": (10,)}).without(range(10))
-    cost = private.cost(masks, f"spu-{name}", bandwidth="8Mbit")
-    setup = 6 if name == "cheetah" else 0
-    assert cost.bytes == 10 * size
+    figures = {"relu_rounds": Constant(None, "not counted"), "setup_seconds": Constant(6, "here")}
+    ours = dataclasses.replace(private.PROTOCOLS["spu-semi2k"], **figures)
+    cost = private.cost(masks, ours, bandwidth="8Mbit")
+    assert cost.bytes == 10 * 144
     assert cost.rounds is cost.seconds is cost.saved_rounds is None
-    assert cost.known_seconds == pytest.approx(setup + 10 * micro * 1e-6 + size * 10 / 1e6)
+    assert cost.known_seconds == pytest.approx(6 + 10 * 3.2e-6 + 144 * 10 / 1e6)
     assert cost.sites[0].seconds == 0  # nothing is kept there, so nothing is unknown
     assert "unknown" in str(cost)
-    nothing = private.cost(masks.without(range(10, 20)), f"spu-{name}")
-    assert (nothing.rounds, nothing.seconds) == (0, setup)
+    nothing = private.cost(masks.without(range(10, 20)), ours)
+    assert (nothing.rounds, nothing.seconds) == (0, 6)
+    net = fastbcd.models.resnet20(10, image_size=8, width=2, blocks=1)
+    assert private.cost(net, "delphi-gc").seconds is None
+    assert private.cost(net, "spu-semi2k", weights_of="server").bytes is None
+    assert private.cost(net, "delphi-gc", activations_only=True).seconds > 0
+
+
+# ResNet-20, 8,000 ReLUs at random, one image, weights of both parties: MB, messages each way (SPU)
+# or rounds (CrypTen), seconds; two parties, measured without the logits' way back in SPU.
+WHOLE = [
+    ("crypten", "line", 11.0, 192, None),
+    ("crypten", "poly", 13.9, 211, None),  # 16.8 MB as general products; a square is half of it
+    ("spu-semi2k", "identity", 31.3, 193, 4.7),
+    ("spu-semi2k", "line", 32.7, 212, 3.6),
+    ("spu-semi2k", "poly", 39.9, 250, 4.4),
+    ("spu-cheetah", "line", 35.8, 502, 17.6),
+]
+
+
+@pytest.mark.parametrize(("protocol", "replacement", "mb", "messages", "seconds"), WHOLE)
+def test_whole_inferences_as_measured(protocol, replacement, mb, messages, seconds) -> None:
+    net = fastbcd.models.resnet20(10, image_size=32, replacement=replacement)
+    full = fastbcd.masks(net)
+    kept = full.without(full.sample(full.total - 8000, seed=0, step=0, trial=0))
+    fastbcd.set_masks(net, kept)
+    cost = private.cost(net, protocol, bandwidth="10Gbit", rtt=0)
+    assert cost.bytes / 1e6 == pytest.approx(mb, rel=0.01)
+    shown = cost.layers[-1].messages if protocol.startswith("spu") else 0
+    assert cost.total.messages - shown == messages
+    if seconds is not None:
+        assert cost.total.compute == pytest.approx(seconds, rel=0.15)
+    target = private.Target(bytes=cost.bytes, protocol=protocol)
+    assert target.met(net)
+    assert target.cost(net) == cost.bytes == limits_of(target, net).value(counts_of(kept))
+    assert not private.Target(bytes=cost.bytes - 1, protocol=protocol).met(net)
+
+
+def test_weights_that_the_server_has() -> None:
+    """12,000 ReLUs at 5 sites, lines, SPU's Cheetah: 36.15 and 19.2 MB, 222 messages, 17.2 s."""
+    net = fastbcd.models.resnet20(10, image_size=32, replacement="line")
+    kept = fastbcd.masks(net).copy()
+    kept.bits[:] = False
+    for site in kept.sites[:5]:
+        kept.bits[site.start : site.start + 2400] = True
+    fastbcd.set_masks(net, kept)
+    shared, owned = (private.cost(net, "spu-cheetah", weights_of=who) for who in ("both", "server"))
+    assert shared.bytes / 1e6 == pytest.approx(36.15, rel=0.01)
+    assert owned.bytes / 1e6 == pytest.approx(19.2, rel=0.01)
+    assert shared.total.messages - 1 == 222
+    assert shared.total.compute == pytest.approx(17.2, rel=0.15)
+    assert owned.total.messages is None
+
+
+def test_max_pools_count_as_comparisons() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(3), nn.Flatten(),
+                          nn.Linear(16, 5))  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net = fastbcd.convert(model, torch.zeros(2, 3, 8, 8))
+    cost = private.cost(copy.deepcopy(net), "crypten")
+    pool = {layer.name: layer for layer in cost.layers}["2"]
+    assert comparisons_of(net) == 16 * 8
+    assert (pool.bytes, pool.rounds) == (16 * 8 * 464, 4 * 9)  # 9 values: a tree of 4 levels
+    assert cost.bytes == cost.activations.bytes + cost.linear.bytes
+    assert not cost.not_included
+    today = private.cost(net, "crypten", activations_only=True)
+    assert (today.bytes, len(today.not_included)) == (cost.activations.bytes, 1)
+    assert private.Target(bytes=cost.bytes).met(net)
+    assert not private.Target(bytes=cost.bytes - 1).met(net)
+
+
+def test_a_net_that_was_not_used_is_refused() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), fastbcd.MaskedReLU(3))
+    with pytest.raises(ValueError, match=r"the layers of Sequential are not known.*pass images="):
+        private.cost(net)
+    whole = private.cost(net, images=torch.zeros(2, 1, 2, 2))
+    assert whole.linear.bytes == 16 * (4 + 12 + 3)
+    fastbcd.score(net, torch.tensor([[0]]), (torch.zeros(3, 1, 2, 2), torch.arange(3)))
+    assert private.cost(net) == whole
 
 
 def test_quadratics_cost_squares() -> None:
     net = nets.make("mixture")
     fastbcd.set_masks(net, fastbcd.masks(net).without([*range(100), 384, 385]))
-    cost = private.cost(net, "crypten")
+    cost = private.cost(net, "crypten", activations_only=True)
     poly, relu = cost.sites
     assert (poly.relus, poly.squares, poly.bytes, poly.rounds) == (284, 100, 133_376, 10)
     assert (relu.relus, relu.squares, relu.bytes, relu.rounds) == (10, 0, 4_640, 9)
     assert private.cost(fastbcd.masks(net), "crypten", poly=["act"]) == cost
-    assert private.cost(net, "delphi-gc").bytes is None
+    assert private.cost(net, "delphi-gc", activations_only=True).bytes is None
     everything = fastbcd.masks(net).bits.nonzero().flatten()
     fastbcd.set_masks(net, fastbcd.masks(net).without(everything))
-    poly = private.cost(net, "crypten").sites[0]
-    assert (poly.bytes, poly.rounds, poly.saved_rounds) == (16 * 384, 1, 9)
+    poly = private.cost(net, "crypten", activations_only=True).sites[0]
+    assert (poly.bytes, poly.rounds) == (16 * 384, 1)
 
 
 def test_a_protocol_of_ones_own() -> None:
@@ -122,7 +205,7 @@ def test_the_table() -> None:
         ({"bandwidth": 0}, "bandwidth=0; give it with its unit"),
         ({"rtt": -1}, "rtt=-1"),
         ({"rtt": math.nan}, "rtt=nan"),
-        ({"poly": ["b"]}, "poly names 'b', which is no site"),
+        ({"poly": ["b"]}, "'b' of poly or line is no site"),
     ],
 )
 def test_cost_refuses(arguments, message) -> None:
@@ -146,6 +229,7 @@ def test_a_target_under_a_protocol_that_knows_no_squares(quantity) -> None:
     data = torch.randn(30, 1, 2, 2), torch.arange(30) % 3
     one = MaskSet.full({"a": (9,)}).without(range(1, 9))
     wan = {"protocol": "delphi-gc", "bandwidth": "100Mbit", "rtt": "40ms"}
+    wan["activations_only"] = True
     most = getattr(private.cost(one, **wan), quantity)
     target = private.Target(**{quantity: most}, **wan)
     run = fastbcd.bcd(net, data, target, drc=3, rt=2, finetune=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from torch import nn
 import fastbcd
 from fastbcd import private
 from fastbcd.descent.budget import Limits, counts_of, limits_of, relus, sites
-from fastbcd.private import Constant, Protocol, Target, units
+from fastbcd.private import Constant, Protocol, units
 
+Target = partial(private.Target, activations_only=True)
+UNCOUNTED = replace(private.PROTOCOLS["spu-cheetah"], relu_rounds=Constant(None, "not counted"))
 WAN = {"bandwidth": "100Mbit", "rtt": "40ms"}
 
 
@@ -42,7 +45,7 @@ def test_a_target_measures_what_cost_does(sites_, seed, quantity) -> None:
     gone = torch.rand(full.total, generator=torch.Generator().manual_seed(seed)) < 0.6
     fastbcd.set_masks(net, full.without(gone.nonzero().flatten()))
     for name in ("crypten", "delphi-gc") if not any(poly) else ("crypten",):
-        expected = getattr(private.cost(net, name, **WAN), quantity)
+        expected = getattr(private.cost(net, name, **WAN, activations_only=True), quantity)
         target = Target(**{quantity: expected}, protocol=name, **WAN)
         limits = limits_of(target, net)
         assert limits.value(counts_of(fastbcd.masks(net))) == expected == target.cost(net)
@@ -54,7 +57,7 @@ def test_the_set_up_counts() -> None:
     ours = Protocol("ours", *constants, setup_seconds=Constant(2, "here"))
     net = net_of([3, 3], [False, False])
     assert limits_of(Target(3, protocol=ours, **WAN), net).least() == 2
-    with pytest.raises(ValueError, match=r"keeps no ReLU costs 2\.00 s, which is the least"):
+    with pytest.raises(ValueError, match=r"without ReLUs costs 2\.00 s, which is the least"):
         limits_of(Target(1.9, protocol=ours, **WAN), net)
 
 
@@ -209,9 +212,10 @@ def test_the_bound_on_sites_falls_evenly_with_the_logarithm() -> None:
         ({"seconds": 1, "rtt": True}, "rtt=True; give it with its unit"),
         ({"seconds": 1, "bandwidth": math.inf, "rtt": 0}, None),
         ({"seconds": 1, "protocol": "crypton"}, "did you mean 'crypten'"),
-        ({"seconds": 1, "protocol": "spu-semi2k"},
-         "seconds cannot be a target under 'spu-semi2k': its relu_rounds is unknown"),
-        ({"rounds": 1, "protocol": "spu-cheetah"}, "its relu_rounds is unknown"),
+        ({"seconds": 1, "protocol": "spu-semi2k"}, None),
+        ({"rounds": 1, "protocol": UNCOUNTED},
+         "rounds cannot be a target under 'spu-cheetah': its relu_rounds is unknown"),
+        ({"rounds": 1, "weights_of": "client"}, "weights_of='client'; choose from both, server"),
         ({"bytes": 1, "protocol": "spu-cheetah"}, None),
         ({"seconds": 1, "relus": -1}, "relus=-1"),
     ],
@@ -229,7 +233,7 @@ def test_targets_refuse_a_net() -> None:
     with pytest.raises(ValueError, match="its square_bytes is unknown"):
         limits_of(Target(bytes=1e6, protocol="delphi-gc"), poly)
     assert Target(bytes=1e6, protocol="delphi-gc").met(plain)
-    with pytest.raises(ValueError, match=r"keeps no ReLU costs 64\.0 B, which is the least"):
+    with pytest.raises(ValueError, match=r"without ReLUs costs 64\.0 B, which is the least"):
         limits_of(Target(bytes=60), poly)
     dear = [Constant(v, "here") for v in (1, 1e-6, 1, 2, 1e-6, 1)]
     with pytest.raises(ValueError, match="a square costs more than a ReLU"):
