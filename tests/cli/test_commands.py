@@ -400,7 +400,12 @@ TARGETED = {
 def test_a_cost_is_a_budget(command) -> None:
     """30 ReLUs are 30 · 464 bytes under CrypTen, and the squares of AutoReP 16 bytes each."""
     line = f"{command} --model my_nets:small --data tiny.npz --quiet {TARGETED[command]}"
-    assert fastbcd_(f"{line} --bytes 20kB --protocol crypten --rtt 40ms --budget 40") == 0
+    assert (
+        fastbcd_(
+            f"{line} --bytes 20kB --protocol crypten --activations-only --rtt 40ms --budget 40"
+        )
+        == 0
+    )
     run = fastbcd.load_run(f"runs/{command}-my_nets.small-tiny.npz-40-20kB")
     budget = run.settings["budget"]
     assert (budget["bytes"], budget["relus"], budget["rtt"]) == (20_000, 40, 0.04)
