@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint | bench | gpu: each sets up .venv first, and once.
+# make demo | test | test-all | lint | mutants | bench | gpu: each sets up .venv first, and once.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -8,7 +8,7 @@ TORCH := torch==2.13.0
 TOOLS := triton==3.7.1 torchvision==0.28.0 "setuptools>=77" ninja==1.13.2 \
          pytest==9.2.0 pytest-benchmark==5.3.1 pytest-xdist==3.8.0 hypothesis==6.170.15 mypy==2.4.1 ruff==0.17.4 matplotlib==3.10.9
 
-.PHONY: setup test test-all lint demo bench gpu clean
+.PHONY: setup test test-all lint mutants demo bench gpu clean
 setup: $(READY)
 
 $(READY): Makefile pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
@@ -36,6 +36,10 @@ lint: $(READY)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+
+# Changes the code in 70 places, one at a time, and runs the tests that should notice: hours.
+mutants: $(READY)
+	$(BIN)/python tests/mutants.py
 
 demo: $(READY)
 	$(BIN)/fastbcd demo

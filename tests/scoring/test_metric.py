@@ -319,7 +319,7 @@ class Answer:
     """A result that torch cannot look into."""
 
     def __init__(self, logits) -> None:
-        self.logits = logits
+        self.answer = logits
 
 
 class Wrapped(Task):
@@ -334,8 +334,8 @@ def test_results_of_any_class_are_scored_sequentially() -> None:
     other.load_state_dict(net.state_dict())
     truth = score(net, removals_of(net), data, "sequential", **criterion)
     found = score(other, removals_of(net), data,
-                  metric=lambda o, t: closeness(o.logits, t),
-                  loss=lambda o, t: squares(o.logits, t))  # fmt: skip
+                  metric=lambda o, t: closeness(o.answer, t),
+                  loss=lambda o, t: squares(o.answer, t))  # fmt: skip
     assert found.engine == "sequential"
     assert torch.equal(found.value, truth.value)
     assert torch.equal(found.loss, truth.loss)
