@@ -97,23 +97,26 @@ class Tracer(fx.Tracer):
 def trace(net: nn.Module) -> fx.Graph:
     """The graph of a net in its present mode, masked activations as call_module nodes.
 
-    Of an output that has logits, as those of transformers, it returns these.
+    It returns what `logits_of` gives of the net's output.
     """
     graph = net.graph if isinstance(net, fx.GraphModule) else Tracer().trace(net)
-    result = graph.output_node().args[0]
-    if not isinstance(result, fx.Node) or "logits" not in result.kwargs:
+    result: Any = graph.output_node().args[0]
+    made = isinstance(result, fx.Node) and dataclasses.is_dataclass(result.target)
+    if not made or "logits" not in result.kwargs:
         return graph
     graph = copy.deepcopy(graph)
     output = graph.output_node()
-    made: Any = output.args[0]
-    output.args = (made.kwargs["logits"],)
-    graph.erase_node(made)
+    result = output.args[0]
+    output.args = (result.kwargs["logits"],)
+    graph.erase_node(result)
     return graph
 
 
 def logits_of(outputs: Any) -> Any:
-    """The logits of an output that has them, as those of transformers; another as it is."""
-    return getattr(outputs, "logits", outputs)
+    """The logits of an output of transformers, a dataclass; any other as it is."""
+    if dataclasses.is_dataclass(outputs):
+        return getattr(outputs, "logits", outputs)
+    return outputs
 
 
 _PURE: dict[Any, Any] = {
