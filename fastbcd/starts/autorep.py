@@ -58,9 +58,6 @@ class AutoRepSettings(MaskTraining):
         None, "λ of the density; None: the published one for this budget", least=0
     )
     threshold: float = setting(0.003, "of the hysteresis", least=0)
-    paper_quirks: bool = setting(
-        False, "start the quadratics as the authors' code does, see `dapa`"
-    )
     scale_x2: float = setting(
         0.1, "s above (the authors': 0.1 on CIFAR); the c2 of the result is s·c2", least=0
     )
@@ -90,29 +87,25 @@ def autorep(net: nn.Module, data: Any, budget: int | Budget, **settings: Any) ->
     return train_masks(Replacement, net, data, budget, AutoRepSettings(**settings))
 
 
-def dapa(mean: Tensor, var: Tensor, paper_quirks: bool = False) -> Tensor:
+def dapa(mean: Tensor, var: Tensor) -> Tensor:
     """The quadratic nearest to ReLU for x ~ N(mean, var), by channel: [C], [C] -> coef [3, C].
 
     With u the mean, s the standard deviation, φ and Φ density and distribution of N(0, 1):
 
         c2 = φ(u/s)/(2s),  c1 = Φ(u/s) - (u/s)·φ(u/s),  c0 = φ(u/s)·(s² + u²)/(2s)
 
-    paper_quirks: the variance, at least 0.5, stands where s belongs, and then c0 is divided by 5
-    and c2 by 10: what the authors' code computes.
+    The authors' code computes something else: the variance, at least 0.5, stands where s belongs,
+    and then c0 is divided by 5 and c2 by 10.
 
     >>> dapa(torch.zeros(1), torch.ones(1)).flatten()
     tensor([0.1995, 0.5000, 0.1995])
     """
     s = var.sqrt().clamp(min=1e-4)
-    if paper_quirks:
-        s = var.clamp(min=0.5)
     t = mean / s
     density = torch.exp(-t * t / 2) / math.sqrt(2 * math.pi)
     c2 = density / (2 * s)
     c1 = torch.special.ndtr(t) - t * density
     c0 = density * (s * s + mean * mean) / (2 * s)
-    if paper_quirks:
-        return torch.stack([c0 / 5, c1, c2 / 10])
     return torch.stack([c0, c1, c2])
 
 
@@ -249,7 +242,7 @@ class Replacement(Method):
         ranks.agree(act.statistics for act in self.acts)
         for act in self.acts:
             mean, var = act.statistics
-            act.coef.copy_(dapa(mean, var, self.settings.paper_quirks))
+            act.coef.copy_(dapa(mean, var))
 
     @torch.no_grad()
     def _calibrate(self, trainer: Trainer) -> None:

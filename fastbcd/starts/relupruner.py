@@ -142,7 +142,8 @@ class WatchedReLU(TrainedMask):
         sizes = {"importance": shape, "fisher": shape, "negative": (BATCHES, *shape), "layer": (2,)}
         for name, size in sizes.items():
             self.register_buffer(name, mask.new_zeros(size, dtype=torch.float32))
-        self.forget()
+        self.units = self.fisher.new_zeros(4, *shape, dtype=torch.float64)
+        self.totals = self.fisher.new_zeros(2, dtype=torch.float64)
 
     def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The activation of x + residual, [B, *shape]."""
@@ -153,11 +154,6 @@ class WatchedReLU(TrainedMask):
                 z = z + residual.detach()
             y.register_hook(partial(self._watch, z))
         return y
-
-    def forget(self) -> None:
-        """No sums, as where no gradient reaches the activation."""
-        self.units = self.fisher.new_zeros(4, *self.mask.shape, dtype=torch.float64)
-        self.totals = self.fisher.new_zeros(2, dtype=torch.float64)
 
     def _watch(self, z: Tensor, g: Tensor) -> None:
         """Σ|g·z|, Σ[z < 0], Σg², Σz² by unit, [4, *shape]; Σ‖g‖ and the number of samples, [2]."""
@@ -219,7 +215,6 @@ class Pruner(Method):
         ranks.agree(sums for act in self.acts for sums in (act.units, act.totals))
         for act, weight in zip(self.acts, self.weights(), strict=True):
             act.learn(weight, number)
-            act.forget()
 
     def _choose(self, epoch: int, batches: int) -> None:
         """Keep the units with the largest importance, if it is time to choose."""

@@ -72,13 +72,14 @@ def check_same_classes(net: nn.Module, data: ImageData, teacher: nn.Module) -> N
     """Refuse a teacher whose outputs are not logits of the net's classes."""
     mine = first_outputs(net, data, "the net", 1)
     theirs = first_outputs(teacher, data, "the teacher", 1)
-    if not are_logits(mine, data.labels):
+    if not (are_logits(mine, data.labels) and isinstance(theirs, Tensor)):
         raise ValueError(
             f"the teacher {type(teacher).__name__} cannot be distilled from: that needs logits "
             f"[B, classes, ...] and class indices [B, ...], but the net returns {describe(mine)} "
-            f"beside targets {describe(data.labels)}; use teacher=None"
+            f"beside targets {describe(data.labels)}, the teacher {describe(theirs)}; use "
+            f"teacher=None"
         )
-    if not isinstance(theirs, Tensor) or mine.shape[1:] != theirs.shape[1:]:
+    if mine.shape[1:] != theirs.shape[1:]:
         raise ValueError(
             f"the teacher returns {describe(theirs)} and the net {describe(mine)}; give one with "
             f"the same classes"

@@ -139,16 +139,13 @@ class Trainer:
         """This rank's part of the first batches of an epoch, a share of them."""
         sizes = self.sizes
         count = batches_of(share, len(sizes))
+        numbers = {"seed": self.seed, "step": step, "epoch": epoch}
         answer_of = None
         if self.teacher is not None:
-            answer_of = self.teacher.answers(
-                seed=self.seed, step=step, epoch=epoch, images=sum(sizes[:count])
-            )
+            answer_of = self.teacher.answers(sum(sizes[:count]), **numbers)
         parts = self.data.train_batches(
             self.settings.batch_size,
-            seed=self.seed,
-            step=step,
-            epoch=epoch,
+            **numbers,
             padding=self.settings.padding,
             flip=self.settings.flip,
             augment=self.settings.augment,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
@@ -38,19 +37,6 @@ def test_dapa_is_the_least_squares_quadratic(u, s) -> None:
     fit = torch.linalg.lstsq(powers, (torch.relu(x) * root)[:, None]).solution.flatten()
     found = dapa(torch.tensor([u], dtype=torch.float64), torch.tensor([s * s], dtype=torch.float64))
     torch.testing.assert_close(found.flatten(), fit, rtol=1e-4, atol=1e-5)
-
-
-def test_the_quirks_are_the_authors() -> None:
-    """Their formulas, by erfc: the variance, clipped, for the standard deviation; c0/5, c2/10."""
-    u = torch.tensor([0.0, 0.4, -1.2], dtype=torch.float64)
-    var = torch.tensor([1.0, 0.2, 3.0], dtype=torch.float64)
-    v = var.clamp(min=0.5)
-    bell = torch.exp(-(u**2) / (2 * v**2))
-    c2 = math.sqrt(2) * bell / (4 * math.sqrt(math.pi) * v)
-    c1 = 1 - torch.erfc(math.sqrt(2) * u / (2 * v)) / 2
-    c1 -= math.sqrt(2) * u * bell / (2 * math.sqrt(math.pi) * v)
-    c0 = math.sqrt(2) * bell * (u**2 / v + v) / (4 * math.sqrt(math.pi))
-    torch.testing.assert_close(dapa(u, var, paper_quirks=True), torch.stack([c0 / 5, c1, c2 / 10]))
 
 
 # --------------------------------------------------------------------------------- the parts
