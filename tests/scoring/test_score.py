@@ -19,6 +19,7 @@ from fastbcd.runtime import warn_once
 from fastbcd.scoring import answers
 from fastbcd.scoring.answers import prepared
 from fastbcd.scoring.engine import Request
+from fastbcd.scoring.plan import make_plan
 from fastbcd.scoring.program import make_program
 from fastbcd.scoring.stacked import Stacked, first_change, peak_bytes, portions
 from helpers.nets import TRACEABLE, Block, images, make, randomize, thinned
@@ -265,12 +266,36 @@ def test_portions_follow_cache_and_memory() -> None:
     assert cut(10, 2**40, 3, None, 500, work=1e4) == (50, 1)
 
 
-def test_peak_bytes_counts_what_is_alive() -> None:
-    net = make("mlp")
+def program_of(net: nn.Module):
     with torch.inference_mode():
-        engine = Stacked(make_program(net, images(1)[0]), fastbcd.masks(net).copy())
-    # The image (192 floats) and its flattened copy, and the widest layer (30).
-    assert peak_bytes(engine.program) == 4 * (2 * 192 + 30)
+        return make_program(net, images(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        # The image and its flattened view; a copy of 30 neurons.
+        ("mlp", 2 * 192 + 30),
+        # Three values of 4×8×8 in the first block; a copy of one.
+        ("resnet", 3 * 256 + 256),
+    ],
+)
+def test_peak_bytes_are_exact(name, numbers) -> None:
+    """Counted by hand: what is alive at the worst step, and the largest activation once more."""
+    assert peak_bytes(program_of(make(name))) == 4 * numbers
+
+
+def test_a_plan_of_stacked_takes_the_memory_that_is_allowed(capsys) -> None:
+    """Twice the lanes from twice the memory; the plan states the bytes of lanes and base."""
+    net = make("resnet")
+    each, masks = peak_bytes(program_of(net)), fastbcd.masks(net).copy()
+    for lanes in (1, 3, 6):
+        memory = 5 * each * (lanes + 1) - 1
+        request = Request(net, masks, hypotheses(net, 8, 3), 8, 1000, images(2)[0], 5, memory)
+        with torch.inference_mode():
+            plan = make_plan(request, "stacked")
+        assert (plan.batch, plan.lanes) == (5, lanes)
+        assert plan.bytes == 5 * each * (1 + lanes)
 
 
 def plan_of(net, removals, data, engine: Engine):

@@ -337,6 +337,29 @@ def test_nonlinear_steps_are_refused(function) -> None:
         score(Odd().eval(), torch.tensor([[0]]), images(10), engine="collapsed")
 
 
+def test_the_memory_of_a_form_is_known_to_the_byte(builds) -> None:
+    """It is built in `peak_bytes` and kept in `form_bytes`; one byte less is refused."""
+    net, x = thinned(make("resnet"), 0.2), images(2)[0]
+    removals = [masks(net).sample(3, seed=0, step=0, trial=0)]
+
+    def planner(memory: int) -> plan.CollapsedPlanner:
+        request = Request(net, masks(net).copy(), removals, 4, 40, x, None, memory)
+        return plan.CollapsedPlanner(request, make_program(net, x[:1]))
+
+    with torch.inference_mode():
+        peak = planner(2**40).peak
+        with pytest.raises(ValueError, match="while it is built"):
+            planner(peak - 1).plan("asked for")
+        assert not builds
+        made = planner(peak).plan("asked for")
+        form = made.engine.form
+        held = sum(matrix.nbytes for matrix in form.responses)
+        assert made.bytes == (made.lanes + 2) * made.batch * form.kinks * 4
+        with pytest.raises(ValueError, match="while it is built"):
+            planner(held - 1).plan("asked for")
+        assert planner(held).plan("asked for").engine.form is form
+
+
 def test_too_little_memory_is_refused_before_any_work(builds) -> None:
     net, data = make("resnet"), images(10)
     with pytest.raises(ValueError, match=r"form of 1,024 ReLUs takes .* MiB.*memory=.*stacked"):
@@ -385,3 +408,29 @@ def test_a_kept_form_follows_the_lines() -> None:
         assert found.correct.tolist() == truth.correct.tolist()
         torch.testing.assert_close(found.loss, truth.loss, atol=1e-5, rtol=0)
         assert abs(found.base_loss - truth.base_loss) < 1e-5
+
+
+class HardlySeen(nn.Module):
+    """A part whose effect on the logits is below what their comparison can see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.head = nn.Linear(192, 9), MaskedReLU(9), nn.Linear(9, 5)
+        self.part = nn.Identity()
+
+    def forward(self, x):
+        y = self.act(self.first(x.flatten(1)))
+        return self.head(y) + 1e-7 * self.part(y)[:, :5]
+
+
+def test_every_structure_of_a_net_is_checked() -> None:
+    torch.manual_seed(0)
+    net, data, ids = HardlySeen().eval(), images(10), torch.tensor([[0]])
+    for part in (nn.Identity(), nn.Tanh(), nn.Identity(), nn.Softsign()):
+        net.part = part
+        if isinstance(part, nn.Identity):
+            assert score(net, ids, data, engine="collapsed").engine == "collapsed"
+            continue
+        for _ in range(2):  # a refusal is remembered
+            with pytest.raises(ValueError, match=type(part).__name__):
+                score(net, ids, data, engine="collapsed")
