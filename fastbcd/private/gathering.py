@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections import Counter
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from fastbcd.graph.trace import Tracer, erase_calls, without_inplace
 from fastbcd.kernels.geometry import compute_dtype
 from fastbcd.masking.activations import MaskedActivation, MaskedLine, MaskedPoly, MaskedReLU
 from fastbcd.masking.masks import mask_modules
+
+FOLDABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.Conv2d, nn.Linear)
 
 
 class GatheredReLU(nn.Module):
@@ -48,7 +51,7 @@ class GatheredPoly(GatheredReLU):
     def __init__(self, mask: Tensor, coef: nn.Parameter) -> None:
         super().__init__(mask)
         self.coef = coef
-        self.removed = nn.Buffer(_units(~mask))
+        self.removed = nn.Buffer(_units(~mask & _bent(mask, coef)))
         self.channel = nn.Buffer(self.removed // mask[0].numel())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,11 +79,14 @@ class Polynomial(nn.Module):
 
 
 def polynomial(z: Tensor, coef: Tensor) -> Tensor:
-    """The line or quadratic of z, coef [2 or 3, ...]; (c2*z + c1)*z + c0, as in reference.py."""
-    *lower, y = coef
-    for c in lower[::-1]:
-        y = y * z + c
-    return y
+    """The line or quadratic of z, coef [2 or 3, ...].
+
+    A quadratic has one square; (c2*z + c1)*z would be a product of two secrets, twice the bytes.
+    """
+    line = coef[1] * z + coef[0]
+    if len(coef) == 2:
+        return line
+    return coef[2] * z.square() + line
 
 
 def _units(mask: Tensor) -> Tensor:
@@ -98,11 +104,12 @@ class Copied(nn.Module):
 def gather_form(net: nn.Module) -> nn.Module:
     """A copy of the net in which each site evaluates only the ReLUs it keeps.
 
-    The logits are bit-identical. A site that keeps all ReLUs becomes nn.ReLU. One that keeps none
-    becomes its line or quadratic, or else is dropped: no call is left in the graph of a converted
-    net, and nn.Identity in other nets, of which `export` leaves nothing. Only a net that overwrites
-    memory which a dropped site would share, or that torch.fx cannot trace, has copies in their
-    place.
+    The logits are bit-identical, with lines and quadratics up to rounding. A site that keeps all
+    ReLUs becomes nn.ReLU. One that keeps none becomes its line or quadratic, or else is dropped: no
+    call is left in the graph of a converted net, and nn.Identity in other nets, of which `export`
+    leaves nothing. Only a net that overwrites memory which a dropped site would share, or that
+    torch.fx cannot trace, has copies in their place. The lines of channels that keep no ReLU become
+    a part of the batch norm or layer before, where nothing else reads that.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), fastbcd.MaskedReLU(3), nn.Linear(3, 2))
     >>> fastbcd.set_masks(net, fastbcd.masks(net).without([1]))
@@ -117,6 +124,7 @@ def gather_form(net: nn.Module) -> nn.Module:
     twin = copy.deepcopy(net)
     if isinstance(twin, MaskedActivation):
         return _gathered(twin)
+    _fold_lines(twin)
     gathered = {act: _gathered(act) for act in mask_modules(twin).values()}
     dropped: dict[Any, nn.Module] = {
         act: new for act, new in gathered.items() if type(new) is nn.Identity
@@ -132,17 +140,51 @@ def _gathered(act: MaskedActivation) -> nn.Module:
     coef = getattr(act, "coef", None)
     if mask.all():
         return nn.ReLU()
-    if mask.any():
-        return GatheredReLU(mask) if coef is None else GatheredPoly(mask, coef)
-    return nn.Identity() if coef is None else Polynomial(coef)
+    if coef is None or not (~mask & _bent(mask, coef)).any():
+        return GatheredReLU(mask) if mask.any() else nn.Identity()
+    return GatheredPoly(mask, coef) if mask.any() else Polynomial(coef)
+
+
+def _bent(mask: Tensor, coef: Tensor) -> Tensor:
+    """Where the line or quadratic of the channel is not the identity, bool [C, ...]."""
+    identity = torch.eye(len(coef), dtype=coef.dtype, device=coef.device)[1]
+    bent = (identity != coef.T).any(1)
+    return bent.view(-1, *[1] * (mask.ndim - 1)).expand_as(mask)
+
+
+@torch.no_grad()
+def _fold_lines(net: nn.Module) -> None:
+    """Give the lines of channels without ReLUs to the layer before; theirs is the identity then."""
+    try:
+        graph = _graph_of(net)
+    except Exception:  # whatever the net's own forward raises on fx proxies
+        return
+    calls = graph.find_nodes(op="call_module")
+    times = Counter(node.target for node in calls)
+    for node in calls:
+        act = net.get_submodule(node.target)
+        before = node.args[0]
+        if not isinstance(act, MaskedLine) or len(before.users) > 1 or times[before.target] != 1:
+            continue
+        layer: Any = net.get_submodule(before.target)
+        bias = getattr(layer, "bias", None)
+        if isinstance(layer, FOLDABLE) and bias is not None and len(bias) == len(act.mask):
+            empty = ~act.mask.flatten(1).any(1)
+            shift, scale = torch.where(empty, act.coef, torch.eye(2)[:, [1]].to(act.coef))
+            layer.weight.mul_(scale.view(-1, *[1] * (layer.weight.ndim - 1)))
+            bias.mul_(scale).add_(shift)
+            act.coef[:, empty] = torch.eye(2)[:, [1]].to(act.coef)
+
+
+def _graph_of(net: nn.Module) -> fx.Graph:
+    return net.graph if isinstance(net, fx.GraphModule) else _Tracer().trace(net)
 
 
 def _drop(net: nn.Module, dropped: dict[Any, nn.Module]) -> None:
     """Put these identities in, and erase their calls; copies where they would share memory."""
     _replace(net, dropped)
     try:
-        graph = net.graph if isinstance(net, fx.GraphModule) else _Tracer().trace(net)
-        without_inplace(net, graph)  # refuses to overwrite what is read later
+        without_inplace(net, _graph_of(net))  # refuses to overwrite what is read later
     except Exception:  # whatever the net's own forward raises on fx proxies
         _replace(net, {identity: Copied() for identity in dropped.values()})
         return

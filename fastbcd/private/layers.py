@@ -38,7 +38,7 @@ class Layer(NamedTuple):
 
 
 def product(
-    name: str, *, positions: int, terms: int, channels: int, inputs: int, groups: int = 1
+    name: str, positions: int, terms: int, channels: int, *, inputs: int, groups: int = 1
 ) -> Layer:
     """A linear layer; terms and channels: of one group."""
     outputs = positions * channels
@@ -92,9 +92,14 @@ class _Recorder(TorchDispatchMode):
         operator = function.overloadpacket.__name__.rstrip("_")
         name = max(self.modules.parents, key=len).partition(".")[2] or operator
         if operator == "convolution":
-            self._convolution(name, result, args[0], args[1], groups=args[8])
+            groups = args[8]
+            sizes = (result[0, 0].numel(), args[1][0].numel(), result.shape[1] // groups)
+            self.layers.append(product(name, *sizes, inputs=args[0].numel(), groups=groups))
         elif operator in PRODUCTS:
-            self._product(name, *args[-2:])
+            x, weight = args[-2:]
+            groups = math.prod(weight.shape[:-2])
+            sizes = (x.shape[-2], *weight.shape[-2:])
+            self.layers.append(product(name, *sizes, inputs=x.numel(), groups=groups))
         elif operator in MEANS:
             self._add(name, "line", result.numel(), 1)
         else:
@@ -106,29 +111,6 @@ class _Recorder(TorchDispatchMode):
 
     def _add(self, name: str, kind: str, units: int, sites: int) -> None:
         self.layers.append(Layer(name, kind, {"units": units, "sites": sites}))
-
-    def _convolution(self, name: str, y: Tensor, x: Tensor, weight: Tensor, groups: int) -> None:
-        layer = product(
-            name,
-            positions=y[0, 0].numel(),
-            terms=weight[0].numel(),
-            channels=y.shape[1] // groups,
-            inputs=x.numel(),
-            groups=groups,
-        )
-        self.layers.append(layer)
-
-    def _product(self, name: str, x: Tensor, weight: Tensor) -> None:
-        *groups, terms, channels = weight.shape
-        layer = product(
-            name,
-            positions=x.shape[-2],
-            terms=terms,
-            channels=channels,
-            inputs=x.numel(),
-            groups=math.prod(groups),
-        )
-        self.layers.append(layer)
 
 
 def _tiles(positions: int, terms: int, channels: int) -> dict[str, int]:
