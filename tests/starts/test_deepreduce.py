@@ -61,12 +61,6 @@ def test_culling_and_thinning_give_the_published_numbers_of_relus() -> None:
     assert all(any(abs(n - count) < 0.007 * count for count in counts) for n in points)
 
 
-def test_criticality() -> None:
-    assert criticality(64.0, 4096, 0.5) == 1.0
-    assert criticality(64.0, 4096) == pytest.approx(64 * math.exp(-0.07 * math.log(4096)))
-    assert criticality(64.0, 4096, 0.0) == 64.0
-
-
 def shares(sizes: list[int], budget: int) -> list[int]:
     """The plain rule: round down, then one more for the largest remainders, in order."""
     exact = [n * budget / sum(sizes) for n in sizes]

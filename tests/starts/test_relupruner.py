@@ -12,7 +12,6 @@ from torch import nn
 
 import fastbcd
 from fastbcd import MaskedReLU
-from fastbcd.descent.saliency import ranking
 from fastbcd.masking.masks import mask_modules
 from fastbcd.starts.relupruner import Pruner, relupruner, scheduled
 from helpers.nets import make
@@ -103,19 +102,6 @@ def test_the_mask_training_is_the_published_one(name, monkeypatch) -> None:
     assert counts[0] == total > counts[2] > counts[-1] == total // 3
     torch.testing.assert_close(found[0], values, rtol=1e-2, atol=1e-7)
     assert (start.masks.bits != bits).sum() <= 0.02 * total, "units of equal importance, rounding"
-
-
-def test_it_is_not_saliency_at_temperature_0() -> None:
-    """After one batch with equal weights of layers, the importance ranks other ReLUs first."""
-    net, train, found = make("resnet"), data(), []
-    given = copy.deepcopy(net)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pruner, "decide", lambda s: found.append(s.values()) or s.start)
-        relupruner(net, train, 100, **{**QUICK, "epochs": 1, "batch_size": 96})
-    scores = fastbcd.saliency(given, train)
-    every = torch.ones_like(scores, dtype=torch.bool)
-    ours, theirs = (set(ranking(s, every)[:300].tolist()) for s in (scores, found[0].double()))
-    assert len(ours & theirs) < 270
 
 
 def test_saliency_is_the_first_term_of_the_paper() -> None:

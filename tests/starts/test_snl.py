@@ -88,14 +88,6 @@ def test_the_mask_training_is_the_published_one(name) -> None:
             torch.testing.assert_close(net.state_dict()[key], value, rtol=1e-4, atol=1e-4)
 
 
-def test_lambda_on_a_sequence_of_counts() -> None:
-    """From the sixth epoch on, after every epoch without a new minimum."""
-    counts = [100, 90, 90, 95, 90, 90, 91, 89, 89, 80, 85]
-    grew = [False, False, False, False, False, True, True, False, True, False, True]
-    assert growth(counts, lowest=100) == grew
-    assert growth([], lowest=100) == []
-
-
 def test_the_twin_computes_what_the_net_computes() -> None:
     net = thinned(make("resnet"))
     soft = twin(net, lambda act: SoftReLU(act.mask))

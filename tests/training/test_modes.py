@@ -119,12 +119,6 @@ def test_snl_trains_with_these_algorithms(gpu, fast, monkeypatch) -> None:
     assert seen == {fast}  # of cuDNN's benchmark, for masks and for the fine-tuning
 
 
-@pytest.mark.parametrize("amp", [0, 1.0, "fp8"])
-def test_amp_is_none_of_these(amp) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"amp={amp!r}"):
-        Finetune(amp=amp)
-
-
 def test_strict_algorithms_of_the_user_stay(gpu) -> None:
     torch.use_deterministic_algorithms(True)
     try:
@@ -184,9 +178,3 @@ def test_synchronised_batch_norm(gpu, monkeypatch) -> None:
     assert {m.running_mean.data_ptr() for m in found} == {m.running_mean.data_ptr() for m in own}
     with pytest.raises(ValueError, match="torch has it for GPUs only"):
         Finetuner(make("resnet"), images(16), settings)
-
-
-def test_every_field_of_finetune_is_documented() -> None:
-    text = Finetune.__doc__ or ""
-    names = [field.name for field in dataclasses.fields(fastbcd.Finetune)]
-    assert [name for name in names if f"\n    {name}: " not in text] == []
