@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import math
@@ -49,17 +48,6 @@ def test_a_draw_is_a_set_of_the_given_ids(n, share, width, seed, step, trial) ->
     assert len(found.unique()) == len(found) == size
     assert set(found.tolist()) <= set(order.tolist())
     assert torch.equal(found, favouring(order.clone(), size, width, **options))
-
-
-def test_streams_differ_by_seed_step_and_trial() -> None:
-    order = torch.arange(1000)
-    draws = {
-        tuple(favouring(order, 20, 100.0, seed=seed, step=step, trial=trial).tolist())
-        for seed in range(3)
-        for step in range(3)
-        for trial in range(1, 4)
-    }
-    assert len(draws) == 27
 
 
 def test_draws_stay_the_same_for_ever() -> None:
@@ -260,21 +248,6 @@ def test_adaptive_follows_the_history() -> None:
     histories = ([], [easy], [easy] * 2, [easy] * 9, [hard], [none], [none] * 9, [none, easy])
     assert [schedule.size(1000, h) for h in histories] == [10, 15, 23, 40, 10, 5, 4, 8]
     assert fastbcd.Adaptive(1, grow=1.01).size(9, [easy]) == 2, "it grows by one at least"
-
-
-def test_adaptive_in_a_run() -> None:
-    net, data = problem("resnet")
-    kept = fastbcd.masks(net).count()
-    run = fastbcd.bcd(
-        copy.deepcopy(net), data, kept - 150, drc=fastbcd.Adaptive(10, grow=2.0), rt=2, adt=200.0,
-        finetune=None,
-    )  # fmt: skip
-    assert [s.drc for s in run.history] == [10, 20, 40, 80]
-    run = fastbcd.bcd(
-        net, data, kept - 20, drc=fastbcd.Adaptive(10, shrink=0.4, least=2), rt=2, adt=-200.0,
-        finetune=None,
-    )  # fmt: skip
-    assert [s.drc for s in run.history] == [10, 4, 2, 2, 2]
 
 
 @given(share=st.floats(1e-6, 1), least=st.integers(1, 50), count=st.integers(1, 10**7))

@@ -232,20 +232,6 @@ def test_a_target_that_is_met_is_done_at_once(capsys, tmp_path) -> None:
     assert fastbcd.load_run(tmp_path / "a").done
 
 
-def test_engines_and_waves_choose_alike() -> None:
-    found = {
-        tuple(
-            tuple(step.sites)
-            for step in fastbcd.bcd(
-                plain(), data(), Target(0.03, **NETWORK), engine=fastbcd.Engine(name, wave=wave),
-                **{**QUICK, "rt": 6, "adt": -1.0},
-            ).history
-        )
-        for name, wave in (("sequential", 1), ("stacked", 8), ("collapsed", 3))
-    }  # fmt: skip
-    assert len(found) == 1
-
-
 STARTS: dict[str, dict[str, Any]] = {
     "snl": {"max_epochs": 2}, "autorep": {"epochs": 2}, "senet": {"epochs": 1},
     "deepreduce": {"epochs": 10, "trial_epochs": 1},
