@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -76,17 +75,15 @@ class Account:
         enough = np.searchsorted(np.cumsum(saved[order]), saving * (1 - ROUNDING))
         return float(from_price[order[min(int(enough), len(order) - 1)]])
 
-    def beyond(self, worth: float) -> np.ndarray:
+    def beyond(self, worth: float, factor: np.ndarray) -> np.ndarray:
         """The loss of emptying each site beyond what it saves at the price `worth`, [sites].
 
         Σ max(loss - worth · price, 0) - worth · bonus: it pays where that is not above 0.
+        factor: of the losses of each site.
         """
-        more = np.maximum(self.loss - worth * self.price[self.where], 0.0)
+        loss = self.loss * factor[self.where]
+        more = np.maximum(loss - worth * self.price[self.where], 0.0)
         return np.bincount(self.where, more, len(self.price)) - worth * self.bonus
-
-    def by_price(self) -> np.ndarray:
-        """The ReLUs in the order in which they pay; those that save nothing last, by loss."""
-        return np.lexsort((self.loss, self.alone))
 
 
 @dataclass(frozen=True)
@@ -108,11 +105,14 @@ class Blocks(Saliency):
     Blocks(temperature=0.5, kind='mean_abs', distilled=False)
     """
 
+    name = "blocks"
+
     def toward(self, net: nn.Module, data: ImageData, goal: Goal, *, seed: int, step: int) -> Draw:
         kept = goal.masks.bits.nonzero().flatten()
         loss = rounded(self.saliency(net, data)[kept])
         account = Account(loss, goal.sites(kept), *goal.limits.savings(goal.counts))
-        order = kept[torch.from_numpy(account.by_price())]
+        # As they pay; those that save nothing last, by loss.
+        order = kept[torch.from_numpy(np.lexsort((account.loss, account.alone)))]
         worth = account.worth(goal.limits.value(goal.counts) - goal.limits.most)
 
         paying = _candidates(account, worth, worth * (1 + ROUNDING), np.ones(len(goal.counts)))
@@ -141,9 +141,6 @@ class Blocks(Saliency):
 
         return draw
 
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "name": "blocks"}
-
 
 PROPOSALS: dict[str, Proposal] = {"uniform": Uniform(), "saliency": Saliency(), "blocks": Blocks()}
 
@@ -159,10 +156,7 @@ def _candidates(
     pays = account.pays * factor
     cheapest_first = np.argsort(pays, kind="stable")
     wanted = (pays <= near) & (account.bonus > 0)
-    scaled = Account(
-        account.loss * factor[account.where], account.where, account.price, account.bonus
-    )
-    others = np.argsort(scaled.beyond(worth), kind="stable")
+    others = np.argsort(account.beyond(worth, factor), kind="stable")
     return cheapest_first[wanted[cheapest_first]], others
 
 

@@ -238,11 +238,7 @@ def _net(model: nn.Module, data: ImageData, start: Any, replacement: str) -> nn.
     source = model
     if start is not None and not isinstance(start, MaskSet):
         source = getattr(start, "model", start)
-    if not isinstance(source, nn.Module):
-        raise TypeError(
-            f"start is a {type(source).__name__}; give a MaskSet, a net with masks, or the result "
-            f"of a starting point such as snl, of bcd or of load_run"
-        )
+    check_net("start", source)
     if any(isinstance(module, MaskedActivation) for module in source.modules()):
         net = copy.deepcopy(source)
     else:
@@ -254,10 +250,10 @@ def _net(model: nn.Module, data: ImageData, start: Any, replacement: str) -> nn.
         net = to_poly(net, data)
     if isinstance(start, MaskSet):
         set_masks(net, start)
-    names = {kind: name for name, kind in REPLACEMENTS.items()}
     for site, act in mask_modules(net).items():
-        if names[type(act)] != replacement:  # a later one, which the net had before
+        if type(act) is not REPLACEMENTS[replacement]:  # a later one, which the net had before
             raise ValueError(
-                f"site {site!r} is a {type(act).__name__}; pass replacement={names[type(act)]!r}"
+                f"site {site!r} is a {type(act).__name__}; pass its replacement, not "
+                f"{replacement!r}"
             )
     return net

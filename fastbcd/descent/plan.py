@@ -15,7 +15,6 @@ from fastbcd.descent.budget import counts_of
 from fastbcd.descent.job import Job
 from fastbcd.descent.schedules import size_of
 from fastbcd.descent.search import decide, descend, goal_of
-from fastbcd.descent.tuning import Tuned
 from fastbcd.masking.masks import MaskSet, masks
 from fastbcd.runs.journal import Journal
 from fastbcd.runs.step import Start, Step
@@ -61,15 +60,6 @@ class Plan:
                 text += f", {after:,} of them after the last removal"
         return text
 
-    def check(self) -> None:
-        """Warn if it means very many epochs."""
-        if (self.epochs or 0) > MANY_EPOCHS:
-            warnings.warn(
-                f"{len(self.sizes):,} steps mean {self.epochs:,.6g} epochs of fine-tuning: give a "
-                f"larger drc or fewer epochs, or use fastbcd.linearize, which spends what you say",
-                stacklevel=5,
-            )
-
 
 def planned(job: Job, history: Sequence[Step], kept: MaskSet) -> Plan:
     """What a run does after the steps of `history`; with a schedule that adapts, an estimate.
@@ -99,7 +89,12 @@ def watched(job: Job, run: Journal[Step], progress: bool) -> Iterator[Step]:
     """The steps of a run that are left; progress: its plan, a bar, and a line per step."""
     kept = masks(job.problem.net)
     plan = planned(job, run.history, kept)
-    plan.check()
+    if (plan.epochs or 0) > MANY_EPOCHS:
+        warnings.warn(
+            f"{len(plan.sizes):,} steps mean {plan.epochs:,.6g} epochs of fine-tuning: give a "
+            f"larger drc or fewer epochs, or use fastbcd.linearize, which spends a given number",
+            stacklevel=4,
+        )
     if progress and plan.sizes:
         show_plan(job, run.history, kept)
     return iter(bar(progress, descend(job, run, progress=progress), total=len(plan.sizes)))
@@ -108,7 +103,6 @@ def watched(job: Job, run: Journal[Step], progress: bool) -> Iterator[Step]:
 def show_plan(job: Job, history: Sequence[Step], kept: MaskSet) -> None:
     """Print what a run does after the steps of `history`, and the time it takes."""
     plan = planned(job, history, kept)
-    plan.check()
     say(f"{kept.count():,} ReLUs, budget {job.budget}\n{plan}")
     if ranks.rank() > 0 or not plan.sizes:
         return
@@ -120,41 +114,46 @@ def show_plan(job: Job, history: Sequence[Step], kept: MaskSet) -> None:
 
 
 def _seconds(job: Job, plan: Plan) -> dict[str, float]:
-    """The seconds that each phase of a plan takes on all ranks; the net is not changed."""
+    """The seconds that each phase of a plan takes on one rank; the net is not changed."""
     problem = job.problem
-    seconds: dict[str, float] = {}
-    if plan.removals:
-        used = int((job.counts > 0).sum())
-        goal = goal_of(job, Start(value=job.limits.value(job.counts), sites=used), [])
-        seconds["scoring"] = plan.removals * _time(
-            lambda images: decide(job, images, goal, 1), problem.scored
-        )
-    if problem.test is not None:
-        tests = math.ceil(len(plan.sizes) / job.search.test_every)
-        metric = problem.criterion.metric
-        seconds["testing"] = tests * _time(
-            lambda images: accuracy(problem.net, images, metric=metric), problem.test
-        )
-    if isinstance(job.training, Tuned) and plan.epochs:
-        seconds["training"] = plan.epochs * _time(job.training.rehearse, problem.train)
-    return seconds
+    start = Start(value=job.limits.value(job.counts), sites=int((job.counts > 0).sum()))
+    tests = math.ceil(len(plan.sizes) / job.search.test_every)
+
+    def decision(images: ImageData) -> None:
+        decide(job, images, goal_of(job, start, []), number=1)
+
+    def test(images: ImageData) -> None:
+        accuracy(problem.net, images, metric=problem.criterion.metric)
+
+    phases: list[tuple[str, float | None, Callable[[ImageData], None], ImageData | None]] = [
+        ("scoring", plan.removals, decision, problem.scored),
+        ("testing", tests, test, problem.test),
+        ("training", plan.epochs, job.training.rehearse, problem.train),
+    ]
+    return {
+        name: times * _time(work, data)
+        for name, times, work, data in phases
+        if times and data is not None
+    }
 
 
 def _time(work: Callable[[ImageData], object], data: ImageData) -> float:
-    """The seconds of the work on all of the data: those of a part, and the rest at its pace.
+    """The seconds of the work on all of the data: those of a part, and the rest at its pace."""
 
-    The first time is left out of the pace: it makes what the others find ready.
-    """
-    times: list[tuple[int, float]] = []
-    size = FEW
-    while not times or size < len(data):
-        size = min(2 * size, len(data))
+    def measured(size: int) -> float:
         begin = time.perf_counter()
         work(data.first(size))
-        times.append((size, time.perf_counter() - begin))
-        if len(times) > 3 and (times[-1][1] > ENOUGH or size >= MOST):
-            break
-    size, seconds = times[-1]
-    few, least = times[min(1, len(times) - 1)]
-    pace = max(0.0, seconds - least) / max(1, size - few)
+        return time.perf_counter() - begin
+
+    few = min(FEW, len(data))
+    measured(few)  # makes what the others find ready
+    least = measured(few)
+    size = few
+    seconds = least
+    while seconds < ENOUGH and size < min(MOST, len(data)):
+        size = min(2 * size, len(data))
+        seconds = measured(size)
+    pace = least / few
+    if size > few:
+        pace = max(0.0, seconds - least) / (size - few)
     return seconds + pace * (len(data) - size)

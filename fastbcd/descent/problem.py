@@ -50,4 +50,4 @@ def check_net(name: str, net: Any) -> None:
         kind = f"a {type(net).__name__}"
         if isinstance(net, type):
             kind = f"the class {net.__name__}"
-        raise TypeError(f"{name} is {kind}; give a torch.nn.Module first, and then the data")
+        raise TypeError(f"{name} is {kind}; give a torch.nn.Module")

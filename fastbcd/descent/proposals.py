@@ -117,6 +117,7 @@ class Saliency(Proposal):
     Saliency(temperature=0.5, kind='mean_abs', distilled=False)
     """
 
+    name = "saliency"
     temperature: float = 0.25
     kind: str = "mean_abs"
     distilled: bool = False
@@ -154,7 +155,7 @@ class Saliency(Proposal):
         return lambda trial: favouring(order, size, width, seed=seed, step=step, trial=trial)
 
     def describe(self) -> dict[str, Any]:
-        described = {"name": "saliency", "temperature": float(self.temperature), "kind": self.kind}
+        described = {"name": self.name, "temperature": float(self.temperature), "kind": self.kind}
         if self.distilled:
             return {**described, "distilled": True}
         return described

@@ -37,6 +37,9 @@ class Training:
     def __call__(self, step: Step) -> None:
         """Train the net in place after the step's removal, and complete the step's record."""
 
+    def rehearse(self, images: ImageData) -> None:
+        """An epoch of a copy of the net on some images, to be timed."""
+
     def settle(self, net: nn.Module) -> None:
         """After the training: batch norm has seen other images on each rank."""
         ranks.agree(net.buffers())
@@ -99,7 +102,6 @@ class Tuned(Training):
         """`Finetuner` has averaged what the ranks' batches made."""
 
     def rehearse(self, images: ImageData) -> None:
-        """An epoch of a copy of the net on some images, to be timed."""
         tuner = self.tuner
         settings = replace(tuner.settings, epochs=1)
         net = copy.deepcopy(tuner.net)

@@ -38,7 +38,7 @@ def test_no_other_set_saves_as_much_for_less_loss(sites, data) -> None:
     better = (saved >= saved[mine] - 1e-9) & (lost < lost[mine] - 1e-9)
     assert not better.any(), (every[better], chosen)
     # A site is emptied beyond that at the least loss beyond its worth, also if it must be.
-    beyond = account.beyond(worth)
+    beyond = account.beyond(worth, np.ones(len(sites)))
     value = lost - worth * saved
     best = value.min()
     for x in range(len(sites)):

@@ -194,7 +194,7 @@ def test_removed_relus_become_lines_unless_asked_otherwise() -> None:
     assert isinstance(short(masked_net()).model[2], fastbcd.MaskedLine)
     plain = short(masked_net(), replacement="identity")
     assert isinstance(plain.model[2], fastbcd.MaskedReLU)
-    with pytest.raises(ValueError, match="is a MaskedLine; pass replacement='line'"):
+    with pytest.raises(ValueError, match="is a MaskedLine; pass its replacement"):
         short(short(masked_net()).model, budget=4, replacement="identity")
     lines = short(masked_net(), epochs=1)
     again = short(lines.model, budget=4, epochs=1, lr=1e-9)
@@ -218,7 +218,7 @@ def test_quadratics() -> None:
     assert acts[0].coef.isfinite().all()
     again = short(masked_net(), replacement="poly")
     assert isinstance(again.model[2], fastbcd.MaskedPoly)
-    with pytest.raises(ValueError, match="pass replacement='poly'"):
+    with pytest.raises(ValueError, match="is a MaskedPoly; pass its replacement"):
         short(run.model, budget=4)
     assert short(run.model, budget=4, replacement="poly").masks.count() == 4
 
@@ -284,9 +284,11 @@ def test_the_dry_run_of_bcd(capsys) -> None:
     assert "epochs" not in capsys.readouterr().out
 
 
-def test_bcd_warns_of_many_epochs() -> None:
-    with pytest.warns(UserWarning, match=r"90 steps mean 1,800 epochs .* fastbcd.linearize"):
-        fastbcd.bcd(masked_net(), images(), 8, drc=1, dry_run=True)
+def test_bcd_warns_of_many_epochs(monkeypatch) -> None:
+    monkeypatch.setattr("fastbcd.descent.plan.MANY_EPOCHS", 3)
+    tune = fastbcd.Finetune(epochs=2, batch_size=16)
+    with pytest.warns(UserWarning, match=r"2 steps mean 4 epochs .* fastbcd.linearize"):
+        fastbcd.bcd(masked_net(), images(), 96, drc=1, rt=1, finetune=tune)
 
 
 def test_a_plan_abbreviates() -> None:

@@ -165,6 +165,22 @@ def test_a_plan_is_printed_before_it_is_timed(capsys, monkeypatch) -> None:
     assert "10 steps" in printed[0]
 
 
+def test_a_resumed_run_plans_what_is_left(capsys, tmp_path) -> None:
+    def stop(net: nn.Module, step: fastbcd.Step) -> None:
+        if step.number == 3:
+            raise KeyboardInterrupt
+
+    options: dict[str, Any] = {"drc": 10, "rt": 1, "run_dir": tmp_path, "finetune": stop}
+    with pytest.raises(KeyboardInterrupt):
+        fastbcd.bcd(masked(), DATA, 7, **options)
+    plan = "30 ReLUs, budget 7\nplan: 3 steps that remove 10, 10, 3 ReLUs"
+    fastbcd.bcd(masked(), DATA, 7, dry_run=True, **options)
+    assert plan in capsys.readouterr().out
+    stop.__code__ = (lambda net, step: None).__code__
+    fastbcd.bcd(masked(), DATA, 7, progress=True, **options)
+    assert plan in capsys.readouterr().out
+
+
 def test_messages_go_through_logging(caplog, capsys) -> None:
     logger = logging.getLogger("fastbcd")
     before = logger.handlers[:]
