@@ -13,7 +13,7 @@ import numpy as np
 from fastbcd.private.costs import Cost
 from fastbcd.private.units import si
 from fastbcd.report.published import Curve
-from fastbcd.report.results import Result
+from fastbcd.report.results import Result, connection_of
 
 HERE = resources.files("fastbcd.report")
 LOOKS = json.loads((HERE / "figures.json").read_text("utf-8"))
@@ -25,30 +25,21 @@ def accuracy(results: Sequence[Result], published: Sequence[Curve]) -> Any:
 
     The large mark is the net as it is now.
     """
-    lines = len(results) + len(published)
-    figure, axes = canvas(4.2 + 0.17 * lines)
+    figure, axes = canvas(4.2 + 0.17 * (len(results) + len(published)))
+    methods = LOOKS["methods"]
     for curve in published:
-        look = LOOKS["methods"].get(curve.method, LOOKS["other method"])
-        relus, percent = zip(*curve.points, strict=True)
-        axes.plot(relus, percent, label=f"paper: {curve.method}", linewidth=0.9, **look)
+        label = f"paper: {curve.method}"
+        axes.plot(*zip(*curve.points, strict=True), label=label, lw=0.9, **methods[curve.method])
     measured = results[0].measured
     drawn = [result for result in results if result.points and result.measured == measured]
     for number, result in enumerate(drawn):
         relus, percent = zip(*result.points, strict=True)
-        look = look_of(result.run.title)
-        axes.plot(
-            relus,
-            percent,
-            label=f"{result.run.title}: {_short(result.name)}",
-            linestyle=DASHES[number % len(DASHES)],
-            markevery=max(1, len(relus) // 12),
-            zorder=5,
-            **look,
-        )
-        axes.plot(
-            relus[-1], percent[-1], markersize=8, markerfacecolor=look["color"], zorder=6, **look
-        )
-    log_axis(axes, "ReLUs kept")
+        look = {name: methods[result.run.title][name] for name in ("color", "marker")}
+        look |= {"linestyle": DASHES[number % len(DASHES)], "zorder": 5}
+        label = f"{result.run.title}: {result.name[:40]}"
+        axes.plot(relus, percent, label=label, markevery=max(1, len(relus) // 12), **look)
+        axes.plot(relus[-1], percent[-1], ms=8, markerfacecolor=look["color"], **look)
+    relu_axis(axes)
     axes.set_ylabel(f"{measured}, %")
     return with_legend(figure)
 
@@ -61,10 +52,7 @@ def sites(result: Result) -> Any:
     start = np.array([site.relus for site in result.before.sites])
     now = np.array([site.relus for site in result.after.sites])
     for name, relus in {"full net": units, "start": start, "now": now}.items():
-        if name == "start" and np.array_equal(start, units):
-            continue
-        look = LOOKS["shares"][name]
-        axes.barh(places, 100 * relus / units, label=name, **look)
+        axes.barh(places, 100 * relus / units, label=name, **LOOKS["shares"][name])
     for place in places:
         annotate(axes, f"{now[place]:,} of {units[place]:,}", (100, place))
     axes.set_xlabel("ReLUs kept, % of the site")
@@ -87,8 +75,7 @@ def seconds(cost: Cost) -> Any:
         if site.seconds is None:
             text = f"≥ {text}"
         annotate(axes, text, (ends[place], place))
-    connection = f"{si(cost.bandwidth, 'bit/s')}, round trip {si(cost.rtt, 's')}"
-    axes.set_xlabel(f"seconds: {cost.protocol.name}, {connection}")
+    axes.set_xlabel(f"seconds: {connection_of(cost)}")
     axes.set_xlim(0, 1.3 * max(ends.max(), 1e-9))
     return with_legend(figure)
 
@@ -125,29 +112,20 @@ def site_canvas(cost: Cost) -> Any:
     return figure, axes
 
 
-def look_of(method: str) -> dict[str, Any]:
-    """Colour and mark of a method."""
-    look = LOOKS["methods"].get(method, LOOKS["other method"])
-    return {"color": look["color"], "marker": look["marker"]}
-
-
-def log_axis(axes: Any, label: str) -> None:
-    """A log axis, labelled 500, 6k, 100k; linear near 0 if there is a 0."""
+def relu_axis(axes: Any) -> None:
+    """A log axis, labelled 500, 6k, 100k; linear near 0, and where all values are alike."""
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
-    axes.set_xlabel(f"{label} (log axis)")
-    if axes.dataLim.x0 <= 0:
-        smallest = min(1, axes.dataLim.minposx)
-        axes.set_xscale("symlog", linthresh=smallest, linscale=0.4)
-    else:
+    axes.set_xlabel("ReLUs kept")
+    least, _, most, _ = axes.dataLim.extents
+    locator: Any = MaxNLocator(4)
+    if least <= 0:
+        axes.set_xscale("symlog", linthresh=min(1, axes.dataLim.minposx), linscale=0.4)
+        locator = axes.xaxis.get_major_locator()
+    elif most > 5 * least:
         axes.set_xscale("log")
-        low, high = axes.get_xlim()
-        locator: Any = MaxNLocator(4)
-        if high > 1e4 * low:
-            locator = LogLocator()
-        elif high > 5 * low:
-            locator = LogLocator(subs=(1, 2, 5))
-        axes.xaxis.set_major_locator(locator)
+        locator = LogLocator() if most > 1e4 * least else LogLocator(subs=(1, 2, 5))
+    axes.xaxis.set_major_locator(locator)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
@@ -165,10 +143,3 @@ def with_legend(figure: Any) -> Any:
         width = max(16, *map(len, labels))
         figure.legend(loc="outside lower center", ncols=max(1, 48 // width))
     return figure
-
-
-def _short(name: str) -> str:
-    """A name that fits below the figure."""
-    if len(name) <= 40:
-        return name
-    return f"{name[:19]}…{name[-20:]}"

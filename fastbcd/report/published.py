@@ -28,7 +28,7 @@ class Curve:
     note: str = ""
 
 
-def curves(arch: str, data: str) -> list[Curve]:
+def curves(arch: str | None, data: str | None) -> list[Curve]:
     """The published curves of a net and a data set: for each method the one with most points.
 
     >>> [c.method for c in curves("resnet18", "tiny-imagenet")]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from itertools import groupby
-from operator import itemgetter
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 from fastbcd import private
@@ -14,8 +13,7 @@ from fastbcd.private.units import si
 from fastbcd.runs.read import SavedRun, load_run
 from fastbcd.runs.step import Step
 
-# Accuracies that a starting point records: before and after the fine-tune of its final masks.
-DECIDED = ("thresholded", "final")
+ACTIVATIONS = "private inference, activations only"
 
 
 class Result(NamedTuple):
@@ -32,33 +30,34 @@ class Result(NamedTuple):
 def result_of(path: str | os.PathLike[str], **connection: Any) -> Result:
     """A run directory, and its cost under this protocol and connection."""
     run = load_run(path)
-    masks = run.start if run.masks is None else run.masks
     metric = _text(run.settings.get("metric") or "accuracy")
     kinds: dict[str, Any] = {"poly": run.poly, "line": run.line}
-    points = _tested(run)
-    images = "test"
+    steps = [step for step in run.history if isinstance(step, Step)]
+    tested = [(run.start.count(), run.begin.test_accuracy)]
+    tested += [(step.after, step.test_accuracy) for step in steps]
+    tested.append((run.count, run.accuracy))
+    measured = f"test {metric}"
+    points = [(relus, accuracy) for relus, accuracy in tested if accuracy is not None]
     if not points:
-        points = _trained(run)
-        images = "train"
+        measured = f"train {metric}"
+        points = [(step.before, step.base_accuracy) for step in steps]
     return Result(
         name=run.path.resolve().name,
         run=run,
-        measured=f"{images} {metric}",
-        points=_ends(points),
+        measured=measured,
+        points=points,
         before=private.cost(run.start, **kinds, **connection),
-        after=private.cost(masks, **kinds, **connection),
+        after=private.cost(run.masks or run.start, **kinds, **connection),
     )
 
 
 def headline(result: Result) -> dict[str, str]:
     """Accuracy, ReLUs and seconds of private inference, each before and after."""
-    accuracies = [f"{accuracy:.2f} %" for _, accuracy in result.points]
-    if result.measured.startswith("test") and result.run.begin.test_accuracy is None:
-        accuracies = accuracies[-1:]  # the first is not of the start
+    accuracies = [f"{accuracy:.2f} %" for _, accuracy in result.points] or ["not measured"]
     return {
-        result.measured: _change(*accuracies[:1], *accuracies[-1:]),
+        result.measured: _change(accuracies[0], accuracies[-1]),
         "ReLUs": _change(f"{result.run.start.count():,}", f"{result.run.count:,}"),
-        "private inference": _change(seconds_text(result.before), seconds_text(result.after)),
+        ACTIVATIONS: _change(seconds_text(result.before), seconds_text(result.after)),
     }
 
 
@@ -69,74 +68,34 @@ def facts(result: Result) -> dict[str, str]:
     after = result.after
     data = run.config.data
     shape = "×".join(map(str, data.shape))
-    seconds = [sum(record.seconds.values()) for record in run.history]
-    used = [str(len(cost.sites) - len(cost.emptied)) for cost in (before, after)]
+    seconds = sum(sum(record.seconds.values()) for record in run.history)
+    used = [f"{len(cost.sites) - len(cost.emptied)}" for cost in (before, after)]
+    training = sum(getattr(step, "drc", None) == 0 for step in run.history)
     return {
         "state": "finished" if run.done else "not finished",
         "method": run.title,
         "net": _text(run.config.net.arch or "of its own"),
         "data": f"{data.name or 'of its own'}, {data.images:,} images of {shape}",
         **headline(result),
-        "protocol": after.protocol.name,
-        "bandwidth": si(after.bandwidth, "bit/s"),
-        "round trip": si(after.rtt, "s"),
+        "protocol": connection_of(after),
         "bytes": _change(si(before.bytes, "B"), si(after.bytes, "B")),
         "rounds": _change(si(before.rounds), si(after.rounds)),
         "sites in use": _change(*used),
-        "steps": f"{len(run.history):,}",
-        "time": duration(sum(seconds)),
+        "steps": f"{len(run.history):,}, of which {training:,} only train",
+        "time": f"{timedelta(seconds=round(seconds))}",
         **_texts(run.settings),
     }
 
 
-def duration(seconds: float) -> str:
-    """
-    >>> duration(75), duration(5_400), duration(200_000)
-    ('75.0 s', '90 min', '56 h')
-    """
-    for unit, name in ((3600.0, "h"), (60.0, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.0f} {name}"
-    return si(seconds, "s")
+def connection_of(cost: Cost) -> str:
+    """The protocol, and the network between its parties."""
+    bandwidth = si(cost.bandwidth, "bit/s")
+    return f"{cost.protocol.name}, {bandwidth}, round trip {si(cost.rtt, 's')}"
 
 
-def _tested(run: SavedRun) -> list[tuple[int, float]]:
-    """The accuracies on test images, in their order."""
-    accuracies = [(run.start.count(), run.begin.test_accuracy)]
-    for record in run.history:
-        if isinstance(record, Step):
-            accuracies.append((record.after, record.test_accuracy))
-        else:
-            accuracies.append((run.count, record.test_accuracy))
-            decided = record.accuracy or {}
-            accuracies += [(run.count, decided.get(name)) for name in DECIDED]
-    return [(relus, accuracy) for relus, accuracy in accuracies if accuracy is not None]
-
-
-def _trained(run: SavedRun) -> list[tuple[int, float]]:
-    """The accuracies on train images, before each step."""
-    steps = [step for step in run.history if isinstance(step, Step)]
-    return [(step.before, step.base_accuracy) for step in steps]
-
-
-def _ends(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The first and the last of consecutive points with one number of ReLUs.
-
-    The others are of steps, or epochs, that only train.
-
-    >>> _ends([(9, 80.0), (5, 60.0), (5, 65.0), (5, 70.0)])
-    [(9, 80.0), (5, 60.0), (5, 70.0)]
-    """
-    ends = []
-    for _, group in groupby(points, key=itemgetter(0)):
-        first, *others = group
-        ends += [first, *others[-1:]]
-    return ends
-
-
-def _change(before: str = "not measured", after: str = "") -> str:
+def _change(before: str, after: str) -> str:
     """Two texts, or one if they are equal."""
-    if after in ("", before):
+    if after == before:
         return before
     return f"{before} → {after}"
 

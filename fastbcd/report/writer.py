@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,14 @@ from fastbcd.private.protocols import LAN_BANDWIDTH, LAN_RTT, Protocol
 from fastbcd.report import figures
 from fastbcd.report.page import Card, render
 from fastbcd.report.published import Curve, curves
-from fastbcd.report.results import Result, facts, headline, result_of
+from fastbcd.report.results import ACTIVATIONS, Result, facts, headline, result_of
 from fastbcd.runtime.atomic_files import write_atomically
 from fastbcd.runtime.version import __version__
 
 FOOTER = (
     f"fastbcd {__version__}. Published curves: Coordinate Descent for Network Linearization, "
-    f"unless another paper is named. Private inference: the activations of one image."
+    f"unless another paper is named. Private inference: the activations of one image, without "
+    f"linear layers."
 )
 
 
@@ -31,8 +31,6 @@ def write(
     runs: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
     *,
-    arch: str | None = None,
-    data: str | None = None,
     protocol: str | Protocol = "crypten",
     bandwidth: str = LAN_BANDWIDTH,
     rtt: str = LAN_RTT,
@@ -42,7 +40,6 @@ def write(
     Args:
         runs: any number of run directories; the first one decides which published curves are
             drawn. A method has one colour and mark.
-        arch, data: names of the net and the data set, if the run did not record them.
         protocol, bandwidth, rtt: as in `fastbcd.private.cost`.
 
     >>> write(["runs/15k"], "runs/15k/report")  # doctest: +SKIP
@@ -52,10 +49,15 @@ def write(
         raise ValueError("name at least one run directory")
     with figures.style():
         connection = {"protocol": protocol, "bandwidth": bandwidth, "rtt": rtt}
-        results = _distinct([result_of(run, **connection) for run in runs])
-        published = _published(results[0], arch, data)
-        cards = _cards(results, published)
-    folder = _writable(Path(out))
+        results = [result_of(run, **connection) for run in runs]
+        if len(results) > 1:
+            results = [
+                result._replace(name=f"{number}. {result.name}")
+                for number, result in enumerate(results, 1)
+            ]
+        cards = _cards(results, _published(results[0]))
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
     html = render(
         ", ".join(result.name for result in results),
         [_unfinished(result) for result in results if not result.run.done],
@@ -64,10 +66,9 @@ def write(
         facts={result.name: facts(result) for result in results},
         footer=FOOTER,
     )
-    files = {f"{card.name}.png": card.png for card in cards}
-    files["report.html"] = html.encode()
-    for name, content in files.items():
-        write_atomically(folder / name, content)
+    for card in cards:
+        write_atomically(folder / f"{card.name}.png", card.png)
+    write_atomically(folder / "report.html", html.encode())
     return folder / "report.html"
 
 
@@ -84,70 +85,33 @@ def _cards(results: Sequence[Result], published: Sequence[Curve]) -> list[Card]:
         )
     ]
     for number, result in enumerate(results, 1):
-        prefix = f"{number}-" * (len(results) > 1)
-        of_run = f", {result.name}" * (len(results) > 1)
-        kept = headline(result)["ReLUs"]
-        time = headline(result)["private inference"]
-        cards += [
-            Card(
-                f"{prefix}sites",
-                f"ReLUs by site{of_run}",
-                f"share of the ReLUs that each site keeps: {kept} in total",
-                _png(figures.sites(result)),
-            ),
-            Card(
-                f"{prefix}seconds",
-                f"Private inference by site{of_run}",
-                f"seconds of private inference of each site: {time} in total",
-                _png(figures.seconds(result.after)),
-            ),
-        ]
+        prefix = ""
+        of_run = ""
+        if len(results) > 1:
+            prefix = f"{number}-"
+            of_run = f", {result.name}"
+        change = headline(result)
+        kept = f"share of the ReLUs that each site keeps: {change['ReLUs']} in total"
+        seconds = f"seconds of each site's activations: {change[ACTIVATIONS]} in total"
+        sites = _png(figures.sites(result))
+        cost = _png(figures.seconds(result.after))
+        cards.append(Card(f"{prefix}sites", f"ReLUs by site{of_run}", kept, sites))
+        cards.append(Card(f"{prefix}seconds", f"Activations by site{of_run}", seconds, cost))
     return cards
 
 
-def _published(result: Result, arch: str | None, data: str | None) -> list[Curve]:
-    """The published curves for the net and data of the run, or for those that are named."""
+def _published(result: Result) -> list[Curve]:
+    """The published curves for the net and data of the run."""
     config = result.run.config
-    named = arch is not None or data is not None
-    if not named and result.measured != "test accuracy":
+    if result.measured != "test accuracy" or config.net.arch is None:
         return []
-    arch = arch or (config.net.arch or {}).get("name")
-    data = data or config.data.name
-    chosen = curves(arch or "", data or "")
-    if named and not chosen:
-        raise ValueError(f"nothing is published of arch={arch!r} on data={data!r}")
-    return chosen
+    return curves(config.net.arch.get("name"), config.data.name)
 
 
 def _unfinished(result: Result) -> str:
     """What a run still has to do, in a sentence."""
     done = f"{len(result.run.history):,} steps, {result.run.count:,} ReLUs left"
     return f"{result.name} is not finished: {done}."
-
-
-def _distinct(results: list[Result]) -> list[Result]:
-    """Runs of the same name get a number."""
-    names = Counter(result.name for result in results)
-    return [
-        result._replace(name=f"{result.name} ({number})") if names[result.name] > 1 else result
-        for number, result in enumerate(results, 1)
-    ]
-
-
-def _writable(folder: Path) -> Path:
-    """The folder, created if needed; an error if nothing can be written there."""
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file; name a folder for the page and its figures")
-    probe = folder / ".probe"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise OSError(
-            error.errno, f"cannot write into {folder}: {error.strerror}; name another folder"
-        ) from error
-    return folder
 
 
 def _png(figure: Any) -> bytes:

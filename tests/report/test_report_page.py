@@ -34,11 +34,11 @@ def test_the_headline_and_the_table_have_the_numbers_of_the_run(finished, page_o
         f"{before.seconds * 1e3:.0f} ms → {after.seconds * 1e3:.0f} ms",
     ]
     assert headline(page) == texts
-    for name, text in zip(("test accuracy", "ReLUs", "private inference"), texts, strict=True):
+    for name, text in zip(("test accuracy", "ReLUs", results.ACTIVATIONS), texts, strict=True):
         assert page.row(name)[1] == text
     assert page.row("bytes")[1] == "45.5 kB → 3.71 kB"
     assert page.row("rounds")[1] == "9"
-    assert page.row("steps")[1] == str(len(run.history))
+    assert page.row("steps")[1] == f"{len(run.history)}, of which 0 only train"
     assert page.row("data")[1] == "fashion-mnist-mini, 48 images of 1×28×28"
     assert page.row("adt")[1] == "1"
     assert page.row("state")[1] == "finished"
@@ -88,25 +88,26 @@ def test_a_run_that_has_only_begun(tmp_path, page_of) -> None:
 
 def test_several_runs_have_a_column_each(finished, cut_short, stages, page_of) -> None:
     page = page_of(finished, cut_short, stages / "1-dense", finished)
-    assert page.rows[0] == ["", "whole (1)", "cut", "1-dense", "whole (4)"]
+    assert page.rows[0] == ["", "1. whole", "2. cut", "3. 1-dense", "4. whole"]
     assert page.row("state")[1:] == ["finished", "not finished", "finished", "finished"]
     assert page.row("net")[1:] == ["of its own"] * 4
     assert page.row("budget")[1:] == ["8", "8", "–", "8"]
     assert len(headline(page)) == 4 * 3
 
 
-def test_steps_that_only_train_are_one_line_at_the_budget(tmp_path) -> None:
-    """Before the first and after the last of them; the others are no points."""
+def test_steps_that_only_train_are_counted(tmp_path, page_of) -> None:
+    """The accuracy of the start is measured, and settings are rounded."""
     data = fastbcd.load("fashion-mnist-mini").first(48)
     run = fastbcd.linearize(
         small_net(), data, 60, epochs=4, test=data.first(20), run_dir=tmp_path, batch_size=16
     )  # fmt: skip
-    tested = [(step.after, step.test_accuracy) for step in run.history if step.test_accuracy]
-    at_budget = [point for point in tested if point[0] == 60]
-    assert len(at_budget) > 2
+    page = page_of(tmp_path)
+    training = [step for step in run.history if step.drc == 0]
+    assert page.row("steps")[1] == f"{len(run.history)}, of which {len(training)} only train"
     points = results.result_of(tmp_path).points
-    assert [point for point in points if point[0] == 60] == [at_budget[0], at_budget[-1]]
-    assert points[0][0] == 98
+    assert [relus for relus, _ in points] == [98, *(step.after for step in run.history), 60]
+    assert "not measured" not in page.text
+    assert re.search(r"share 0\.\d{1,5}\b", page.row("drc")[1])
 
 
 def test_dense_nets_and_starting_points(stages, page_of) -> None:
@@ -114,7 +115,7 @@ def test_dense_nets_and_starting_points(stages, page_of) -> None:
     page = page_of(stages / "1-dense", stages / "2-snl")
     dense, snl = (results.result_of(stages / name) for name in ("1-dense", "2-snl"))
     assert page.row("test accuracy")[1:] == [f"{r.points[-1][1]:.2f} %" for r in (dense, snl)]
-    assert [relus for relus, _ in snl.points] == [60, 60], "before and after its fine-tune"
+    assert snl.points == [(60, snl.run.history[-1].accuracy["final"])]
     assert page.row("ReLUs")[1:] == ["98", "98 → 60"]
     assert page.row("method")[1:] == ["dense", "SNL"]
 
@@ -162,9 +163,10 @@ def test_down_to_no_relus_at_all(tmp_path, page_of, drawn) -> None:
     assert page.row("sites in use")[1] == "1 → 0"
 
 
-def test_names_are_escaped(finished, tmp_path, page_of) -> None:
-    place = tmp_path / "<i>&run"
-    shutil.copytree(finished, place)
-    page = page_of(place)
+@pytest.mark.parametrize("name", ["<i>&run", "$x^$"])
+def test_names_are_escaped(finished, tmp_path, page_of, drawn, name) -> None:
+    """On the page, and in figures, where $ would begin mathematics."""
+    shutil.copytree(finished, tmp_path / name)
+    page = page_of(tmp_path / name)
     assert "i" not in page.tags
-    assert "<i>&run" in page.text
+    assert name in page.text

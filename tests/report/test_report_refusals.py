@@ -19,8 +19,6 @@ from fastbcd.cli import main as cli
     [
         ({"runs": []}, "at least one run"),
         ({"runs": ["nowhere"]}, "there is nothing at nowhere"),
-        ({"arch": "resnet81"}, "nothing is published of arch='resnet81'"),
-        ({"data": "mnist"}, "on data='mnist'"),
         ({"bandwidth": 0}, "bandwidth=0"),
         ({"protocol": "cripten"}, "there is no protocol 'cripten'"),
     ],
@@ -33,12 +31,11 @@ def test_bad_options(finished, tmp_path, options, message) -> None:
 
 def test_where_nothing_can_be_written(finished, tmp_path, capsys) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match="is a file; name a folder"):
-        report.write([finished], tmp_path / "file")
-    with pytest.raises(OSError, match="cannot write into"):
-        report.write([finished], tmp_path / "file" / "under")
+    for place in (tmp_path / "file", tmp_path / "file" / "under"):
+        with pytest.raises(OSError, match=re.escape(str(place))):
+            report.write([finished], place)
     assert cli.main(["report", str(finished), "--out", "/proc/report"]) == 2
-    assert "cannot write into /proc/report" in capsys.readouterr().err
+    assert "/proc/report" in capsys.readouterr().err
 
 
 def test_without_matplotlib(finished, tmp_path, monkeypatch, capsys) -> None:
@@ -64,7 +61,7 @@ def test_the_command(finished, tmp_path, capsys) -> None:
     assert cli.main(line) == 0
     page = tmp_path / "run" / "report" / "report.html"
     assert f"{page}: open it in a browser; its 3 figures" in capsys.readouterr().out
-    assert "<td>delphi-gc</td>" in page.read_text(encoding="utf-8")
+    assert "<td>delphi-gc, 1.00 Gbit/s, round trip 40.0 ms</td>" in page.read_text(encoding="utf-8")
     assert fastbcd.load_run(tmp_path / "run").done, "the report is no part of the run"
     assert cli.main(["report", str(tmp_path / "nothing")]) == 2
     error = capsys.readouterr().err

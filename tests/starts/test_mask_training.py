@@ -318,7 +318,7 @@ def test_the_command_and_bcd_on_its_run_directory(tmp_path, capsys, method) -> N
             line += [f"--{name.replace('_', '-')}", str(value)]
     line += ["--finetune-epochs", "1", "--budget"]
     assert cli.main([*line, "30"]) == 0
-    assert "30 ReLUs after" in capsys.readouterr().out
+    assert "30 ReLUs kept, test " in capsys.readouterr().out
     assert cli.main([*line, "99"]) == 2
     assert "the net keeps 50 ReLUs" in capsys.readouterr().err
     net = "poly_net" if method == "autorep" else "small_net"
