@@ -164,7 +164,4 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a run, a .safetensors file or a checkpoint."""
     if not path.is_dir():
         return files.state_of(files.read(path), str(path), ("state_dict", "model"))[0]
-    run = fastbcd.load_run(path)
-    if run.weights is None:
-        raise ValueError(f"{path} has no final weights yet: finish {run.title} first")
-    return run.weights
+    return fastbcd.load_run(path).final_weights

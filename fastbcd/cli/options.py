@@ -72,17 +72,6 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def number(text: str) -> float:
-    """
-    >>> number("3"), number("0.25")
-    (3, 0.25)
-    """
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)
-
-
 def drc(text: str) -> int | Schedule:
     """A number of ReLUs, a share of those that are left, or `adaptive`.
 
@@ -104,6 +93,6 @@ def drc(text: str) -> int | Schedule:
 
 # How a text is read, by a word of the annotation; of several words the first one counts.
 READERS: dict[str, Callable[[str], Any]] = {
-    "Schedule": drc, "Path": Path, "PathLike": Path, "str": str, "float": number, "int": int,
+    "Schedule": drc, "Path": Path, "PathLike": Path, "str": str, "float": float, "int": int,
     "bool": bool,
 }  # fmt: skip

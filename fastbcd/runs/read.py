@@ -104,7 +104,7 @@ class SavedRun:
                 f"built from the run alone: build it as for the run and pass it, "
                 f"load_run(path, model=net), or on the command line --model MODULE:FUNCTION"
             )
-        weights = self._final_weights()
+        weights = self.final_weights
         try:
             self._check_numbers(arch)
             with torch.device("meta"):  # first without memory, as the record may be wrong
@@ -118,7 +118,7 @@ class SavedRun:
 
     def fill(self, net: nn.Module) -> nn.Module:
         """Write the run's weights and masks into the net; returns it in eval mode."""
-        weights = self._final_weights()
+        weights = self.final_weights
         try:
             mask_modules(net)  # refuses a net that was not converted
             fingerprint.restore(net, weights)
@@ -129,7 +129,9 @@ class SavedRun:
             ) from error
         return net.eval()
 
-    def _final_weights(self) -> dict[str, Tensor]:
+    @property
+    def final_weights(self) -> dict[str, Tensor]:
+        """The weights; ValueError while masks are being trained."""
         if self.weights is None:
             raise ValueError(
                 f"{self.path} has no final net yet: {self.title} is still training masks; let it "
@@ -139,8 +141,8 @@ class SavedRun:
 
     def _check_numbers(self, arch: dict[str, Any]) -> None:
         """Refuse numbers that no net of these weights and images has, before it is built."""
-        sizes = [len(self._final_weights()), *self.config.data.shape]
-        for tensor in self._final_weights().values():
+        sizes = [len(self.final_weights), *self.config.data.shape]
+        for tensor in self.final_weights.values():
             sizes += tensor.shape
         for name, value in arch.items():
             if isinstance(value, int | float) and not 0 <= value <= max(sizes):

@@ -255,7 +255,7 @@ def test_an_adaptive_drc_follows_adt() -> None:
         (f"{BCD} --budget -3", "budget=-3"),
         (f"{BCD} --weights nowhere", "there is no checkpoint at nowhere"),
         (f"{BCD} --weights .", ". holds no run that has begun"),
-        (f"{BCD} --lr -1", "lr=-1;"),
+        (f"{BCD} --lr -1", "lr=-1.0;"),
         (BCD.replace("my_nets:small", "my_nets"), "write MODULE:FUNCTION"),
         (BCD.replace("my_nets:small", "my_nets:large"), "has no attribute 'large'"),
         (BCD.replace("my_nets:small", "no_nets:small"), "No module named 'no_nets'"),

@@ -116,7 +116,7 @@ def test_a_given_net_is_filled(finished) -> None:
     other[0] = torch.nn.Conv2d(1, 2, 3, 4, 1)
     with pytest.raises(ValueError, match=r"does not fit Sequential.*0\.weight has shape"):
         fastbcd.load_run(finished, model=other)
-    with pytest.raises(ValueError, match=r"does not fit Linear"):
+    with pytest.raises(ValueError, match=r"Linear has no masked activations: fastbcd.convert it"):
         fastbcd.load_run(finished, model=torch.nn.Linear(2, 2))
 
 
