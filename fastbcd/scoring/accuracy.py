@@ -20,7 +20,7 @@ from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.ranks import all_sum, rank, world
 from fastbcd.scoring.metric import Criterion, Metric, describe
 
-Judge = Callable[[Tensor, Tensor, int], Tensor]  # (images, targets, place of the first) -> answers
+Judge = Callable[[Tensor, Tensor, Tensor], Tensor]  # (images, targets, positions) -> answers
 
 
 def accuracy(
@@ -43,7 +43,7 @@ def accuracy(
         check_metric(net, images, criterion, "the net")
         model, layout = fused(net, train=False)
 
-        def judge(x: Tensor, targets: Tensor, _: int) -> Tensor:
+        def judge(x: Tensor, targets: Tensor, _: Tensor) -> Tensor:
             return criterion.each(_one(model.eval()(x)), targets)
 
         with eval_mode(net):
@@ -62,12 +62,14 @@ def judged(
     """
     total = len(positions)
     answers = torch.zeros(count, 2, total, dtype=torch.float64, device=data.device)
-    place = rank() * total // world()
-    mine = positions[place : (rank() + 1) * total // world()].to(data.device)
+    begin = rank() * total // world()
+    mine = positions[begin : (rank() + 1) * total // world()]
+    batches = data.batches(batch_size, mine.to(data.device), **options)
     with torch.inference_mode():
-        for x, targets in data.batches(batch_size, mine, **options):
-            answers[:, :, place : place + len(x)] = judge(x, targets, place)
-            place += len(x)
+        for (x, targets), part in zip(batches, mine.split(batch_size), strict=False):
+            end = begin + len(x)
+            answers[:, :, begin:end] = judge(x, targets, part)
+            begin = end
     return all_sum(answers).cpu()
 
 
@@ -111,10 +113,13 @@ def first_outputs(net: nn.Module, data: ImageData, who: str, n: int) -> Any:
             with eval_mode(net), torch.inference_mode():
                 return logits_of(net(next(data.batches(n, dtype=dtype_of(net)))[0]))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            hint = "; give grey images as images.unsqueeze(1)" if data.images.ndim == 3 else ""
+            problem = str(error).partition("\n")[0] or type(error).__name__
+            hint = ""
+            if data.images.ndim == 3:
+                hint = "; give grey images as images.unsqueeze(1)"
+            shape = list(data.images.shape[1:])
             raise ValueError(
-                f"{who} does not run on images of shape {list(data.images.shape[1:])}: "
-                f"{str(error).splitlines()[0] if str(error) else type(error).__name__}{hint}"
+                f"{who} does not run on images of shape {shape}: {problem}{hint}"
             ) from error
 
 

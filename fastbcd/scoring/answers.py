@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -39,21 +39,20 @@ class Answers:
         self.data = data
         self.removals = removals
         self.order = torch.arange(len(data))  # of the images
-        self.running: dict[int, Tensor] | None = None  # what the engine is prepared for
+        self.running: dict[int, Tensor] = {}  # what the engine is prepared for
         self.work: Any = None
 
     def __call__(self, numbers: list[int], begin: int, end: int) -> dict[int, Tensor]:
         """By number, metric and loss of the visits begin to end, DoubleTensor[2, end - begin]."""
         removals = {k: self.removals[k] for k in numbers if k >= 0}
-        if self.running is None or removals.keys() != self.running.keys():
+        if self.work is None or removals.keys() != self.running.keys():
             self._prepare(removals)
         # A hypothesis that removes nothing is the base.
         base = -1 in numbers or not all(ids.numel() for ids in removals.values())
         images = self.order[begin:end]
 
-        def judge(x: Tensor, targets: Tensor, place: int) -> Tensor:
-            batch = images[place : place + len(x)]
-            by_number = self._answers(x, targets, base, batch)
+        def judge(x: Tensor, targets: Tensor, images: Tensor) -> Tensor:
+            by_number = self._answers(x, targets, base, images)
             return torch.stack([by_number[k if k in by_number else -1] for k in numbers])
 
         answers = judged(
@@ -77,13 +76,13 @@ class Answers:
 
     def _answers(self, x: Tensor, targets: Tensor, base: bool, images: Tensor) -> dict[int, Tensor]:
         """Of one batch; after an out-of-memory error with fewer hypotheses at a time."""
-        assert self.running is not None
         try:
             answers: dict[int, Tensor] = {}
             for numbers, outputs in self.plan.engine.logits(x, self.work, base, images):
                 with torch.autocast(x.device.type, enabled=False):  # that of bf16
                     outputs = tree_map_only(Tensor, at_least_float32, outputs)
-                    answers.update(zip(numbers, self.criterion.each(outputs, targets), strict=True))
+                    each = self.criterion.each(outputs, targets)
+                answers.update(zip(numbers, each, strict=True))
             return answers
         except torch.OutOfMemoryError as error:
             self.plan.use_fewer_lanes(len(self.running), error)
@@ -138,15 +137,6 @@ def check_scorable(net: nn.Module, images: ImageData, criterion: Criterion = DEF
     """An error if this net cannot be scored on these images."""
     mask_modules(net)  # the first error of a net without masks
     check_metric(net, images, criterion, "the net")
-
-
-def check_removals(current: MaskSet, removals: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """Each removal as a LongTensor of distinct kept ids."""
-    if isinstance(removals, Tensor) and removals.ndim != 2:
-        raise ValueError(
-            f"removals have shape {tuple(removals.shape)}; expected [K, D]: K hypotheses of D ids"
-        )
-    return [checked_removal(current, removal, k) for k, removal in enumerate(removals)]
 
 
 def checked_removal(current: MaskSet, removal: Tensor, number: int) -> Tensor:

@@ -66,8 +66,10 @@ class Exact:
     def until(self, numbers: list[int]) -> int:
         """Where something may be certain, in whole batches."""
         begin = self.seen(numbers[0])
-        wait = max(min(map(self.wait, numbers)), begin / GROW)
-        batches = max(1, math.ceil(min(wait, PART / len(numbers)) / self.batch))
+        nothing_before = min(map(self.wait, numbers))
+        images = max(nothing_before, begin / GROW)
+        images = min(images, PART / len(numbers))
+        batches = max(1, math.ceil(images / self.batch))
         return min(begin + batches * self.batch, self.samples)
 
     def wait(self, k: int) -> float:
@@ -75,8 +77,9 @@ class Exact:
         if self.bounds is None or k < 0:
             return math.inf
         least, most = self.ends(k)
-        points = min(self.drop(least) - self.adt, self.adt - self.drop(most))
-        return points * self.samples / 100.0 - 1.0
+        to_pass = self.drop(least) - self.adt
+        to_fail = self.adt - self.drop(most)
+        return min(to_pass, to_fail) * self.samples / 100.0 - 1.0
 
     def ends(self, k: int) -> tuple[float, float]:
         """The least and the largest sum of the metric with which a hypothesis can end."""
@@ -88,18 +91,23 @@ class Exact:
             return -math.inf, math.inf
         low, high = self.bounds
         slack = self.rounding(SUM_ROUNDING)
-        return sums.metric + low * ahead - slack, sums.metric + high * ahead + slack
+        least = sums.metric + low * ahead - slack
+        most = sums.metric + high * ahead + slack
+        return least, most
 
     def drop(self, metric: float) -> float:
         """Of a hypothesis with this sum of the metric."""
-        return self.criterion.points * (self.sums[-1].metric - metric) / self.samples
+        base = self.sums[-1].metric
+        return self.criterion.points * (base - metric) / self.samples
 
     def verdict(self, k: int) -> bool | None:
-        # A drop that is ADT but for rounding is no pass.
-        least, most = (self.drop(end - self.rounding(SUM_ROUNDING)) for end in self.ends(k))
-        if least < self.adt:
+        least, most = self.ends(k)
+        slack = self.rounding(SUM_ROUNDING)  # a drop that is ADT but for rounding is no pass
+        if self.drop(least - slack) < self.adt:
             return True
-        return None if most < self.adt else False
+        if self.drop(most - slack) < self.adt:
+            return None
+        return False
 
     def contenders(self) -> list[int]:
         ends = {k: self.ends(k) for k in sorted(self.sums) if k >= 0}
@@ -107,8 +115,11 @@ class Exact:
         return [k for k, (_, most) in ends.items() if most >= floor]
 
     def record(self, chosen: int) -> dict[str, Any]:
-        finished = (k for k, sums in self.sums.items() if k >= 0 and sums.images == self.samples)
-        return {"drops": {k: self.drop(self.sums[k].metric) for k in finished}}
+        drops = {}
+        for k, sums in self.sums.items():
+            if k >= 0 and sums.images == self.samples:
+                drops[k] = self.drop(sums.metric)
+        return {"drops": drops}
 
     @property
     def tie(self) -> float:
@@ -118,5 +129,7 @@ class Exact:
         """A share of the size of sums. Counts are exact; other sums depend on the engine."""
         if self.criterion.metric is None:
             return 0.0
-        ends = self.criterion.bounds or (0.0, 0.0)
-        return share * max(abs(self.sums[-1].metric), *(abs(end) * self.samples for end in ends))
+        largest = 0.0
+        if self.criterion.bounds is not None:
+            largest = max(map(abs, self.criterion.bounds))
+        return share * max(abs(self.sums[-1].metric), largest * self.samples)

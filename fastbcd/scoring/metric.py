@@ -59,11 +59,16 @@ class Criterion:
     @property
     def points(self) -> float:
         """What a drop of the metric by 1 is in percentage points, or 1 without bounds."""
-        return 1.0 if self.bounds is None else 100.0 / (self.bounds[1] - self.bounds[0])
+        if self.bounds is None:
+            return 1.0
+        low, high = self.bounds
+        return 100.0 / (high - low)
 
     def percent(self, total: float, samples: int = 1) -> float:
         """The mean of the metric in percent of its range, or as it is without bounds."""
-        low = 0.0 if self.bounds is None else self.bounds[0]
+        low = 0.0
+        if self.bounds is not None:
+            low, _ = self.bounds
         return self.points * (total - low * samples) / samples
 
     def each(self, outputs: Any, targets: Tensor) -> Tensor:
@@ -72,17 +77,19 @@ class Criterion:
         Without a metric it is the margin, which is positive where the answer is right.
         """
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        count = len(tensors[0]) if tensors else 1
-        copies = range(count)
-        if self.metric is None:
-            values = margins(outputs, targets)
-        else:
-            values = torch.stack([self._values(_copy_of(outputs, i), targets) for i in copies])
+        count = 1
+        if tensors:
+            count = len(tensors[0])
+
+        def one_by_one(judge: Loss) -> Tensor:
+            return torch.stack([judge(_copy_of(outputs, i), targets) for i in range(count)])
+
+        values = margins(outputs, targets) if self.metric is None else one_by_one(self._values)
         if self.loss is None:
             repeated = targets.expand(count, *targets.shape).flatten(0, 1)
             losses = _cross_entropy(outputs.flatten(0, 1), repeated).view(count, -1)
         else:
-            losses = torch.stack([self.losses(_copy_of(outputs, i), targets) for i in copies])
+            losses = one_by_one(self.losses)
         return torch.stack([values, losses], 1)
 
     def _values(self, outputs: Any, targets: Tensor) -> Tensor:

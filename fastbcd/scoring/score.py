@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fastbcd.data.for_net import data_for
 from fastbcd.masking.convert import unwrap
 from fastbcd.masking.masks import masks
-from fastbcd.scoring.answers import check_removals, prepared
+from fastbcd.scoring.answers import checked_removal, prepared
 from fastbcd.scoring.decision import Search
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.exact import Exact
@@ -102,16 +102,19 @@ def score(
     criterion = Criterion(metric, loss)
     net = unwrap(net)
     images = data_for(net, data)
-    hypotheses = check_removals(masks(net), removals)
-    removed = dict(enumerate(hypotheses))
+    if isinstance(removals, Tensor) and removals.ndim != 2:
+        raise ValueError(
+            f"removals have shape {tuple(removals.shape)}; expected [K, D]: K hypotheses of D ids"
+        )
+    removed = {k: checked_removal(masks(net), ids, k) for k, ids in enumerate(removals)}
     with prepared(net, removed, images, as_engine(engine), criterion) as answers:
         plan = answers.plan
         if explain:
             print(f"data: {images}", plan, sep="\n")
         exact = Exact(criterion, len(images), adt=0.0, early=False, batch=plan.together)
-        Search(answers, exact).complete(-1, *range(len(hypotheses)))
+        Search(answers, exact).complete(-1, *removed)
     base, base_loss = exact.totals(-1)
-    totals = [exact.totals(k) for k in range(len(hypotheses))]
+    totals = [exact.totals(k) for k in removed]
     sums, losses = torch.tensor(totals, dtype=torch.float64).view(-1, 2).T
     correct = base_correct = None
     if metric is None:
