@@ -15,6 +15,11 @@ AVERAGES: dict[Any, type[nn.Module]] = {
     **dict.fromkeys((nn.MaxPool2d, F.max_pool2d, torch.max_pool2d), nn.AvgPool2d),
     **dict.fromkeys((nn.MaxPool3d, F.max_pool3d, torch.max_pool3d), nn.AvgPool3d),
 }
+ADAPTIVE: dict[Any, type[nn.Module]] = {
+    **dict.fromkeys((nn.AdaptiveMaxPool1d, F.adaptive_max_pool1d), nn.AdaptiveAvgPool1d),
+    **dict.fromkeys((nn.AdaptiveMaxPool2d, F.adaptive_max_pool2d), nn.AdaptiveAvgPool2d),
+    **dict.fromkeys((nn.AdaptiveMaxPool3d, F.adaptive_max_pool3d), nn.AdaptiveAvgPool3d),
+}
 ARGUMENTS = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
 
 
@@ -33,7 +38,7 @@ def average_pools(net: nn.Module, graph: fx.Graph) -> set[fx.Node]:
             kind = type(pool)
             options = vars(pool)
             source = node.all_input_nodes[0]
-        if kind not in AVERAGES:
+        if kind not in AVERAGES and kind not in ADAPTIVE:
             continue
         require(
             options.get("dilation", 1) in (1, (1,), (1, 1), (1, 1, 1))
@@ -41,13 +46,17 @@ def average_pools(net: nn.Module, graph: fx.Graph) -> set[fx.Node]:
             f"the max-pool {call_path(node)!r} has a dilation or returns indices, which an average "
             f"pool does not; use another one, or leave out maxpool='average'",
         )
-        average: Any = AVERAGES[kind](
-            options["kernel_size"],
-            options.get("stride"),
-            options.get("padding", 0),
-            options.get("ceil_mode", False),
-            count_include_pad=False,
-        )
+        if kind in ADAPTIVE:
+            size = options.get("output_size", options.get("kernel_size"))
+            average: Any = ADAPTIVE[kind](size)
+        else:
+            average = AVERAGES[kind](
+                options["kernel_size"],
+                options.get("stride"),
+                options.get("padding", 0),
+                options.get("ceil_mode", False),
+                count_include_pad=False,
+            )
         replaced.add(node)
         replace_call(net, node, average, source=source, inplace=False)
     return replaced

@@ -293,6 +293,12 @@ def test_average_pools_replace_max_pools() -> None:
               for engine in ("sequential", "stacked", "collapsed")]  # fmt: skip
     torch.testing.assert_close(scores[0], scores[1])
     torch.testing.assert_close(scores[0], scores[2])
+    for pool in (
+        nn.AdaptiveMaxPool2d((1, 2)),
+        Function(lambda y: F.adaptive_max_pool2d(y, (1, 2))),
+    ):
+        net = convert(nn.Sequential(nn.ReLU(), pool), x, maxpool="average")
+        torch.testing.assert_close(net(x), F.adaptive_avg_pool2d(x.relu(), (1, 2)))
     for bad in (nn.MaxPool2d(2, dilation=2), nn.MaxPool2d(2, return_indices=True)):
         with pytest.raises(ConversionError, match="'1' has a dilation or returns indices"):
             convert(nn.Sequential(nn.ReLU(), bad), x, maxpool="average")
