@@ -147,14 +147,19 @@ def _gathered(act: MaskedActivation) -> nn.Module:
 
 def _bent(mask: Tensor, coef: Tensor) -> Tensor:
     """Where the line or quadratic of the channel is not the identity, bool [C, ...]."""
-    identity = torch.eye(len(coef), dtype=coef.dtype, device=coef.device)[1]
-    bent = (identity != coef.T).any(1)
+    bent = (_identity(coef) != coef).any(0)
     return bent.view(-1, *[1] * (mask.ndim - 1)).expand_as(mask)
 
 
-@torch.no_grad()
+def _identity(coef: Tensor) -> Tensor:
+    """Coefficients of the identity, like coef [2 or 3, C]."""
+    identity = torch.zeros_like(coef)
+    identity[1] = 1
+    return identity
+
+
 def _fold_lines(net: nn.Module) -> None:
-    """Give the lines of channels without ReLUs to the layer before; theirs is the identity then."""
+    """Give the lines of channels without ReLUs to the layer before, where that is read once."""
     try:
         graph = _graph_of(net)
     except Exception:  # whatever the net's own forward raises on fx proxies
@@ -164,16 +169,24 @@ def _fold_lines(net: nn.Module) -> None:
     for node in calls:
         act = net.get_submodule(node.target)
         before = node.args[0]
-        if not isinstance(act, MaskedLine) or len(before.users) > 1 or times[before.target] != 1:
+        if not isinstance(act, MaskedLine):
             continue
-        layer: Any = net.get_submodule(before.target)
-        bias = getattr(layer, "bias", None)
-        if isinstance(layer, FOLDABLE) and bias is not None and len(bias) == len(act.mask):
-            empty = ~act.mask.flatten(1).any(1)
-            shift, scale = torch.where(empty, act.coef, torch.eye(2)[:, [1]].to(act.coef))
-            layer.weight.mul_(scale.view(-1, *[1] * (layer.weight.ndim - 1)))
-            bias.mul_(scale).add_(shift)
-            act.coef[:, empty] = torch.eye(2)[:, [1]].to(act.coef)
+        if times[before.target] == 1 and len(before.users) == 1:
+            _fold(net.get_submodule(before.target), act)
+
+
+@torch.no_grad()
+def _fold(layer: Any, act: MaskedLine) -> None:
+    """The layer computes the lines of channels without ReLUs; theirs is the identity then."""
+    bias = getattr(layer, "bias", None)
+    if not isinstance(layer, FOLDABLE) or bias is None or len(bias) != len(act.mask):
+        return
+    empty = ~act.mask.flatten(1).any(1)
+    identity = _identity(act.coef)
+    shift, scale = torch.where(empty, act.coef, identity)
+    layer.weight.mul_(scale.view(-1, *[1] * (layer.weight.ndim - 1)))
+    bias.mul_(scale).add_(shift)
+    act.coef.copy_(torch.where(empty, identity, act.coef))
 
 
 def _graph_of(net: nn.Module) -> fx.Graph:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
-from fastbcd.data.for_net import image_shape
+from fastbcd.data.for_net import image_shape, remember_shape
 from fastbcd.masking.missed_relus import comparisons
 from fastbcd.runtime.dtypes import device_of, dtype_of
 from fastbcd.runtime.module_mode import eval_mode
@@ -64,7 +64,9 @@ def layers_of(net: nn.Module, images: Tensor | None = None) -> list[Layer]:
     >>> [(layer.name, layer.amounts["units"]) for layer in layers_of(net, torch.zeros(1, 3, 4, 4))]
     [('0', 3456), ('2', 96), ('logits', 32)]
     """
-    shape = image_shape(net) if images is None else images.shape[1:]
+    if images is not None:
+        remember_shape(net, tuple(images.shape[1:]))
+    shape = image_shape(net)
     if shape is None:
         raise ValueError(
             f"the layers of {type(net).__name__} are not known, since it has not been used with "
@@ -92,25 +94,51 @@ class _Recorder(TorchDispatchMode):
         operator = function.overloadpacket.__name__.rstrip("_")
         name = max(self.modules.parents, key=len).partition(".")[2] or operator
         if operator == "convolution":
-            groups = args[8]
-            sizes = (result[0, 0].numel(), args[1][0].numel(), result.shape[1] // groups)
-            self.layers.append(product(name, *sizes, inputs=args[0].numel(), groups=groups))
+            self._add_convolution(name, result, *args)
         elif operator in PRODUCTS:
-            x, weight = args[-2:]
-            groups = math.prod(weight.shape[:-2])
-            sizes = (x.shape[-2], *weight.shape[-2:])
-            self.layers.append(product(name, *sizes, inputs=x.numel(), groups=groups))
+            self._add_product(name, *args[-2:])
         elif operator in MEANS:
             self._add(name, "line", result.numel(), 1)
         else:
-            first = result[0] if isinstance(result, tuple) else result
-            count = comparisons(operator, args, first) if isinstance(first, Tensor) else 0
-            if count:  # a tree of them for each number, each with a product, as a ReLU has
-                self._add(name, "relu", count, math.ceil(math.log2(count / first.numel() + 1)))
+            self._add_comparisons(name, operator, args, result)
         return result
 
     def _add(self, name: str, kind: str, units: int, sites: int) -> None:
         self.layers.append(Layer(name, kind, {"units": units, "sites": sites}))
+
+    def _add_convolution(
+        self, name: str, y: Tensor, x: Tensor, weight: Tensor, *options: Any
+    ) -> None:
+        groups = options[-1]
+        layer = product(
+            name,
+            positions=y[0, 0].numel(),
+            terms=weight[0].numel(),
+            channels=y.shape[1] // groups,
+            inputs=x.numel(),
+            groups=groups,
+        )
+        self.layers.append(layer)
+
+    def _add_product(self, name: str, x: Tensor, weight: Tensor) -> None:
+        layer = product(
+            name,
+            positions=x.shape[-2],
+            terms=weight.shape[-2],
+            channels=weight.shape[-1],
+            inputs=x.numel(),
+            groups=math.prod(weight.shape[:-2]),
+        )
+        self.layers.append(layer)
+
+    def _add_comparisons(self, name: str, operator: str, args: Any, result: Any) -> None:
+        """Max-pools and ReLUs without masks."""
+        values = next(iter(tree_leaves(result)), None)  # of a max-pool, not where they come from
+        if isinstance(values, Tensor):
+            count = comparisons(operator, args, values)
+            if count:  # a tree of them for each value, each with a product, as a ReLU has
+                levels = math.ceil(math.log2(count / values.numel() + 1))
+                self._add(name, "relu", count, levels)
 
 
 def _tiles(positions: int, terms: int, channels: int) -> dict[str, int]:

@@ -153,8 +153,10 @@ def test_a_net_that_was_not_used_is_refused() -> None:
         private.cost(net)
     whole = private.cost(net, images=torch.zeros(2, 1, 2, 2))
     assert whole.linear.bytes == 16 * (4 + 12 + 3)
-    fastbcd.score(net, torch.tensor([[0]]), (torch.zeros(3, 1, 2, 2), torch.arange(3)))
     assert private.cost(net) == whole
+    again = copy.deepcopy(net)
+    fastbcd.score(again, torch.tensor([[0]]), (torch.zeros(3, 1, 2, 2), torch.arange(3)))
+    assert private.cost(again) == whole
 
 
 def test_quadratics_cost_squares() -> None:
