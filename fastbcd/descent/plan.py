@@ -21,6 +21,7 @@ from fastbcd.runs.step import Start, Step
 from fastbcd.runtime import ranks
 from fastbcd.runtime.show import bar, duration, say
 from fastbcd.scoring.accuracy import accuracy
+from fastbcd.scoring.compiled import drop
 
 MANY_EPOCHS = 1_000  # a run that means more of them warns
 # A phase is timed on a few images, then twice as many, until that takes so many seconds or images.
@@ -108,6 +109,7 @@ def show_plan(job: Job, history: Sequence[Step], kept: MaskSet) -> None:
         return
     with ranks.alone():
         alone = _seconds(job, plan)
+    drop(job.problem.net)  # what was made for few images may round in another way
     seconds = {name: value / ranks.world() for name, value in alone.items()}
     parts = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
     say(f"      about {duration(sum(seconds.values()))}: {parts}")

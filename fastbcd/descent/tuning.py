@@ -103,7 +103,7 @@ class Tuned(Training):
 
     def rehearse(self, images: ImageData) -> None:
         tuner = self.tuner
-        settings = replace(tuner.settings, epochs=1)
+        settings = replace(tuner.settings, epochs=1, compile=False)
         net = copy.deepcopy(tuner.net)
         Finetuner(net, images, settings, self.teacher, loss=tuner.criterion).run(0)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import fastbcd
 from fastbcd.runs import fingerprint as snapshots
-from helpers.run_cases import nudge
+from helpers.run_cases import contents, nudge, small_run
 
 X = torch.randn(60, 1, 4, 4, generator=torch.Generator().manual_seed(1))
 DATA = X, X.flatten(1)[:, :3].argmax(1)
@@ -179,6 +179,13 @@ def test_a_resumed_run_plans_what_is_left(capsys, tmp_path) -> None:
     stop.__code__ = (lambda net, step: None).__code__
     fastbcd.bcd(masked(), DATA, 7, progress=True, **options)
     assert plan in capsys.readouterr().out
+
+
+def test_progress_changes_no_outcome(tmp_path) -> None:
+    """A plan scores and trains to time it: what it makes is not used."""
+    for progress in (False, True):
+        small_run(tmp_path / str(progress), progress=progress, engine="collapsed")
+    assert contents(tmp_path / "True") == contents(tmp_path / "False")
 
 
 def test_messages_go_through_logging(caplog, capsys) -> None:
