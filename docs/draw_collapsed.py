@@ -46,7 +46,7 @@ def main() -> None:
     form, names = small_form()
     h = torch.zeros(form.kinks, form.kinks)
     for s, matrix in enumerate(form.responses[:-1]):  # the last are the logits
-        h[: form.bounds[s], form.bounds[s] : form.bounds[s + 1]] = matrix
+        h[: form.bounds[s], form.bounds[s] : form.bounds[s + 1]] = matrix.T
     size = h.abs().clamp(min=1e-8).log10()
     shown = right.imshow(size.masked_fill(h == 0, float("nan")), cmap="viridis", vmin=-5)
     middles = [(a + b) / 2 for a, b in pairwise(form.bounds[:-1])]

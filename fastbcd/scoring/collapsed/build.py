@@ -62,7 +62,7 @@ class FormBuilder:
     def build(self, with_image: bool) -> Form:
         """Push all impulses; U too if `with_image`."""
         bounds = self.bounds
-        responses = [self.like.new_zeros(low, high - low) for low, high in pairwise(bounds)]
+        responses = [self.like.new_zeros(high - low, low) for low, high in pairwise(bounds)]
         pixels = self.sources[IMAGE].place
         image = None
         if with_image:
@@ -76,7 +76,7 @@ class FormBuilder:
                         image[:, bounds[target] : bounds[target + 1]][rows, columns] = numbers
                     else:
                         first = bounds[source] + batch.start
-                        responses[target][first : first + len(numbers), columns] = numbers
+                        responses[target][columns, first : first + len(numbers)] = numbers.T
         for target, matrix in enumerate(responses):
             responses[target] = all_sum(matrix)
         if image is not None:

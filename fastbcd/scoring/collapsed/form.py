@@ -30,7 +30,7 @@ class Form:
     ids: Tensor  # LongTensor[R], the flat id of each kink's ReLU
     places: Tensor  # LongTensor[R], where its z is in the channels_last memory of its site
     bounds: list[int]
-    responses: list[Tensor]  # H by target: what each earlier kink adds, [bounds[s], n_s]
+    responses: list[Tensor]  # Hᵀ by target: what each earlier kink adds, [n_s, bounds[s]]
     constant: Tensor  # u [R + classes]
     image: Tensor | None  # U [P, R + classes], P numbers in an image; None: run the affine net
     lines: Tensor | None  # c0 and 1 - c1 of each kink, [2, R]; None: all are the identity
@@ -55,8 +55,8 @@ class Form:
         bounds = torch.searchsorted(kept.cpu(), torch.tensor(self.bounds)).tolist()
         responses: list[Tensor] = []
         for s, (low, high) in enumerate(pairwise(bounds)):
-            rows = self.responses[s].index_select(0, kept[:low])
-            responses.append(rows.index_select(1, kept[low:high] - self.bounds[s]))
+            rows = self.responses[s].index_select(0, kept[low:high] - self.bounds[s])
+            responses.append(rows.index_select(1, kept[:low]))
             self.responses[s] = rows.new_empty(0)
         kinks = kept[: bounds[-2]]
         image = self.image

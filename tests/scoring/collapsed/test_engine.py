@@ -81,7 +81,7 @@ def test_a_removal_shrinks_the_form(builds) -> None:
     place = find(small.ids, fresh.ids)
     assert torch.equal(small.ids[place], fresh.ids)
     # Those of the logits.
-    assert torch.allclose(small.responses[-1][place], fresh.responses[-1], atol=1e-6)
+    assert torch.allclose(small.responses[-1][:, place], fresh.responses[-1], atol=1e-6)
     sizes = [[matrix.numel() for matrix in form.responses] for form in (small, fresh)]
     assert sizes[0] == sizes[1]
 
