@@ -48,9 +48,7 @@ def parser() -> ArgumentParser:
             description=about,
             formatter_class=RawDescriptionHelpFormatter,
         )
-        without = {"relus", "poly", "line"}
-        for source in sources:
-            add_options(added, source, without)
+        add_options(added, sources)
     return whole
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +17,57 @@ import fastbcd
 from fastbcd.descent.schedules import Schedule
 
 POSITIONAL = ("runs", "source")
+WITHOUT = ("relus", "poly", "line")  # what `cost` and `Target` are told by the commands
 OFF = {"progress": "--quiet", "exact": "--as-published"}  # options that set a parameter to False
 HELP = re.compile(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
-def add_options(parser: ArgumentParser, source: Callable[..., Any], without: set[str]) -> None:
-    """Add the options of a function or a class, except for some, to which their names are added.
+def add_options(parser: ArgumentParser, sources: Iterable[Callable[..., Any]]) -> None:
+    """Add the options of functions and classes; of a name that occurs twice the first counts.
 
     >>> parser = ArgumentParser()
-    >>> add_options(parser, fastbcd.Finetune, set())
+    >>> add_options(parser, [fastbcd.Finetune])
     >>> parser.parse_args(["--lr", "0.2", "--no-flip", "--amp", "fp16"])
     Namespace(lr=0.2, flip=False, amp='fp16')
     """
-    about = inspect.getdoc(source) or ""
-    group = parser.add_argument_group(about.partition(".")[0])
-    helps = {}
+    added: set[str] = set()
+    for source in sources:
+        about = inspect.getdoc(source) or ""
+        group: Any = parser
+        if added:
+            group = parser.add_argument_group(about.partition(".")[0])
+        for name, parameter in inspect.signature(source).parameters.items():
+            words = re.findall(r"\w+", str(parameter.annotation))  # annotations are texts
+            if name not in {*added, *WITHOUT} and READERS.keys() & words:
+                added.add(name)
+                _add(group, name, words, _help(about, name))
+
+
+def _add(group: Any, name: str, words: list[str], text: str) -> None:
+    """Add the option of a parameter. words: of its annotation."""
+    how: dict[str, Any] = {"default": SUPPRESS, "help": text}
+    flag = "--" + name.replace("_", "-")
+    known = [word for word in READERS if word in words]
+    if name in POSITIONAL:
+        group.add_argument(name, type=Path, nargs="+" if "Sequence" in words else None, help=text)
+    elif name in OFF:
+        how["help"] = f"do not {text}"
+        group.add_argument(OFF[name], dest=name, action="store_false", **how)
+    elif known == ["bool"]:
+        group.add_argument(flag, action=BooleanOptionalAction, **how)
+    else:
+        if "bool" in known:  # or a text
+            group.add_argument(f"--no-{name}", dest=name, action="store_false", default=SUPPRESS)
+            how |= {"nargs": "?", "const": True}
+        group.add_argument(flag, type=READERS[known[0]], **how)
+
+
+def _help(about: str, name: str) -> str:
+    """What a docstring says of a parameter, for argparse."""
     for names, text in HELP.findall(about):
-        for name in names.split(", "):
-            helps[name] = " ".join(text.split()).replace("%", "%%")
-    for name, parameter in inspect.signature(source).parameters.items():
-        words = re.findall(r"\w+", str(parameter.annotation))  # annotations are texts
-        known = [word for word in READERS if word in words]
-        if name in without or not known:
-            continue
-        without.add(name)
-        how: dict[str, Any] = {"dest": name, "default": SUPPRESS}
-        text = helps.get(name)
-        if name in OFF:
-            group.add_argument(OFF[name], action="store_false", help=f"do not {text}", **how)
-        elif known == ["bool"]:
-            group.add_argument(_flag(name), action=BooleanOptionalAction, help=text, **how)
-        elif name in POSITIONAL:
-            many = "+" if "Sequence" in words else None
-            parser.add_argument(name, type=Path, nargs=many, help=text)
-        else:
-            if "bool" in known:  # or a text
-                group.add_argument(_flag(f"no_{name}"), action="store_false", **how)
-                how |= {"nargs": "?", "const": True}
-            group.add_argument(_flag(name), type=READERS[known[0]], help=text, **how)
+        if name in names.split(", "):
+            return " ".join(text.split()).replace("%", "%%")
+    return ""
 
 
 def call(function: Callable[..., Any], options: Namespace, *arguments: Any, **more: Any) -> Any:
@@ -66,10 +79,6 @@ def call(function: Callable[..., Any], options: Namespace, *arguments: Any, **mo
     names = list(inspect.signature(function).parameters)[len(arguments) :]
     given = {name: value for name, value in vars(options).items() if name in names}
     return function(*arguments, **(given | more))
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def drc(text: str) -> int | Schedule:

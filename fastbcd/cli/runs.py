@@ -109,8 +109,8 @@ def _run(function: Any, options: Namespace, **more: Any) -> None:
     job = call(Job, options)
     data = job.split("train")
     net = job.net(data, job.weights)
-    if job.weights is None and function is not fastbcd.train:
-        say("no --weights: the net starts as --arch or --model makes it")
+    if job.weights is None and job.model is None and function is not fastbcd.train:
+        say("no --weights: the net is untrained")
     call(function, options, net, data, test=job.split("test"), **more)
     if getattr(options, "dry_run", False):
         return

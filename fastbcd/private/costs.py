@@ -170,7 +170,8 @@ def cost(
     Args:
         masks: a net with masks, or the ReLUs kept: of these the activations are counted alone.
         protocol: "delphi-gc", "crypten", "spu-semi2k", "spu-cheetah" or a `Protocol`.
-        bandwidth: such as "100Mbit", both directions together. rtt: a round trip, such as "40ms".
+        bandwidth: such as "100Mbit", both directions together.
+        rtt: a round trip, such as "40ms".
         poly, line: names of the sites whose removed ReLUs are quadratics or lines, if `masks` is
             not a net.
         weights_of: "both" parties, which hold shares of them, or the "server".
