@@ -18,7 +18,7 @@ import torch
 
 import fastbcd
 from fastbcd import kernels
-from fastbcd.ops.selfcheck import comparisons
+from fastbcd.ops.selfcheck import comparisons, first_use
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "torchvision", "matplotlib")
 
@@ -76,6 +76,8 @@ def info(check: bool = False) -> int:
     if not check:
         return 0
     failures = sum(map(compare, devices()))
+    count = first_use((torch.float32, torch.bfloat16))
+    print(f"on a GPU a first scoring and training step compiles {count} kernels to compare them")
     if failures:
         print(f"{failures} cases failed. Please report all of this output.")
         return 1

@@ -95,6 +95,20 @@ def comparisons(device: str) -> Iterator[tuple[Check, list[str]]]:
                 yield check, lines
 
 
+def first_use(dtypes: tuple[torch.dtype, ...]) -> int:
+    """How many kernels a first scoring and training step compiles to compare them.
+
+    That is for lines, the saliency included; a net's own memory orders and alignments add a few.
+    """
+    used = (("masked_forward", "line"), ("masked_backward", "line"),
+            ("masked_backward", "line absolute"))  # fmt: skip
+    return sum(
+        (check.order, check.optional, check.trials) in FIRST
+        for (kernel, variant), dtype in product(used, dtypes)
+        for check in checks(kernel, dtype, (variant,))
+    )
+
+
 def trusted(kernel: str, variant: str, function: Any, x: Tensor) -> bool:
     """Does a kernel agree with its formula? Compared once per dtype and device of a process."""
     key = (kernel, variant, x.dtype, x.device)

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fastbcd.kernels.geometry import Geometry
 
-WARP_SIZE = 64 if torch.version.hip else 32
+ON_CUDA = torch.version.hip is None
 THREADS = 128  # per program, fewer for an item that does not fill them
 WORD = 32  # trials whose bits fit one int32
 MAX_REGISTERS = 128  # per thread; without a bound ptxas aims at 40 in places, and spills
@@ -47,6 +47,14 @@ OPAQUE = ("batch", "trials", "chunk", "span", "inner")
 ELEMENTWISE = (16 * 132, 16)  # what a program reads once is a small part of its traffic
 REDUCING = (16 * 132, 64)  # of one warp; each writes partial sums: fewer programs are better
 PARTIALS = 0.1  # of the bytes of the tensors: what partial sums may move, written and read
+
+
+@functools.cache
+def warp_size() -> int:
+    """Threads of a warp: 32 on CUDA and on RDNA, 64 on CDNA. Asked at the first launch only."""
+    if ON_CUDA:
+        return 32
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).warp_size
 
 
 class Plan(NamedTuple):
@@ -69,19 +77,19 @@ def plan(g: Geometry, itemsize: int, sums: int = 0, streams: int = 3) -> Plan:
     sums: how many sums by channel or unit a kernel computes; streams: how many tensors it moves.
     """
     if not sums:
-        return _elementwise(g, itemsize, ELEMENTWISE, WARP_SIZE)
+        return _elementwise(g, itemsize, ELEMENTWISE, warp_size())
     # Items of a program for which its sums, of 4 bytes written and read, are a small part.
     least = math.ceil(8 * sums / (PARTIALS * streams * itemsize))
-    return _reducing(g, itemsize, least, REDUCING, WARP_SIZE)
+    return _reducing(g, itemsize, least, REDUCING, warp_size())
 
 
 # Calls repeat: computing a plan takes as long as a small call.
 @functools.lru_cache(maxsize=4096)
-def _elementwise(g: Geometry, itemsize: int, limits: tuple[int, int], warp_size: int) -> Plan:
+def _elementwise(g: Geometry, itemsize: int, limits: tuple[int, int], warp: int) -> Plan:
     """A thread takes as many elements as fill a 128-bit access: 4 of fp32, 8 of 16-bit types."""
     n, lead, all_trials = _sizes(g)
-    per_warp = 16 // itemsize * warp_size
-    num_warps = min(triton.next_power_of_2(triton.cdiv(n, per_warp)), THREADS // warp_size)
+    per_warp = 16 // itemsize * warp
+    num_warps = min(triton.next_power_of_2(triton.cdiv(n, per_warp)), THREADS // warp)
     tiles = triton.cdiv(n, per_warp * num_warps)
     enough, largest = limits
     chunk = max(1, min(tiles * lead * g.batch // enough, largest))
@@ -91,9 +99,7 @@ def _elementwise(g: Geometry, itemsize: int, limits: tuple[int, int], warp_size:
 
 
 @functools.lru_cache(maxsize=4096)
-def _reducing(
-    g: Geometry, itemsize: int, least: int, limits: tuple[int, int], warp_size: int
-) -> Plan:
+def _reducing(g: Geometry, itemsize: int, least: int, limits: tuple[int, int], warp: int) -> Plan:
     """A thread takes 4 elements, the width of its fp32 partial sums.
 
     One width for all operands keeps every value in the thread that loaded it. Accesses of 16-bit
@@ -101,12 +107,18 @@ def _reducing(
     Programs of one warp are the most for partial sums of a given size.
     """
     n, lead, all_trials = _sizes(g)
-    block = 4 * warp_size
+    block = 4 * warp
     width = n
     if g.channels_last:
-        even = 16 // math.gcd(g.channels, 16)  # pixels that are a multiple of 16 elements
-        pixels = block // g.channels
-        width = g.channels * max(1, pixels // even * even or pixels)
+        # Rows are as aligned as items: triton knows whether width and n are multiples of 16, and
+        # would regroup a tile of two alignments through shared memory.
+        pixels = max(1, block // g.channels)
+        even = 16 // math.gcd(g.channels, 16)
+        if n % 16 == 0:
+            pixels = max(1, pixels // even) * even
+        elif pixels % even == 0:
+            pixels -= 1
+        width = g.channels * pixels
     rows, tiles = triton.cdiv(n, width), triton.cdiv(width, block)
     enough, largest = limits
     items = tiles * rows * lead * g.batch * itemsize // (4 * enough)
@@ -138,7 +150,7 @@ def launch(
         "BLOCK": p.block, "num_warps": p.num_warps, **own,
         "enable_fp_fusion": False,  # x*s + b rounds twice
     }  # fmt: skip
-    if WARP_SIZE == 32:  # CUDA
+    if ON_CUDA:
         options["maxnreg"] = MAX_REGISTERS
     n = g.channels * g.inner
     with torch.cuda.device_of(tensors[0]):

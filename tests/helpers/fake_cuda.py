@@ -422,29 +422,29 @@ def _cuda_api(gpu: Device) -> dict[str, Any]:
     }
 
 
-def _kernels(gpu: Device) -> types.ModuleType:
-    """The C++ kernels under the names of the Triton ones, for tensors of one device."""
-    from fastbcd import kernels
-
-    triton, cpu = importlib.import_module("fastbcd.kernels.triton"), kernels.CPU.module
+def _kernels(gpu: Device, cpu: Any) -> types.ModuleType:
+    """The kernels of a module for CPU tensors, for tensors of one device."""
+    triton = importlib.import_module("fastbcd.kernels.triton")
     module = types.ModuleType("fake_triton")
     module.DTYPES, module.describe = triton.DTYPES, lambda: "C++ in place of Triton"
     module.TRUSTED = True  # no kernel is compared with the reference on its first launch
 
-    def stand_in(kernel: Any) -> Any:
+    def stand_in(name: str, kernel: Any) -> Any:
         def launch(*args: Any) -> Any:
             tensors = [t for t in args if isinstance(t, Tensor)]
             assert all(isinstance(t, FakeTensor) for t in tensors), "a kernel got a CPU tensor"
             assert len({t.device for t in tensors}) == 1, "a kernel got tensors of two devices"
             assert all(t.stride() == t.elem.stride() for t in tensors)
             gpu.count("launch")
+            if "backward" in name and args[2] is not None:
+                gpu.count("launch")  # the second stage of sums by channel
             return kernel(*_plain(args))
 
         return launch
 
     for name in triton.__all__:
         if callable(getattr(cpu, name, None)):
-            setattr(module, name, stand_in(getattr(cpu, name)))
+            setattr(module, name, stand_in(name, getattr(cpu, name)))
     return module
 
 
@@ -453,8 +453,11 @@ def _no_context(**_: Any) -> Any:
 
 
 @contextlib.contextmanager
-def device(memory: int = 2**32) -> Iterator[Device]:
-    """Two fake CUDA devices of so many bytes; everything is as before on exit."""
+def device(memory: int = 2**32, native: bool = False) -> Iterator[Device]:
+    """Two fake CUDA devices of so many bytes; everything is as before on exit.
+
+    native: the Triton kernels themselves run, compiled for this CPU (helpers/native_triton.py).
+    """
     from fastbcd import kernels
     from fastbcd.scoring.collapsed import build
 
@@ -463,8 +466,13 @@ def device(memory: int = 2**32) -> Iterator[Device]:
 
         pytest.skip(f"no fake CUDA device: {REASON}")
     gpu = Device(memory)
-    triton = kernels.Backend("triton", "cuda", _kernels(gpu), "fake")
     with contextlib.ExitStack() as stack:
+        cpu = kernels.CPU.module
+        if native:
+            from helpers import native_triton
+
+            cpu = stack.enter_context(native_triton.on_cpu())
+        triton = kernels.Backend("triton", "cuda", _kernels(gpu, cpu), "fake")
         for name, value in _cuda_api(gpu).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(kernels, "TRITON", triton))

@@ -39,7 +39,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 CUDA = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 86, 90, 100, 120)}
-TARGETS = {**CUDA, "gfx942": GPUTarget("hip", "gfx942", 64)}
+AMD = {"gfx942": GPUTarget("hip", "gfx942", 64), "gfx1100": GPUTarget("hip", "gfx1100", 32)}
+TARGETS = {**CUDA, **AMD}
 
 ALIGNED = (2, 2, 64, 8, 4)  # T, B, C, H, W
 SEVEN = (2, 2, 64, 7, 7)  # an item is a multiple of 16 elements, a channel is not
@@ -130,7 +131,8 @@ def compiled(target: GPUTarget, call: Any) -> dict[str, tuple[Any, int]]:
     with (
         mock.patch.object(triton.runtime.driver, "_active", Offline(target)),
         mock.patch.object(JITFunction, "__getitem__", compile_only),
-        mock.patch.object(triton_kernels.common, "WARP_SIZE", target.warp_size),
+        mock.patch.object(triton_kernels.common, "warp_size", return_value=target.warp_size),
+        mock.patch.object(triton_kernels.common, "ON_CUDA", target.backend == "cuda"),
         mock.patch.object(kernels, "module_for", return_value=triton_kernels),
         mock.patch.object(triton_kernels, "TRUSTED", True),
     ):
@@ -245,6 +247,30 @@ def test_nothing_leaves_the_registers(name: str, case: Case) -> None:
         assert not memory & {i.split(".")[0] for i in code.instructions}
 
 
+@cuda_cases()
+def test_enough_work_is_under_way(name: str, case: Case) -> None:
+    """Warps of a processor, the bytes they wait for, and the length of the code per element.
+
+    A100 and H100 need 10 and 15 KB per processor to use all of their bandwidth.
+    """
+    for direction, code in code_of(name, case).items():
+        registers = 8 * -(-code.resources["REG"] // 8)
+        warps = min(64, 65536 // (32 * registers))
+        if reduces(case, direction):
+            warps = min(warps, 32)  # a program has one warp, and a processor takes 32 programs
+        assert warps >= 16
+        itemsize = 4 if case.dtype == "float32" else 2
+        assert warps * 32 * code.per_thread * itemsize * tensors_read(case, direction) >= 8192
+        assert len(code.instructions) <= 250 * max(4, code.per_thread)
+
+
+def tensors_read(case: Case, direction: str) -> int:
+    """How many tiles of items: x or y, residual, grad."""
+    backward, relu = direction == "backward", case.op == "masked_relu"
+    tiles = 1 + (case.residual and not (relu and backward)) + backward
+    return tiles + (relu and reduces(case, direction))
+
+
 @cuda_cases(UNALIGNED, FEATURES)
 def test_accesses_are_wide(name: str, case: Case) -> None:
     for direction, code in code_of(name, case).items():
@@ -257,8 +283,7 @@ def check_widths(case: Case, direction: str, code: Code) -> None:
     assert code.per_thread * (16 if half else 32) == wide
 
     backward, relu = direction == "backward", case.op == "masked_relu"
-    tiles = 1 + (case.residual and not (relu and backward)) + backward  # x or y, residual, grad
-    tiles += relu and sums_too  # x
+    tiles = tensors_read(case, direction)
     parameters = case.affine * (1 if relu and backward else 2)
     # The gradient of z needs no c0; the effects of units do.
     parameters += max(0, rows(case.op) - (backward and case.op in MASKED))
@@ -305,16 +330,18 @@ def test_offsets_of_items_are_64_bit(name: str, case: Case) -> None:
         assert {width for pointer, width in found if pointer != "coef"} == {"i64"}
 
 
+@pytest.mark.parametrize("name", AMD)
 @pytest.mark.parametrize(
     "case", [CASES["gfx942"][0], *(pytest.param(c, marks=pytest.mark.long)
                                    for c in CASES["gfx942"][1:])], ids=str,
 )  # fmt: skip
-def test_on_amd(case: Case) -> None:
-    for direction, (kernel, _) in compile_case("gfx942", case).items():
+def test_on_amd(name: str, case: Case) -> None:
+    for direction, (kernel, _) in compile_case(name, case).items():
         text = kernel.asm["amdgcn"]
         names = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
         for resource in (*names, "group_segment_fixed_size"):
             assert set(re.findall(rf"\.{resource}: +(\d+)", text)) == {"0"}, resource
+        text = re.sub(r"_b(\d+)\b", lambda bits: "_dwordx" + str(int(bits[1]) // 32), text)
         stores = set(re.findall(r"(?:global|buffer)_store_(\w+)", text))
         half = case.dtype != "float32" and reduces(case, direction)
         assert stores == ({"dwordx4", "dwordx2"} if half else {"dwordx4"})
