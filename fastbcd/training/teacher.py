@@ -130,7 +130,7 @@ class TeacherLogits:
             matched=matched or settings.mismatch > 0,
         )
         images = next(data.batches(BATCH, dtype=self.net.dtype))[0]
-        self.shape = self.net.rows(images).shape[1:]
+        self.shape = self.net.of(images[:1]).logits.shape[1:]
         self.computed = 0  # images that went through the teacher to be cached
         self.known: Tensor | None = None  # bool [slots, views], of logits in the cache, below
         self.cache = torch.empty(0)
