@@ -116,20 +116,6 @@ def test_answers_are_read_when_a_decision_is_possible(monkeypatch, adt, metric) 
     assert count < 0.6 * (len(reads) - count)
 
 
-def test_a_tie_in_correct_answers_goes_to_the_smaller_loss() -> None:
-    net, data = trained("mlp", 12, 3, 1)
-    masks = fastbcd.masks(net)
-    hypotheses = [masks.sample(2, seed=2, step=0, trial=t) for t in range(6)]
-    s = score(net, hypotheses, data)
-    most = s.correct.max()
-    tied = [k for k in range(6) if s.correct[k] == most]
-    assert len(tied) > 1, "the case is there"
-    expected = min(tied, key=lambda k: s.loss[k].item())
-    found = choose(net, hypotheses, data, adt=-100.0, engine=Engine(wave=2))
-    assert (found.number, found.accepted, found.tried) == (expected, False, 6)
-    assert found.drops[expected] == pytest.approx(s.drop[expected].item())
-
-
 def exact_choice(rows: torch.Tensor, adt: float, bounds, losses=None, early: bool = True):
     """The choice from values of a metric [1 + K, N], the base's first; and what each has seen."""
 

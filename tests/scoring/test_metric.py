@@ -168,16 +168,6 @@ def test_collapsed_refuses_several_tensors(name) -> None:
         score(net, removals_of(net), data, "collapsed", **criterion)
 
 
-def test_sums_do_not_depend_on_lanes_and_waves() -> None:
-    net, data, criterion = task("segmentation", 30)
-    removals = removals_of(net)
-    options = [Engine("stacked", batch_size=7, memory=memory) for memory in (1, 200_000, 2**40)]
-    found = [score(net, removals, data, engine, **criterion) for engine in options]
-    for other in found[1:]:
-        assert torch.equal(other.value, found[0].value)
-        torch.testing.assert_close(other.loss, found[0].loss)  # of logits that differ by rounding
-
-
 @given(
     name=st.sampled_from([*TASKS]), n=st.integers(1, 25), count=st.integers(1, 6),
     adt=st.sampled_from([-20.0, -1.0, 0.0, 0.3, 2.0, 10.0, 100.0]), wave=st.integers(1, 5),
@@ -204,19 +194,6 @@ def test_early_decisions_are_those_of_all_images(
     assert early.images <= full.images
     if name == "regression":
         assert early.images == full.images, "without bounds every image counts"
-
-
-def test_hopeless_hypotheses_are_dropped_early_with_bounds() -> None:
-    net, data, criterion = task("segmentation", 40)
-    with torch.no_grad():
-        data = data[0], net(data[0]).argmax(1)
-    removals = [fastbcd.masks(net).bits.nonzero().flatten(), torch.tensor([], dtype=torch.int64)]
-    engine = Engine(batch_size=5)
-    found = [choose(net, removals, data, adt=0.1, engine=engine, early=e, **criterion)
-             for e in (True, False)]  # fmt: skip
-    assert [(c.number, c.accepted) for c in found] == [(1, True)] * 2
-    assert found[0].images < found[1].images
-    assert found[0].percent == found[0].base_percent == 100 * found[0].value == 100.0
 
 
 def test_top1_as_a_metric_of_ones_own() -> None:
