@@ -33,13 +33,17 @@ def find_torch() -> Path | None:
         return Path(spec.origin).parent
     places = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
     places.append(site.getusersitepackages())
-    found = [Path(p) / "torch" for p in places if (Path(p) / "torch" / "include").is_dir()]
+    found = [
+        Path(p) / "torch" for p in places if (Path(p) / "torch" / "include").is_dir()
+    ]
     return found[0] if found else None
 
 
 def find_ninja() -> str | None:
     """The ninja program: on the PATH, or installed beside this interpreter."""
-    return shutil.which("ninja") or shutil.which("ninja", path=sysconfig.get_path("scripts"))
+    return shutil.which("ninja") or shutil.which(
+        "ninja", path=sysconfig.get_path("scripts")
+    )
 
 
 def compile_by_ninja(ninja: str, compiler, sources: list[str], **options) -> list[str]:
@@ -86,16 +90,22 @@ class BuildKernels(build_ext):
             extension.library_dirs += [str(torch_dir / "lib")]
         try:
             super().run()
-        except Exception as error:  # a compiler fails in many ways; none may stop the install
+        except (
+            Exception
+        ) as error:  # a compiler fails in many ways; none may stop the install
             return f"compiling failed ({error}); install a C++20 compiler (g++), then fastbcd again"
         return None
 
     def build_extensions(self) -> None:
         ninja = find_ninja()
         if ninja and self.compiler.compiler_type == "unix":
-            self.build_temp = "build/ninja"  # stays, also where pip builds in a temporary folder
+            self.build_temp = (
+                "build/ninja"  # stays, also where pip builds in a temporary folder
+            )
             self.force = True  # ninja finds out what changed
-            self.compiler.compile = functools.partial(compile_by_ninja, ninja, self.compiler)
+            self.compiler.compile = functools.partial(
+                compile_by_ninja, ninja, self.compiler
+            )
         super().build_extensions()
 
 

@@ -34,7 +34,9 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 RELUS = (188_416, 60_000, 20_000, 5_000)
 
 
-def all_logits(net: nn.Module, removals: list[torch.Tensor], data, engine: str) -> torch.Tensor:
+def all_logits(
+    net: nn.Module, removals: list[torch.Tensor], data, engine: str
+) -> torch.Tensor:
     """Logits [K, N, classes] of the hypotheses."""
     images = data_for(net, data)
     numbered = dict(enumerate(removals))
@@ -43,7 +45,9 @@ def all_logits(net: nn.Module, removals: list[torch.Tensor], data, engine: str) 
         work = plan.engine.prepare(numbered, plan.lanes)
         parts = []
         with torch.inference_mode():
-            for x, _ in images.batches(plan.batch, memory_format=plan.engine.memory_format):
+            for x, _ in images.batches(
+                plan.batch, memory_format=plan.engine.memory_format
+            ):
                 found = {}
                 for numbers, logits in plan.engine.logits(x, work, False):
                     found.update(zip(numbers, logits, strict=True))
@@ -51,7 +55,9 @@ def all_logits(net: nn.Module, removals: list[torch.Tensor], data, engine: str) 
         return torch.cat(parts, 1)
 
 
-def compare(net: nn.Module, data: fastbcd.ImageData, hypotheses: int = 8, drc: int = 100) -> None:
+def compare(
+    net: nn.Module, data: fastbcd.ImageData, hypotheses: int = 8, drc: int = 100
+) -> None:
     masks = fastbcd.masks(net)
     removals = [masks.sample(drc, seed=1, step=0, trial=t) for t in range(hypotheses)]
     truth = fastbcd.score(net, removals, data, engine="sequential")
@@ -77,7 +83,9 @@ def compare(net: nn.Module, data: fastbcd.ImageData, hypotheses: int = 8, drc: i
 def main(images: int = 1000) -> None:
     folder = Path(os.environ["FASTBCD_DATA"])
     net = fastbcd.models.resnet20(num_classes=10, image_size=32)
-    net.load_state_dict(load_file(folder / "resnet20-cifar10.safetensors"), strict=False)
+    net.load_state_dict(
+        load_file(folder / "resnet20-cifar10.safetensors"), strict=False
+    )
     teacher = copy.deepcopy(net).eval()
     sets = [load_npz(folder / "cifar10-12k.npz", s, mean=MEAN, std=STD)
             for s in ("train", "test")]  # fmt: skip
@@ -91,7 +99,9 @@ def main(images: int = 1000) -> None:
         masks = fastbcd.masks(net)
         if step:
             effect = fastbcd.saliency(net, data)
-            fastbcd.set_masks(net, masks.without(effect.argsort()[: masks.count() - relus]))
+            fastbcd.set_masks(
+                net, masks.without(effect.argsort()[: masks.count() - relus])
+            )
             tuner.run(step)
         compare(net.eval(), data)
     print(
@@ -101,11 +111,18 @@ def main(images: int = 1000) -> None:
     for engine in ("sequential", "stacked", "collapsed"):
         fastbcd.set_masks(net, start)
         begun = time.perf_counter()
-        run = fastbcd.bcd(net, data, RELUS[-1] - 1000, rt=10, finetune=None, engine=engine)
+        run = fastbcd.bcd(
+            net, data, RELUS[-1] - 1000, rt=10, finetune=None, engine=engine
+        )
         seconds = time.perf_counter() - begun
         chosen[engine] = [s.chosen for s in run.history], run.masks.bits.clone()
-        print(f"{engine:>12} {seconds:>8.1f} s  hypotheses taken: {chosen[engine][0]}", flush=True)
-    same = all(torch.equal(bits, chosen["sequential"][1]) for _, bits in chosen.values())
+        print(
+            f"{engine:>12} {seconds:>8.1f} s  hypotheses taken: {chosen[engine][0]}",
+            flush=True,
+        )
+    same = all(
+        torch.equal(bits, chosen["sequential"][1]) for _, bits in chosen.values()
+    )
     print(f"the masks are {'equal' if same else 'NOT equal'}")
 
 

@@ -43,7 +43,9 @@ def cifar10(images: int) -> Problem:
     """ResNet-20 and CIFAR-10 from $FASTBCD_DATA."""
     folder = Path(os.environ["FASTBCD_DATA"])
     net = fastbcd.models.resnet20(num_classes=10, image_size=32)
-    net.load_state_dict(load_file(folder / "resnet20-cifar10.safetensors"), strict=False)
+    net.load_state_dict(
+        load_file(folder / "resnet20-cifar10.safetensors"), strict=False
+    )
     train, test = (load_npz(folder / "cifar10-12k.npz", s, mean=MEAN, std=STD)
                    for s in ("train", "test"))  # fmt: skip
     held_out = train.rest(images) if images < len(train) else None
@@ -53,8 +55,13 @@ def cifar10(images: int) -> Problem:
 def fashion_mnist(images: int, *, width: int, epochs: int, out: Path) -> Problem:
     """A small ResNet on the embedded images, trained here first."""
     torch.manual_seed(0)
-    train, test = (fastbcd.load("fashion-mnist-mini", split) for split in ("train", "test"))
-    train, test = train.first(min(images, len(train))), test.first(min(images, len(test)))
+    train, test = (
+        fastbcd.load("fashion-mnist-mini", split) for split in ("train", "test")
+    )
+    train, test = (
+        train.first(min(images, len(train))),
+        test.first(min(images, len(test))),
+    )
     net = fastbcd.models.resnet20(image_size=28, in_channels=1, width=width, blocks=1)
     fastbcd.train(net, train, epochs=epochs, batch_size=64, run_dir=out / "dense")
     return Problem(net.eval(), train, test)
@@ -62,11 +69,16 @@ def fashion_mnist(images: int, *, width: int, epochs: int, out: Path) -> Problem
 
 def small(images: int) -> Problem:
     """The demo's trained ResNet-8 and the embedded images."""
-    train, test = (fastbcd.load("fashion-mnist-mini", split) for split in ("train", "test"))
+    train, test = (
+        fastbcd.load("fashion-mnist-mini", split) for split in ("train", "test")
+    )
     return Problem(trained_resnet(), train.first(images), test, train.rest(images))
 
 
-NETS = {"resnet20": cifar10, "small": small}  # by a number of train images, fewer than all
+NETS = {
+    "resnet20": cifar10,
+    "small": small,
+}  # by a number of train images, fewer than all
 
 
 def problem_of(o: argparse.Namespace, net: str = "resnet20") -> Problem:
@@ -93,7 +105,9 @@ def reduced(
             images = problem.train.first(min(2_000, len(problem.train)))
             draw = fastbcd.Saliency(0.0)(net, images, kept - less, seed=0, step=less)
             fastbcd.set_masks(net, fastbcd.masks(net).without(draw(0)))
-            tuner = tuner or fastbcd.Finetuner(net, problem.train, tuning, problem.dense)
+            tuner = tuner or fastbcd.Finetuner(
+                net, problem.train, tuning, problem.dense
+            )
             tuner.run(less)
             tensors = take(net)
             write_atomically(path, save(tensors))
@@ -105,12 +119,21 @@ def reduced(
 def add_options(parser: argparse.ArgumentParser, batch: int) -> None:
     """The options that `Arm` reads; batch: the default of --batch."""
     add = parser.add_argument
-    add("--quick", action="store_true", help="a smoke test: tiny, on the embedded images")
+    add(
+        "--quick",
+        action="store_true",
+        help="a smoke test: tiny, on the embedded images",
+    )
     add("--out", type=Path, help="run directories (runs/NAME)")
     add("--images", type=int, default=2_000, help="to train on (%(default)s)")
     add("--samples", type=int, default=1_000, help="to score on (%(default)s)")
     add("--epochs", type=int, default=15, help="of an arm in all (%(default)s)")
-    add("--final", type=int, default=3, help="of them after the last removal (%(default)s)")
+    add(
+        "--final",
+        type=int,
+        default=3,
+        help="of them after the last removal (%(default)s)",
+    )
     add("--lr", type=float, default=0.01, help="of the fine-tuning (%(default)s)")
     add("--batch", type=int, default=batch, help="(%(default)s)")
     add("--rt", type=int, default=4, help="hypotheses at most a step (%(default)s)")
@@ -120,7 +143,12 @@ def add_options(parser: argparse.ArgumentParser, batch: int) -> None:
     add("--snl-kappa", type=float, default=1.5, help="(%(default)s)")
     add("--snl-batch", type=int, default=25, help="(%(default)s)")
     add("--seeds", type=int, nargs="+", default=[0, 1], help="(%(default)s)")
-    add("--width", type=int, default=8, help="of the net for Fashion-MNIST (%(default)s)")
+    add(
+        "--width",
+        type=int,
+        default=8,
+        help="of the net for Fashion-MNIST (%(default)s)",
+    )
     add("--dense-epochs", type=int, default=20, help="of that net (%(default)s)")
     add("--progress", action="store_true", help="bars, and one line per step")
 
@@ -128,7 +156,9 @@ def add_options(parser: argparse.ArgumentParser, batch: int) -> None:
 class Arm:
     """One way with one seed, its net, and what it has used up so far; o: see `add_options`."""
 
-    def __init__(self, problem: Problem, o: argparse.Namespace, name: str, seed: int) -> None:
+    def __init__(
+        self, problem: Problem, o: argparse.Namespace, name: str, seed: int
+    ) -> None:
         self.problem, self.o, self.name, self.seed = problem, o, name, seed
         self.net = copy.deepcopy(problem.dense)
         self.folder = o.out / f"{name.replace(' ', '-')}-{seed}"
@@ -157,12 +187,16 @@ class Arm:
             found["held_out"] = fastbcd.accuracy(self.net, self.problem.held_out)
         self.folder.mkdir(parents=True, exist_ok=True)
         masks.save(self.folder / "masks.safetensors")
-        weights = {name: tensor.contiguous() for name, tensor in self.net.state_dict().items()}
+        weights = {
+            name: tensor.contiguous() for name, tensor in self.net.state_dict().items()
+        }
         save_file(weights, self.folder / "net.safetensors")
         write_atomically(path, json.dumps(found).encode())
         return found
 
-    def snl(self, relus: int, epochs: int, tune: fastbcd.Finetune | None = None) -> None:
+    def snl(
+        self, relus: int, epochs: int, tune: fastbcd.Finetune | None = None
+    ) -> None:
         """SNL's mask training; arms that start alike share it, and each counts its time."""
         o, folder = self.o, self.o.out / f"start-{relus}-{self.seed}"
         found = fastbcd.snl(
@@ -175,7 +209,10 @@ class Arm:
         self.epochs += len(records)
         self.seconds += sum(sum(record.seconds.values()) for record in records)
         count = found.history[-1].count
-        print(f"  SNL: {len(found.history)} epochs, {count:,} above the threshold", flush=True)
+        print(
+            f"  SNL: {len(found.history)} epochs, {count:,} above the threshold",
+            flush=True,
+        )
 
     def steps(self) -> int:
         """Steps of one epoch that leave --final epochs."""
@@ -217,11 +254,17 @@ class Arm:
         assert epochs >= 0, f"{self.name} has taken {-epochs} epochs more than --epochs"
         begun = time.perf_counter()
         tuner = fastbcd.Finetuner(
-            self.net, self.problem.train, self.settings(epochs), self.problem.dense, seed=self.seed
+            self.net,
+            self.problem.train,
+            self.settings(epochs),
+            self.problem.dense,
+            seed=self.seed,
         )
         tuner.run(step=10**6, progress=self.o.progress)  # views that no step has used
         self.epochs += epochs
         self.seconds += time.perf_counter() - begun
 
     def settings(self, epochs: int) -> fastbcd.Finetune:
-        return fastbcd.Finetune(epochs=epochs, lr=self.o.lr, batch_size=self.o.batch, **self.tuning)
+        return fastbcd.Finetune(
+            epochs=epochs, lr=self.o.lr, batch_size=self.o.batch, **self.tuning
+        )

@@ -28,11 +28,19 @@ from torch.utils.flop_counter import FlopCounterMode
 import fastbcd
 from fastbcd.masking.activations import MaskedActivation
 
-GPUS = {"A100 (SXM)": (312e12, 2.04e12), "H100 (SXM)": (989e12, 3.35e12)}  # bfloat16, bytes/s
+GPUS = {
+    "A100 (SXM)": (312e12, 2.04e12),
+    "H100 (SXM)": (989e12, 3.35e12),
+}  # bfloat16, bytes/s
 OF_BANDWIDTH = 0.85
-NETS = {"resnet18": 0.45, "resnet20": 0.15}  # the share of the peak: few channels reach less
+NETS = {
+    "resnet18": 0.45,
+    "resnet20": 0.15,
+}  # the share of the peak: few channels reach less
 BATCH, LAUNCH = 128, 8e-6  # images of a step; seconds of the host for a kernel
-OPTIMIZER = 20 + 12  # bytes per weight: SGD reads w, g, m and writes w, m; autocast's conversions
+OPTIMIZER = (
+    20 + 12
+)  # bytes per weight: SGD reads w, g, m and writes w, m; autocast's conversions
 
 
 class Launches(TorchDispatchMode):
@@ -41,7 +49,11 @@ class Launches(TorchDispatchMode):
     number = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = not func.is_view and "empty" not in func.__name__ and "detach" not in func.__name__
+        made = (
+            not func.is_view
+            and "empty" not in func.__name__
+            and "detach" not in func.__name__
+        )
         self.number += made
         return func(*args, **kwargs or {})
 
@@ -58,13 +70,17 @@ def count(name: str) -> dict[str, float]:
         for kind, key in hooks.items():
             if isinstance(module, kind):
                 module.register_forward_hook(
-                    lambda m, a, y, key=key: sizes.__setitem__(key, sizes[key] + y[0].numel())
+                    lambda m, a, y, key=key: sizes.__setitem__(
+                        key, sizes[key] + y[0].numel()
+                    )
                 )
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         net(torch.zeros(1, 3, 32, 32))
     sites = [m.mask.numel() for m in net.modules() if isinstance(m, MaskedActivation)]
     stem = sites[0] * (len(sites) % 2)
-    added = (sizes["site"] - stem) // 2  # a block has two sites of one size; the second adds
+    added = (
+        sizes["site"] - stem
+    ) // 2  # a block has two sites of one size; the second adds
     return {
         "plain": sizes["site"] - added, "added": added, "others": sizes["norm"] - sizes["site"],
         "operations": 3 * counter.get_total_flops(), "launches": launches.number,

@@ -40,7 +40,9 @@ from table import machine
 CONFIDENCES = (0.99, 0.999)
 
 
-def record(net: nn.Module, data: fastbcd.ImageData, removals: dict[int, Tensor]) -> np.ndarray:
+def record(
+    net: nn.Module, data: fastbcd.ImageData, removals: dict[int, Tensor]
+) -> np.ndarray:
     """Margins and losses of the base and the hypotheses, [1 + H, 2, N]."""
     images = data_for(net, data)
     with prepared(net, removals, images, Engine()) as answers:
@@ -53,7 +55,8 @@ def records(net: nn.Module, data: fastbcd.ImageData, count: int, o: argparse.Nam
     for step in range(o.steps):
         current = fastbcd.masks(net).copy()
         removals = {
-            k: current.sample(o.drc, seed=o.seed, step=step, trial=k) for k in range(o.hypotheses)
+            k: current.sample(o.drc, seed=o.seed, step=step, trial=k)
+            for k in range(o.hypotheses)
         }
         path = o.out / f"answers-{count}-{step}-{o.drc}.npy"
         if not path.exists():
@@ -85,9 +88,13 @@ def exact(right: np.ndarray, adt: float) -> tuple[int, bool, int]:
                                             >= adt).argmax()) - 1  # fmt: skip
 
 
-def sampled(rows: np.ndarray, adt: float, confidence: float, margins, data, seed: int, step: int):
+def sampled(
+    rows: np.ndarray, adt: float, confidence: float, margins, data, seed: int, step: int
+):
     """(choice, passes, images, margins) from the records of one step."""
-    visits = visiting_order(data, margins, adt=adt, confidence=confidence, seed=seed, step=step)
+    visits = visiting_order(
+        data, margins, adt=adt, confidence=confidence, seed=seed, step=step
+    )
     place = visits.order.numpy()
 
     def visit(numbers, begin, end):
@@ -105,7 +112,9 @@ def sampled(rows: np.ndarray, adt: float, confidence: float, margins, data, seed
     return choice, passes, images, decision.record(choice)["margins"]
 
 
-def compare(steps: list[np.ndarray], adt: float, total: int, seeds: int) -> dict[str, dict]:
+def compare(
+    steps: list[np.ndarray], adt: float, total: int, seeds: int
+) -> dict[str, dict]:
     """Mean images per decision, by kind of decision; and how many decisions differ."""
     used: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     differ: dict[str, int] = defaultdict(int)
@@ -132,7 +141,9 @@ def compare(steps: list[np.ndarray], adt: float, total: int, seeds: int) -> dict
                 same = passed == passes and (mine == choice or (
                     not passes and values[mine] == values[choice]))  # fmt: skip
                 differ[str(p)] += not same
-            for kind in kinds if number else kinds[:0]:  # the first step knows no margins
+            for kind in (
+                kinds if number else kinds[:0]
+            ):  # the first step knows no margins
                 for way, value in counts.items():
                     used[kind][way].append(value)
     return {"used": used, "differ": differ}
@@ -141,10 +152,25 @@ def compare(steps: list[np.ndarray], adt: float, total: int, seeds: int) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--quick", action="store_true", help="a smoke test: tiny, on the embedded images")
-    add("--data", choices=("cifar10", "fashion-mnist"), default="cifar10", help="(%(default)s)")
+    add(
+        "--quick",
+        action="store_true",
+        help="a smoke test: tiny, on the embedded images",
+    )
+    add(
+        "--data",
+        choices=("cifar10", "fashion-mnist"),
+        default="cifar10",
+        help="(%(default)s)",
+    )
     add("--out", type=Path, help="what is recorded (runs/decisions)")
-    add("--relus", type=int, nargs="+", default=[100_000, 15_000, 4_000], help="(%(default)s)")
+    add(
+        "--relus",
+        type=int,
+        nargs="+",
+        default=[100_000, 15_000, 4_000],
+        help="(%(default)s)",
+    )
     add("--adts", type=float, nargs="+", default=[0.3, 1.0], help="(%(default)s)")
     add("--images", type=int, default=10_000, help="(%(default)s)")
     add("--more", type=int, default=50_000, help="drawn from them (%(default)s)")
@@ -152,7 +178,12 @@ def main() -> None:
     add("--hypotheses", type=int, default=8, help="in a step: RT (%(default)s)")
     add("--drc", type=int, default=100, help="(%(default)s)")
     add("--seeds", type=int, default=7, help="random orders (%(default)s)")
-    add("--keep", type=float, default=0.7, help="of the ReLUs, per epoch on the way (%(default)s)")
+    add(
+        "--keep",
+        type=float,
+        default=0.7,
+        help="of the ReLUs, per epoch on the way (%(default)s)",
+    )
     add("--epochs", type=int, default=1, help="(%(default)s)")
     add("--lr", type=float, default=0.02, help="(%(default)s)")
     add("--batch", type=int, default=128, help="(%(default)s)")
@@ -165,7 +196,9 @@ def main() -> None:
         o.steps, o.hypotheses, o.seeds = 2, 3, 1
         problem = fashion_mnist(o.images, width=4, epochs=1, out=o.out)
     elif o.data == "fashion-mnist":
-        images = (fastbcd.load("fashion-mnist-mini", split) for split in ("train", "test"))
+        images = (
+            fastbcd.load("fashion-mnist-mini", split) for split in ("train", "test")
+        )
         problem = Problem(trained_resnet(), *images)
         o.images = len(problem.train)
     else:
@@ -175,7 +208,10 @@ def main() -> None:
     print(f"{'':<34}{'loop':>10}{'exact':>10}" + "".join(f"{p:>10}" for p in CONFIDENCES)
           + "   exact : " + ", ".join(map(str, CONFIDENCES)))  # fmt: skip
     tuning = fastbcd.Finetune(
-        epochs=o.epochs, lr=o.lr, batch_size=o.batch, padding=2 if "mnist" in o.data else 4
+        epochs=o.epochs,
+        lr=o.lr,
+        batch_size=o.batch,
+        padding=2 if "mnist" in o.data else 4,
     )
     for count in o.relus:
         net = reduced(problem, count, keep=o.keep, tuning=tuning, out=o.out)
@@ -183,7 +219,8 @@ def main() -> None:
         flips = np.mean([(s[1:, 0] > 0) != (s[:1, 0] > 0) for s in steps])
         right = np.mean([s[0, 0] > 0 for s in steps])
         print(
-            f"{count:,} ReLUs: {right:.1%} correct, {flips:.2%} of the answers change", flush=True
+            f"{count:,} ReLUs: {right:.1%} correct, {flips:.2%} of the answers change",
+            flush=True,
         )
         for total in (o.images, o.more):
             for adt in o.adts:
@@ -194,7 +231,9 @@ def main() -> None:
                 for kind, ways in sorted(found["used"].items()):
                     mean = {way: np.mean(values) for way, values in ways.items()}
                     label = f"{total:>7,} images, ADT {adt}, {kind}"
-                    ratios = ", ".join(f"{mean['exact'] / mean[str(p)]:.1f}x" for p in CONFIDENCES)
+                    ratios = ", ".join(
+                        f"{mean['exact'] / mean[str(p)]:.1f}x" for p in CONFIDENCES
+                    )
                     print(f"{label:<34}" + "".join(f"{v:>10,.0f}" for v in mean.values())
                           + f"   {ratios} ({len(ways['loop'])})", flush=True)  # fmt: skip
     for p in CONFIDENCES:

@@ -69,7 +69,11 @@ class DelayedLink:
         other = dict(zip(devices, devices[::-1], strict=True))
         waiting: deque[tuple[float, int, bytes]] = deque()
         while True:
-            left = max(0.0, waiting[0][0] - time.perf_counter() - SPIN) if waiting else None
+            left = (
+                max(0.0, waiting[0][0] - time.perf_counter() - SPIN)
+                if waiting
+                else None
+            )
             for device in select.select(devices, [], [], left)[0]:
                 packet = os.read(device, MTU + 100)
                 due = time.perf_counter() + self.one_way.value

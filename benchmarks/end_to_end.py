@@ -46,7 +46,9 @@ class Authors:
         self.score_on, self.test = score_on, test
         self.seconds: dict[str, float] = defaultdict(float)
         self.step = AuthorsStep(net, teacher, last=False, compiled=False)
-        self.sites = [self.step.net.get_submodule(s.name) for s in fastbcd.masks(net).sites]
+        self.sites = [
+            self.step.net.get_submodule(s.name) for s in fastbcd.masks(net).sites
+        ]
 
     def write(self, masks: MaskSet) -> None:
         for site, bits in zip(self.sites, masks.split(), strict=True):
@@ -87,7 +89,9 @@ class Authors:
         self.step.optimizer = torch.optim.SGD(
             self.step.net.parameters(), o.lr, momentum=0.9, weight_decay=5e-4
         )
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.step.optimizer, o.epochs)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+            self.step.optimizer, o.epochs
+        )
         for epoch in range(o.epochs):
             for x, labels, _, _ in self.train.train_batches(
                 128, seed=o.seed, step=number, epoch=epoch
@@ -110,10 +114,17 @@ class Authors:
             self.seconds["finetune"] += time.perf_counter() - clock
             clock = time.perf_counter()
             due = number % self.options.test_every == 0 or number == self.options.steps
-            percent = 100.0 * self.evaluate(self.test)[0] / len(self.test) if due else math.nan
+            percent = (
+                100.0 * self.evaluate(self.test)[0] / len(self.test)
+                if due
+                else math.nan
+            )
             self.seconds["test"] += time.perf_counter() - clock
             history.append((trial, accepted, percent))
-            print(f"  authors step {number}: hypothesis {trial}, {percent:.2f} %", flush=True)
+            print(
+                f"  authors step {number}: hypothesis {trial}, {percent:.2f} %",
+                flush=True,
+            )
         return history
 
 
@@ -134,13 +145,19 @@ def main() -> None:
     parser.add_argument("--rt", type=int, default=10)
     parser.add_argument("--adt", type=float, default=0.1)
     parser.add_argument("--samples", type=int, default=1_000, help="images to score on")
-    parser.add_argument("--train", type=int, default=3_000, help="images to fine-tune on")
+    parser.add_argument(
+        "--train", type=int, default=3_000, help="images to fine-tune on"
+    )
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--confidence", type=float, help="of fastbcd's decisions (exact)")
+    parser.add_argument(
+        "--confidence", type=float, help="of fastbcd's decisions (exact)"
+    )
     parser.add_argument("--test-every", type=int, default=1, help="steps, in both runs")
-    parser.add_argument("--keep", type=float, default=0.5, help="of the ReLUs per epoch, before")
+    parser.add_argument(
+        "--keep", type=float, default=0.5, help="of the ReLUs per epoch, before"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/end_to_end"))
     o = parser.parse_args()
     o.out.mkdir(parents=True, exist_ok=True)
@@ -182,13 +199,17 @@ def main() -> None:
         print(f"{what:<12} {one:>8.1f} {other:>9.1f}   {other / one:.1f}x")
     if o.confidence is not None:
         seen = sum(sum(step.images.values()) for step in run.history) / len(run.history)
-        print(f"images per step of fastbcd, with the base: {seen:,.0f} of {o.samples:,} each")
+        print(
+            f"images per step of fastbcd, with the base: {seen:,.0f} of {o.samples:,} each"
+        )
     last, error = (run.history[-1].test_accuracy, history[-1][2]), 50 / len(test) ** 0.5
     print(f"test accuracy at the end: {last[0]:.2f} %, authors {last[1]:.2f} % (standard error of "
           f"each on {len(test):,} images: {error:.1f} at most)")  # fmt: skip
     tuned = [i for i, step in enumerate(run.history) if not step.accepted]
     first = tuned[0] if tuned else len(history)
-    agree = sum(s.chosen == t for s, (t, _, _) in zip(run.history, history, strict=True))
+    agree = sum(
+        s.chosen == t for s, (t, _, _) in zip(run.history, history, strict=True)
+    )
     before = min(first + 1, len(history))
     same = all(run.history[i].chosen == history[i][0] for i in range(before))
     verdict = "equal" if same else "NOT equal"

@@ -15,7 +15,9 @@ PerItem = Callable[[dict], float]
 
 def cases(table: Table) -> list[dict[str, dict]]:
     """The groups of test_collapsed.py, by net and number of ReLUs."""
-    found = [g for g in table.values() if "build" in next(iter(g.values()))["extra_info"]]
+    found = [
+        g for g in table.values() if "build" in next(iter(g.values()))["extra_info"]
+    ]
     return sorted(found, key=lambda g: (info(g)["net"], info(g)["relus"]))
 
 
@@ -32,8 +34,13 @@ def calls(group: dict[str, dict], per_item: PerItem) -> dict[str, float]:
     work = (HYPOTHESES + 1) * IMAGES
     times = {name: work * per_item(group[name]) for name in ("authors", "stacked")}
     affine = per_item(group["first pass"]) - per_item(group["fastbcd"])
-    affine *= group["fastbcd"]["extra_info"]["divide"] / group["fastbcd"]["extra_info"]["images"]
-    times["collapsed"] = info(group)["build"] + IMAGES * affine + work * per_item(group["fastbcd"])
+    affine *= (
+        group["fastbcd"]["extra_info"]["divide"]
+        / group["fastbcd"]["extra_info"]["images"]
+    )
+    times["collapsed"] = (
+        info(group)["build"] + IMAGES * affine + work * per_item(group["fastbcd"])
+    )
     return times
 
 
@@ -42,7 +49,9 @@ def print_calls(table: Table, per_item: PerItem) -> None:
     groups = cases(table)
     if not groups:
         return
-    print(f"\nA call of {HYPOTHESES} hypotheses x {IMAGES:,} images, from its measured parts")
+    print(
+        f"\nA call of {HYPOTHESES} hypotheses x {IMAGES:,} images, from its measured parts"
+    )
     print(f"{'':<24}{'build s':>9}{'forwards':>10}{'authors s':>11}{'stacked s':>11}"
           f"{'collapsed s':>13}{'x authors':>11}  auto takes")  # fmt: skip
     for group in groups:
@@ -75,7 +84,9 @@ def plot(table: Table, per_item: PerItem, path: Path, machine: str) -> Path | No
     axes.set(xscale="log", yscale="log", xlabel="ReLUs left", ylabel="ms")
     axes.set_xticks(relus, [f"{r // 1000}K" for r in relus], minor=False)
     axes.minorticks_off()
-    axes.set_title("One hypothesis on one image: ResNet18, 32×32, 100 classes", fontsize=11)
+    axes.set_title(
+        "One hypothesis on one image: ResNet18, 32×32, 100 classes", fontsize=11
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.text(0.99, 0.01, machine, ha="right", va="bottom", fontsize=5, color="0.4")

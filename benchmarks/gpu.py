@@ -69,11 +69,16 @@ def median_time(call: Callable[[], object], device: torch.device, rounds: int) -
     return sorted(times)[len(times) // 2]
 
 
-def large_call(check: Check, device: torch.device, site: tuple[int, ...], batch: int) -> KernelCall:
+def large_call(
+    check: Check, device: torch.device, site: tuple[int, ...], batch: int
+) -> KernelCall:
     """The call of a check, with many copies of its batch."""
     if check.kernel == "kink":
         n, trials, items = KINKS if site == SITE else (8, 3, 32)
-        c, a = torch.randn(n, trials, items, device=device), torch.randn(n, items, device=device)
+        c, a = (
+            torch.randn(n, trials, items, device=device),
+            torch.randn(n, items, device=device),
+        )
         bits = torch.ones(n, trials, dtype=torch.uint8, device=device)
         return KERNELS["kink"].lay_out(c, a, bits, check.optional == "full")
     given = arguments(check, device, site)
@@ -85,7 +90,10 @@ def large_call(check: Check, device: torch.device, site: tuple[int, ...], batch:
 
 
 def bandwidths(
-    device: torch.device, site: tuple[int, ...] = SITE, batch: int = BATCH, rounds: int = 20
+    device: torch.device,
+    site: tuple[int, ...] = SITE,
+    batch: int = BATCH,
+    rounds: int = 20,
 ) -> Iterator[Row]:
     """Every kernel of the device in every dtype and memory order, with all arguments and few."""
     module = kernels.module_for(torch.empty(0, device=device))
@@ -93,12 +101,18 @@ def bandwidths(
     for kernel, dtype, order, some in product(KERNELS, module.DTYPES, orders, optional):
         check = Check(kernel, dtype, order, some)
         function = getattr(module, kernel, None)
-        if function is None or (kernel == "kink" and (order, dtype) != (orders[0], torch.float32)):
+        if function is None or (
+            kernel == "kink" and (order, dtype) != (orders[0], torch.float32)
+        ):
             continue
         call = large_call(check, device, site, batch)
         if call.fits:
-            tensors = [t for t in (*call.outputs, *call.inputs) if isinstance(t, Tensor)]
-            seconds = median_time(lambda f=function, c=call: by_kernel(f, c), device, rounds)
+            tensors = [
+                t for t in (*call.outputs, *call.inputs) if isinstance(t, Tensor)
+            ]
+            seconds = median_time(
+                lambda f=function, c=call: by_kernel(f, c), device, rounds
+            )
             name = str(check).removesuffix("-none").replace("-", " ")
             yield Row(name, seconds, sum(t.numel() * t.element_size() for t in tensors))
 
@@ -112,19 +126,32 @@ def card_bandwidth(device: torch.device) -> float | None:
     return 2 * clock * 1e3 * lines / 8 or None
 
 
-def copy_bandwidth(device: torch.device, elements: int = 2**27, rounds: int = 20) -> float:
+def copy_bandwidth(
+    device: torch.device, elements: int = 2**27, rounds: int = 20
+) -> float:
     """Bytes per second, read and written, of torch's own copy."""
     x = torch.zeros(elements, device=device)
     y = torch.empty_like(x)
-    return 2 * x.numel() * x.element_size() / median_time(lambda: y.copy_(x), device, rounds)
+    return (
+        2
+        * x.numel()
+        * x.element_size()
+        / median_time(lambda: y.copy_(x), device, rounds)
+    )
 
 
 def table(rows: list[Row], card: float | None, copy: float) -> str:
     """The bandwidths as Markdown."""
-    known = f"{card / 1e9:.0f} GB/s by its specification" if card else "of unknown bandwidth"
+    known = (
+        f"{card / 1e9:.0f} GB/s by its specification"
+        if card
+        else "of unknown bandwidth"
+    )
     head = "| kernel | ms | GB/s | of the card | of a copy |\n|---|---|---|---|---|"
     lines = "\n".join(row.line(card, copy) for row in rows)
-    return f"The card: {known}; a copy reaches {copy / 1e9:.0f} GB/s.\n\n{head}\n{lines}"
+    return (
+        f"The card: {known}; a copy reaches {copy / 1e9:.0f} GB/s.\n\n{head}\n{lines}"
+    )
 
 
 def output_of(*command: str) -> tuple[bool, str]:
@@ -150,13 +177,19 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda:0", type=torch.device)
     device = parser.parse_args(given).device
     if device.type != "cuda" or not torch.cuda.is_available():
-        print(f"{device}: no CUDA device here; see `python -m fastbcd.info`", file=sys.stderr)
+        print(
+            f"{device}: no CUDA device here; see `python -m fastbcd.info`",
+            file=sys.stderr,
+        )
         return 1
     torch.cuda.set_device(device)
     gpu = torch.cuda.get_device_name(device)
     checked, check = output_of("-m", "fastbcd.info", "--check")
     tested, tests = output_of("-m", "pytest", "tests/kernels/test_gpu.py", "tests/ops")
-    sections = {"fastbcd info --check": f"```\n{check}\n```", "GPU tests": f"```\n{tests}\n```"}
+    sections = {
+        "fastbcd info --check": f"```\n{check}\n```",
+        "GPU tests": f"```\n{tests}\n```",
+    }
     print("measuring bandwidths", file=sys.stderr)
     rows = list(bandwidths(device))
     sections["Bandwidth"] = table(rows, card_bandwidth(device), copy_bandwidth(device))

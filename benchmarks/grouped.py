@@ -18,7 +18,13 @@ from torch import nn
 import fastbcd
 from table import machine
 
-NETS = ["mobilenet_v2", "regnet_x_400mf", "regnet_y_400mf", "shufflenet_v2_x1_0", "resnet18"]
+NETS = [
+    "mobilenet_v2",
+    "regnet_x_400mf",
+    "regnet_y_400mf",
+    "shufflenet_v2_x1_0",
+    "resnet18",
+]
 
 
 def build(name: str) -> nn.Module:
@@ -41,7 +47,9 @@ def build(name: str) -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", type=int, default=64, help="pixels a side (%(default)s)")
+    parser.add_argument(
+        "--size", type=int, default=64, help="pixels a side (%(default)s)"
+    )
     parser.add_argument("--images", type=int, default=1_000, help="(%(default)s)")
     parser.add_argument("--hypotheses", type=int, default=8, help="(%(default)s)")
     parser.add_argument("--nets", nargs="+", default=NETS)
@@ -50,16 +58,23 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(o.images, 3, o.size, o.size, generator=generator)
     data = x, torch.arange(o.images) % 10
-    print(f"{'':<22}{'sequential s':>14}{'stacked s':>11}{'ratio':>7}{'auto s':>8}  auto takes")
+    print(
+        f"{'':<22}{'sequential s':>14}{'stacked s':>11}{'ratio':>7}{'auto s':>8}  auto takes"
+    )
     for name in o.nets:
         net = fastbcd.convert(build(name), x[:2])
         masks = fastbcd.masks(net)
-        removals = [masks.sample(100, seed=0, step=0, trial=t) for t in range(o.hypotheses)]
+        removals = [
+            masks.sample(100, seed=0, step=0, trial=t) for t in range(o.hypotheses)
+        ]
         times, correct = {}, {}
         for engine in ("sequential", "stacked", "auto"):
             begin = time.perf_counter()
             scores = fastbcd.score(net, removals, data, engine=engine)
-            times[engine], correct[engine] = time.perf_counter() - begin, scores.correct.tolist()
+            times[engine], correct[engine] = (
+                time.perf_counter() - begin,
+                scores.correct.tolist(),
+            )
         assert correct["sequential"] == correct["stacked"] == correct["auto"]
         print(
             f"{name:<22}{times['sequential']:>14.1f}{times['stacked']:>11.1f}"

@@ -44,7 +44,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "LAN": {"bandwidth": "1Gbit", "rtt": "1ms"},
     "WAN": {"bandwidth": "100Mbit", "rtt": "40ms"},
 }
-PLACES = [(protocol, setting) for protocol in ("crypten", "delphi-gc") for setting in SETTINGS]
+PLACES = [
+    (protocol, setting) for protocol in ("crypten", "delphi-gc") for setting in SETTINGS
+]
 COUNTS = (20_000 / 188_416, 13_000 / 188_416, 8_000 / 188_416)
 # Shares of the dense net's seconds: 0.16, 0.12, 0.085 s and 3.5, 2.7, 2.0 s of ResNet-20.
 TARGETS = {"LAN": (0.1245, 0.0934, 0.0662), "WAN": (0.2456, 0.1895, 0.1404)}
@@ -55,7 +57,11 @@ CONSTANT = replace(
     relu_rounds=private.Constant(0, "sent with the rounds of the linear layers"),
 )
 SNL, COUNT, TARGET = "SNL", "BCD by count", "BCD for a target"
-LOOKS = {SNL: look_of("SNL"), COUNT: look_of("BCD"), TARGET: {"marker": "o", "color": "black"}}
+LOOKS = {
+    SNL: look_of("SNL"),
+    COUNT: look_of("BCD"),
+    TARGET: {"marker": "o", "color": "black"},
+}
 
 
 class Net(NamedTuple):
@@ -113,7 +119,13 @@ def nets(problem: Problem, o: argparse.Namespace) -> Iterator[Net]:
 
 
 def _net(
-    problem: Problem, o: argparse.Namespace, way: str, goal: Any, where: str = "", *, seed: int
+    problem: Problem,
+    o: argparse.Namespace,
+    way: str,
+    goal: Any,
+    where: str = "",
+    *,
+    seed: int,
 ) -> Net:
     """Run an arm, or read its result."""
     text = f"{goal:,} ReLUs" if isinstance(goal, int) else f"{goal.seconds:.4g} s"
@@ -164,14 +176,20 @@ def rows_of(found: list[Net]) -> list[Row]:
 def print_table(rows: list[Row]) -> None:
     """Accuracy, sites, ReLUs and rounds, and the seconds in each setting; means over the seeds."""
     heads = "".join(f"{f'{p} {s}':>15}" for p, s in PLACES)
-    print(f"\n{'arm':<48}{'test %':>8}{'sites':>7}{'ReLUs':>9}{'rounds':>8}{heads}   each seed, %")
+    print(
+        f"\n{'arm':<48}{'test %':>8}{'sites':>7}{'ReLUs':>9}{'rounds':>8}{heads}   each seed, %"
+    )
     for row in rows:
         title = ", ".join(filter(None, (row.way, row.where, row.goal)))
-        sites, relus = (mean(getattr(n, name) for n in row.nets) for name in ("sites", "relus"))
+        sites, relus = (
+            mean(getattr(n, name) for n in row.nets) for name in ("sites", "relus")
+        )
         rounds = mean(private.cost(n.masks, "crypten").rounds or 0 for n in row.nets)
         seconds = "".join(f"{row.seconds(p, s):>13.3f} s" for p, s in PLACES)
         seeds = " / ".join(f"{n.accuracy:.2f}" for n in row.nets)
-        cells = f"{row.accuracy:>8.2f}{sites:>7.1f}{relus:>9,.0f}{rounds:>8.0f}{seconds}"
+        cells = (
+            f"{row.accuracy:>8.2f}{sites:>7.1f}{relus:>9,.0f}{rounds:>8.0f}{seconds}"
+        )
         print(f"{title:<48}{cells}   {seeds}")
 
 
@@ -190,12 +208,16 @@ def print_gains(rows: list[Row]) -> None:
                 continue
             best = min(good, key=lambda row: row.seconds(*place))
             gain = snl.seconds(*place) / best.seconds(*place)
-            print(f"{name}; {best.accuracy:.2f} %, {best.seconds(*place):.3f} s: {gain:.2f} times")
+            print(
+                f"{name}; {best.accuracy:.2f} %, {best.seconds(*place):.3f} s: {gain:.2f} times"
+            )
 
 
 def print_garbled(found: list[Net]) -> None:
     """Whether the targets under garbled circuits find the nets of BCD by count."""
-    print("\nBCD for a target under garbled circuits, and BCD by count with as many ReLUs:")
+    print(
+        "\nBCD for a target under garbled circuits, and BCD by count with as many ReLUs:"
+    )
     for net in (n for n in found if n.where and "crypten" not in n.where):
         counts = [n for n in found if n.way == COUNT and n.seed == net.seed]
         other = min(counts, key=lambda n: abs(n.relus - net.relus))
@@ -218,12 +240,18 @@ def plot(o: argparse.Namespace, rows: list[Row]) -> str:
             mine = [r for r in rows if r.way == way and r.where in ("", f"{p} {s}")]
             mine.sort(key=lambda row: row.seconds(p, s))
             axes.plot(
-                [r.seconds(p, s) for r in mine], [r.accuracy for r in mine], label=way, **look
+                [r.seconds(p, s) for r in mine],
+                [r.accuracy for r in mine],
+                label=way,
+                **look,
             )
             for net in (net for row in mine for net in row.nets):
                 axes.plot(net.seconds(p, s), net.accuracy, markersize=3, **look)
         log_axis(axes, "seconds for the ReLUs of one image")
-        axes.set(title=f"{p}, {s}: {', '.join(SETTINGS[s].values())}", ylabel="test accuracy, %")
+        axes.set(
+            title=f"{p}, {s}: {', '.join(SETTINGS[s].values())}",
+            ylabel="test accuracy, %",
+        )
         axes.grid(alpha=0.3)
     panels[0, 0].legend()
     figure.savefig(o.out / "latency.png", dpi=120)
@@ -236,7 +264,9 @@ def options() -> argparse.Namespace:
     parser.set_defaults(samples=500)
     o = parser.parse_args()
     if o.quick:
-        vars(o).update(images=128, samples=64, epochs=4, final=1, seeds=[0], dense_epochs=2, rt=2)
+        vars(o).update(
+            images=128, samples=64, epochs=4, final=1, seeds=[0], dense_epochs=2, rt=2
+        )
     if o.epochs - o.final < 1:
         parser.error("--epochs must leave a step of BCD beside --final")
     o.out = o.out or Path("runs") / f"latency-{'quick' if o.quick else 'cifar10'}"

@@ -74,7 +74,10 @@ def bcd(arm: Arm, budget: int) -> None:
 
 
 def autorep(arm: Arm, budget: int) -> None:
-    o, arm.tuning = arm.o, {"optimizer": "adam", "weight_decay": 0.0}  # as its mask training
+    o, arm.tuning = (
+        arm.o,
+        {"optimizer": "adam", "weight_decay": 0.0},
+    )  # as its mask training
     start(
         arm, fastbcd.autorep, budget, epochs=o.epochs - o.final, lr=o.autorep_lr,
         penalty=o.autorep_penalty,
@@ -153,7 +156,9 @@ def result(
     def run(arm: Arm) -> Result:
         work(arm, budget)
         kept = fastbcd.masks(arm.net).counts().values()
-        cost = fastbcd.private.cost(arm.net, "crypten", **WAN, activations_only=True).known_seconds
+        cost = fastbcd.private.cost(
+            arm.net, "crypten", **WAN, activations_only=True
+        ).known_seconds
         return {**which, "sites": sum(n > 0 for n in kept), "private": cost}
 
     found = arm.result(run)
@@ -182,10 +187,15 @@ def print_table(results: list[Result], o: argparse.Namespace) -> None:
                 continue
             means = (mean(r[key] for r in mine) for key in columns)
             cells = "{:>10.2f}{:>10.0f}{:>10.0f}{:>10.1f}{:>10.3f}".format(*means)
-            print(f"{row:<20}{cells}   " + " / ".join(f"{r['accuracy']:.2f}" for r in mine))
+            print(
+                f"{row:<20}{cells}   "
+                + " / ".join(f"{r['accuracy']:.2f}" for r in mine)
+            )
 
 
-def time_to_accuracy(problem: Problem | None, o: argparse.Namespace, results: list[Result]) -> None:
+def time_to_accuracy(
+    problem: Problem | None, o: argparse.Namespace, results: list[Result]
+) -> None:
     """How many epochs BCD needs to be as accurate as linearize."""
     print(f"\nepochs of BCD for the accuracy of linearize after {o.epochs}")
     for budget in o.budgets:
@@ -214,12 +224,32 @@ def options() -> argparse.Namespace:
     add("--budgets", type=int, nargs="+", help=f"({BUDGETS})")
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="(all)")
     add("--rates", nargs="+", default=[], metavar="ROW=LR", help="learning rates")
-    add("--records", type=Path, help="finished arms, one per line (benchmarks/methods.jsonl)")
+    add(
+        "--records",
+        type=Path,
+        help="finished arms, one per line (benchmarks/methods.jsonl)",
+    )
     add("--report", action="store_true", help="run nothing, report the records")
-    add("--long", type=int, nargs="*", default=[60, 120], help="epochs of longer BCD (%(default)s)")
+    add(
+        "--long",
+        type=int,
+        nargs="*",
+        default=[60, 120],
+        help="epochs of longer BCD (%(default)s)",
+    )
     add("--bcd-samples", type=int, default=1_000, help="BCD scores on (%(default)s)")
-    add("--snl-epochs", type=int, default=8, help="of SNL's masks down to B_ref (%(default)s)")
-    add("--snl-tune", type=int, default=2, help="epochs at B_ref before BCD (%(default)s)")
+    add(
+        "--snl-epochs",
+        type=int,
+        default=8,
+        help="of SNL's masks down to B_ref (%(default)s)",
+    )
+    add(
+        "--snl-tune",
+        type=int,
+        default=2,
+        help="epochs at B_ref before BCD (%(default)s)",
+    )
     add("--autorep-lr", type=float, default=1e-3, help="of its masks (%(default)s)")
     add("--autorep-penalty", type=float, default=1000.0, help="(%(default)s)")
     add("--mismatch", type=float, default=0.1, help="of SENet (%(default)s)")
@@ -233,7 +263,9 @@ def options() -> argparse.Namespace:
     except ValueError:
         parser.error(f"--rates {' '.join(o.rates)}: write ROW=LR, such as SENet=0.02")
     if unknown := set(o.lr) - set(ROWS):
-        parser.error(f"--rates: no row is called {sorted(unknown)[0]}; choose from {list(ROWS)}")
+        parser.error(
+            f"--rates: no row is called {sorted(unknown)[0]}; choose from {list(ROWS)}"
+        )
     o.budgets = o.budgets or BUDGETS["small" if o.quick else o.net]
     o.out = o.out or Path("runs") / f"methods-{'quick' if o.quick else o.net}"
     o.records = o.records or (o.out / "methods.jsonl" if o.quick else RECORDS)

@@ -44,7 +44,9 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    def __init__(self, widths: list[int], blocks: int, classes: int, small: bool) -> None:
+    def __init__(
+        self, widths: list[int], blocks: int, classes: int, small: bool
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])

@@ -78,9 +78,16 @@ from fastbcd.models.resnet import PadShortcut, ResNet
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of the ResNet-20 weights
 TOLERANCE = 0.05  # of the bytes
-COUNTS = {"resnet20": [188_416, 94_208, 18_840, 3_772, 0], "small": [1_024, 512, 102, 20, 0]}
+COUNTS = {
+    "resnet20": [188_416, 94_208, 18_840, 3_772, 0],
+    "small": [1_024, 512, 102, 20, 0],
+}
 TIMED = {"resnet20": 8_000, "small": 200}  # ReLUs of the nets that are timed
-IN_USE = {"like SNL": 18 / 19, "like BCD": 13 / 19, "like BCD, target": 5 / 19}  # of the sites
+IN_USE = {
+    "like SNL": 18 / 19,
+    "like BCD": 13 / 19,
+    "like BCD, target": 5 / 19,
+}  # of the sites
 IMAGE_OWNER, WEIGHT_OWNER = 0, 1
 
 
@@ -109,8 +116,12 @@ def build(options: argparse.Namespace) -> tuple[nn.Module, Tensor]:
                 nn.init.uniform_(module.running_var, 0.5, 1.5)
         return net.eval(), torch.randn(1, 3, 8, 8)
     folder = Path(os.environ.get("FASTBCD_DATA", "data"))
-    net = fastbcd.models.resnet20(num_classes=10, image_size=32, replacement=options.replacement)
-    net.load_state_dict(load_file(folder / "resnet20-cifar10.safetensors"), strict=False)
+    net = fastbcd.models.resnet20(
+        num_classes=10, image_size=32, replacement=options.replacement
+    )
+    net.load_state_dict(
+        load_file(folder / "resnet20-cifar10.safetensors"), strict=False
+    )
     data = load_npz(folder / "cifar10-12k.npz", "test", MEAN, STD)
     return net.eval(), next(data.first(1).batches(1))[0]
 
@@ -166,7 +177,9 @@ def from_file(path: Path, net: nn.Module) -> nn.Module:
         return net
     found = fastbcd.load_run(path).model
     if not isinstance(found, ResNet):
-        raise SystemExit(f"{path} holds a {type(found).__name__}; give runs of a models.ResNet")
+        raise SystemExit(
+            f"{path} holds a {type(found).__name__}; give runs of a models.ResNet"
+        )
     return found.eval()
 
 
@@ -188,7 +201,9 @@ class Secret:
                 self.weights[name] = self._share(module.weight, module.bias)
 
     def _share(self, *tensors: Any) -> tuple[Any, ...]:
-        return tuple(self.crypten.cryptensor(t.detach(), src=WEIGHT_OWNER) for t in tensors)
+        return tuple(
+            self.crypten.cryptensor(t.detach(), src=WEIGHT_OWNER) for t in tensors
+        )
 
     def infer(self, image: Any) -> Tensor:
         """A secret image [1, 3, s, s] -> logits [1, classes], revealed to both."""
@@ -248,7 +263,9 @@ def folded(conv: nn.Conv2d, norm: Any) -> tuple[Tensor, Tensor]:
     return conv.weight * scale.view(-1, 1, 1, 1), bias.view(-1, 1, 1)
 
 
-def party(rank: int, port: int, options: argparse.Namespace, link: Any, results: Any) -> None:
+def party(
+    rank: int, port: int, options: argparse.Namespace, link: Any, results: Any
+) -> None:
     """One of the two processes; the first tells what it counted."""
     host, device = "127.0.0.1", "lo"
     if link is not None:
@@ -294,13 +311,20 @@ class Exchange:
 
     count = 0
 
-    def __init__(self, mine: Tensor, op: Any, group: Any, async_op: bool = False) -> None:
+    def __init__(
+        self, mine: Tensor, op: Any, group: Any, async_op: bool = False
+    ) -> None:
         self.mine, self.op = mine, op
-        self.sent, self.theirs = (mine.clone(memory_format=torch.contiguous_format) for _ in "12")
+        self.sent, self.theirs = (
+            mine.clone(memory_format=torch.contiguous_format) for _ in "12"
+        )
         Exchange.count += 1
         to: Any = {"group": group, "tag": Exchange.count}
         other = 1 - dist.get_rank()
-        self.parts = [dist.irecv(self.theirs, other, **to), dist.isend(self.sent, other, **to)]
+        self.parts = [
+            dist.irecv(self.theirs, other, **to),
+            dist.isend(self.sent, other, **to),
+        ]
         if not async_op:
             self.wait()
 
@@ -321,7 +345,9 @@ def timed(function: Any, *arguments: Any) -> float:
     return time.perf_counter() - begin
 
 
-def inferred(secret: Secret, shared: Any, image: Tensor, network: Any) -> dict[str, Any]:
+def inferred(
+    secret: Secret, shared: Any, image: Tensor, network: Any
+) -> dict[str, Any]:
     """What one inference took, and what the model says."""
     net = secret.net
     with torch.no_grad():
@@ -333,7 +359,9 @@ def inferred(secret: Secret, shared: Any, image: Tensor, network: Any) -> dict[s
     logits = secret.infer(shared)
     row = dict(network.get_communication_stats(), seconds=time.perf_counter() - begin)
     network.barrier()
-    cost = private.cost(net, "crypten", bandwidth=math.inf, rtt=0.0, activations_only=True)
+    cost = private.cost(
+        net, "crypten", bandwidth=math.inf, rtt=0.0, activations_only=True
+    )
     return row | {
         "relus": cost.relus, "sites": len(cost.sites) - len(cost.emptied),
         "squares": cost.total.squares, "carried": carried() - before,
@@ -351,7 +379,9 @@ def carried() -> int:
         lines = Path("/proc/net/dev").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[9]) for line in lines if line.strip().startswith("lo:")), 0)
+    return next(
+        (int(line.split()[9]) for line in lines if line.strip().startswith("lo:")), 0
+    )
 
 
 # ------------------------------------------------------------------------------- the tables
@@ -359,7 +389,11 @@ def carried() -> int:
 
 def is_right(row: dict[str, Any]) -> bool:
     off = row["bytes"] / row["model_bytes"] - 1
-    return abs(off) <= TOLERANCE and row["rounds"] == row["model_rounds"] and row["error"] < 0.05
+    return (
+        abs(off) <= TOLERANCE
+        and row["rounds"] == row["model_rounds"]
+        and row["error"] < 0.05
+    )
 
 
 def remark(row: dict[str, Any]) -> str:
@@ -389,11 +423,15 @@ def tested(path: Path) -> str:
 
 def show_times(rows: list[dict[str, Any]], accuracy: dict[str, str]) -> None:
     """One line for each round trip and net: the median of the repeats."""
-    linear = median(row["seconds"] for row in [row for row in rows if not row["rtt"]][1:])
+    linear = median(
+        row["seconds"] for row in [row for row in rows if not row["rtt"]][1:]
+    )
     print(f"without ReLUs and delay {linear:.3f} s, {rows[0]['rounds']} rounds")
     print(f"{'rtt ms':>7}{'exchange':>10}  {'net':<18}{'test %':>7}{'ReLUs':>8}{'sites':>6}"
           f"{'rounds':>8}{'model':>7}{'predicted s':>13}{'measured s':>12}{'off':>8}")  # fmt: skip
-    for rtt, name in dict.fromkeys((row["rtt"], row["name"]) for row in rows if row["rtt"]):
+    for rtt, name in dict.fromkeys(
+        (row["rtt"], row["name"]) for row in rows if row["rtt"]
+    ):
         some = [row for row in rows if (row["rtt"], row["name"]) == (rtt, name)]
         row, seconds = some[0], median(row["seconds"] for row in some)
         exchange = median(row["exchange"] for row in some)
@@ -415,11 +453,21 @@ def named_path(text: str) -> tuple[str, Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--net", choices=COUNTS, default="small")
-    parser.add_argument("--replacement", choices=("identity", "poly"), default="identity")
-    parser.add_argument("--relus", type=int, nargs="+", help="how many to keep, a row each")
-    parser.add_argument("--rtt", type=float, nargs="+", default=[], help="round trips in ms")
-    parser.add_argument("--nets", type=named_path, nargs="+", default=[], help="with --rtt")
-    parser.add_argument("--gloo", action="store_true", help="with --rtt: Gloo's own all_reduce")
+    parser.add_argument(
+        "--replacement", choices=("identity", "poly"), default="identity"
+    )
+    parser.add_argument(
+        "--relus", type=int, nargs="+", help="how many to keep, a row each"
+    )
+    parser.add_argument(
+        "--rtt", type=float, nargs="+", default=[], help="round trips in ms"
+    )
+    parser.add_argument(
+        "--nets", type=named_path, nargs="+", default=[], help="with --rtt"
+    )
+    parser.add_argument(
+        "--gloo", action="store_true", help="with --rtt: Gloo's own all_reduce"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="with --rtt")
     options = parser.parse_args()
     options.rtt = [rtt / 1e3 for rtt in options.rtt]
@@ -441,7 +489,9 @@ def main() -> int:
     context: Any = mp.get_context("spawn")
     results, link = context.SimpleQueue(), None
     if options.rtt:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the namespaces have no names
+        os.environ.setdefault(
+            "TORCH_CPP_LOG_LEVEL", "ERROR"
+        )  # the namespaces have no names
         link = delayed_link.DelayedLink(context)
         link.start()
     parties: Any = mp.spawn(party, (port, options, link, results), nprocs=2, join=False)

@@ -41,13 +41,17 @@ ARMS = ("uniform from SNL", "uniform", "saliency from SNL", "saliency", "SNL")
 MARKS = "o^sDv"  # of the arms
 
 
-def results(problem: Problem, o: argparse.Namespace, budgets: list[int]) -> Iterator[dict]:
+def results(
+    problem: Problem, o: argparse.Namespace, budgets: list[int]
+) -> Iterator[dict]:
     """Seeds first: an interrupted experiment then has whole comparisons."""
     for seed in o.seeds:
         for budget in budgets:
             for name in ARMS:
                 arm = Arm(problem, o, f"{name} {budget}", seed)
-                yield arm.result(lambda arm, name=name, budget=budget: work(arm, name, budget))
+                yield arm.result(
+                    lambda arm, name=name, budget=budget: work(arm, name, budget)
+                )
 
 
 def work(arm: Arm, name: str, budget: int) -> dict[str, Any]:
@@ -65,12 +69,16 @@ def work(arm: Arm, name: str, budget: int) -> dict[str, Any]:
     return facts
 
 
-def curve(o: argparse.Namespace, name: str, budget: int, seed: int) -> list[tuple[int, float]]:
+def curve(
+    o: argparse.Namespace, name: str, budget: int, seed: int
+) -> list[tuple[int, float]]:
     """(ReLUs left, train accuracy of the choice) of every step of an arm's BCD."""
     folder = o.out / f"{name.replace(' ', '-')}-{budget}-{seed}" / "bcd"
     if not (folder / "history.jsonl").exists():
         return []
-    records = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()
+    ]
     assert len(read_state(folder).history) == len(records)
     return [(r["after"], r["chosen_accuracy"]) for r in records]
 
@@ -86,7 +94,9 @@ def print_table(results: list[dict[str, Any]], budgets: list[int]) -> None:
         cells = ""
         for budget in budgets:
             mine = [r for r in results if (r["arm"], r["budget"]) == (arm, budget)]
-            numbers = (mean(r[k] for r in mine) for k in ("accuracy", "epochs", "seconds"))
+            numbers = (
+                mean(r[k] for r in mine) for k in ("accuracy", "epochs", "seconds")
+            )
             cells += "{:>10.2f}{:>8.0f}{:>12.0f}".format(*numbers)
         print(f"{arm:<20}{cells}")
     print("\neach seed, test %")
@@ -99,7 +109,9 @@ def print_table(results: list[dict[str, Any]], budgets: list[int]) -> None:
         print(f"{arm:<20}" + "".join(f"{cell:>30}" for cell in by_seed))
 
 
-def plot(o: argparse.Namespace, results: list[dict[str, Any]], budgets: list[int]) -> str:
+def plot(
+    o: argparse.Namespace, results: list[dict[str, Any]], budgets: list[int]
+) -> str:
     """Left: the results. Right: what the train accuracy does on the way to the smallest budget."""
     try:
         from matplotlib.figure import Figure
@@ -110,13 +122,19 @@ def plot(o: argparse.Namespace, results: list[dict[str, Any]], budgets: list[int
     for i, arm in enumerate(ARMS):
         points = [[r["accuracy"] for r in results if (r["arm"], r["budget"]) == (arm, b)]
                   for b in budgets]  # fmt: skip
-        left.plot(budgets, [mean(p) for p in points], f"{MARKS[i]}-", color=f"C{i}", label=arm)
+        left.plot(
+            budgets, [mean(p) for p in points], f"{MARKS[i]}-", color=f"C{i}", label=arm
+        )
         for budget, values in zip(budgets, points, strict=True):
             left.plot([budget] * len(values), values, "_", color=f"C{i}")
         way = curve(o, arm, min(budgets), o.seeds[0])
         if way:
-            right.plot(*zip(*way, strict=True), f"{MARKS[i]}-", color=f"C{i}", markersize=4)
-    left.set(xlabel="ReLUs", ylabel="test accuracy, %", xscale="log", title="at the budget")
+            right.plot(
+                *zip(*way, strict=True), f"{MARKS[i]}-", color=f"C{i}", markersize=4
+            )
+    left.set(
+        xlabel="ReLUs", ylabel="test accuracy, %", xscale="log", title="at the budget"
+    )
     right.set(xlabel="ReLUs left", ylabel="train accuracy, %", xscale="log",
               title="after each removal, before its epoch")  # fmt: skip
     right.invert_xaxis()
@@ -130,8 +148,18 @@ def options() -> argparse.Namespace:
     add = parser.add_argument
     add("--data", choices=("cifar10", "fashion-mnist"), default="cifar10")
     add_options(parser, batch=128)
-    add("--snl-epochs", type=int, default=6, help="of SNL down to B_ref at most (%(default)s)")
-    add("--snl-tune", type=int, default=2, help="epochs at B_ref before BCD (%(default)s)")
+    add(
+        "--snl-epochs",
+        type=int,
+        default=6,
+        help="of SNL down to B_ref at most (%(default)s)",
+    )
+    add(
+        "--snl-tune",
+        type=int,
+        default=2,
+        help="epochs at B_ref before BCD (%(default)s)",
+    )
     o = parser.parse_args()
     if o.quick:
         vars(o).update(
@@ -139,7 +167,9 @@ def options() -> argparse.Namespace:
             snl_tune=1, seeds=[0], dense_epochs=2, rt=2,
         )  # fmt: skip
     if o.epochs - o.final - o.snl_epochs - o.snl_tune < 1:
-        parser.error("--epochs must leave a step of BCD beside --final, --snl-epochs, --snl-tune")
+        parser.error(
+            "--epochs must leave a step of BCD beside --final, --snl-epochs, --snl-tune"
+        )
     o.out = o.out or Path("runs") / f"proposals-{'quick' if o.quick else o.data}"
     return o
 
@@ -149,7 +179,9 @@ def main() -> None:
     if o.data == "cifar10":
         problem = cifar10(o.images)
     else:
-        problem = fashion_mnist(o.images, width=o.width, epochs=o.dense_epochs, out=o.out)
+        problem = fashion_mnist(
+            o.images, width=o.width, epochs=o.dense_epochs, out=o.out
+        )
     total = fastbcd.masks(problem.dense).total
     budgets = [round(share * total) for share in SHARES]
     print(machine())

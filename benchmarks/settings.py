@@ -50,7 +50,9 @@ def result(problem: Problem, o: argparse.Namespace, row: str, seed: int) -> Resu
     constants = {name: value for name, value in ROWS[row].items() if name.isupper()}
     given = {name: value for name, value in ROWS[row].items() if name not in constants}
     if "max_sites" in given:
-        given["max_sites"] = int(given["max_sites"] * len(fastbcd.masks(problem.dense).sites))
+        given["max_sites"] = int(
+            given["max_sites"] * len(fastbcd.masks(problem.dense).sites)
+        )
     own = argparse.Namespace(**{**vars(o), "rt": given.pop("rt", o.rt)})
     arm = Arm(problem, own, f"{row} {o.budget}".replace("%", "percent"), seed)
 
@@ -72,12 +74,16 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser, batch=25)
     parser.add_argument("--net", choices=NETS, default="resnet20", help="(%(default)s)")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="(all)")
+    parser.add_argument(
+        "--rows", nargs="+", choices=ROWS, default=list(ROWS), help="(all)"
+    )
     parser.add_argument("--budget", type=int, default=8_000, help="ReLUs (%(default)s)")
     parser.set_defaults(samples=500)
     o = parser.parse_args()
     if o.quick:
-        vars(o).update(images=128, samples=64, epochs=3, seeds=[0], dense_epochs=2, budget=500)
+        vars(o).update(
+            images=128, samples=64, epochs=3, seeds=[0], dense_epochs=2, budget=500
+        )
     o.out = o.out or Path("runs") / f"settings-{'quick' if o.quick else o.net}"
     return o
 
@@ -90,7 +96,9 @@ def main() -> None:
     print(machine())
     print(f"accuracy on {len(problem.test):,} images that no arm trains on", flush=True)
     results = [result(problem, o, row, seed) for seed in o.seeds for row in o.rows]
-    print(f"\n{f'{o.budget:,} ReLUs':<24}{'valid %':>8}{'loss':>8}{'sites':>7}   each seed, %")
+    print(
+        f"\n{f'{o.budget:,} ReLUs':<24}{'valid %':>8}{'loss':>8}{'sites':>7}   each seed, %"
+    )
     for row in o.rows:
         mine = [r for r in results if r["row"] == row]
         means = (mean(r[key] for r in mine) for key in ("accuracy", "loss", "sites"))

@@ -28,7 +28,9 @@ def machine() -> str:
         if line.startswith("model name"):
             model = line.split(":", 1)[1].strip()
             break
-    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
+    gpu = (
+        f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ", no GPU"
+    )
     return (
         f"{model}, {torch.get_num_threads()} threads{gpu}; torch {torch.__version__}, "
         f"Python {platform.python_version()}"
@@ -76,12 +78,16 @@ def print_table(table: dict[str, dict[str, dict]]) -> None:
         print(f"\n{'':<{width}}  {'fastbcd ms':>10}{heads}")
         for group in groups:
             times = {p: 1e3 * per_item(r) for p, r in table[group].items()}
-            ratios = "".join(f"  {times[p] / times['fastbcd']:>{len(p)}.2f}x" for p in peers)
+            ratios = "".join(
+                f"  {times[p] / times['fastbcd']:>{len(p)}.2f}x" for p in peers
+            )
             print(f"{group:<{width}}  {times['fastbcd']:>10.2f}{ratios}")
             memory = {p: r["extra_info"].get("memory") for p, r in table[group].items()}
             if memory["fastbcd"] is not None:
                 sizes = "".join(f"  {memory[p]:>{len(p) + 1}.0f}" for p in peers)
-                print(f"{'  peak memory, MiB':<{width}}  {memory['fastbcd']:>10.0f}{sizes}")
+                print(
+                    f"{'  peak memory, MiB':<{width}}  {memory['fastbcd']:>10.0f}{sizes}"
+                )
 
 
 if __name__ == "__main__":

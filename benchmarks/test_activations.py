@@ -31,9 +31,13 @@ BACKWARD = ["snl", "maximum", "compiled", "fastbcd"]
 class Tensors:
     """One set of inputs, shared by all implementations of a case."""
 
-    def __init__(self, shape: tuple[int, ...], order: str, trials: int, device: str) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], order: str, trials: int, device: str
+    ) -> None:
         torch.manual_seed(0)
-        memory = torch.channels_last if order == "channels_last" else torch.contiguous_format
+        memory = (
+            torch.channels_last if order == "channels_last" else torch.contiguous_format
+        )
 
         def draw(*size: int) -> Tensor:
             return torch.randn(size, device=device).to(memory_format=memory)
@@ -43,7 +47,10 @@ class Tensors:
         self.grad = torch.randn_like(self.x).expand(*lead, *shape).contiguous()
         if order == "channels_last":
             self.grad = draw(max(trials, 1) * shape[0], *shape[1:]).view(*lead, *shape)
-        self.mean, self.var = draw_small(c, device), draw_small(c, device).square() + 0.5
+        self.mean, self.var = (
+            draw_small(c, device),
+            draw_small(c, device).square() + 0.5,
+        )
         self.weight, self.bias = draw_small(c, device), draw_small(c, device)
         # What the fused op takes: the batch norm as a scale and a shift.
         self.scale = self.weight / (self.var + 1e-5).sqrt()
@@ -52,7 +59,9 @@ class Tensors:
         alpha = self.mask.float().unsqueeze(-4)  # [T, 1, C, H, W]
         bound = torch.where(self.mask, 0.0, float("-inf")).unsqueeze(-4)
         self.alpha, self.bound = (
-            t.movedim(-3, -1).contiguous().movedim(-1, -3) if order == "channels_last" else t
+            t.movedim(-3, -1).contiguous().movedim(-1, -3)
+            if order == "channels_last"
+            else t
             for t in (alpha, bound)
         )
         self.out = torch.empty_like(self.grad)
@@ -83,7 +92,9 @@ def function_of(t: Tensors, implementation: str) -> Callable[[Tensor, Tensor], T
         return torch.compile(t.maximum, dynamic=False)
     if implementation == "fastbcd in place":
         target = t.x.clone() if t.mask.ndim == 3 else t.out
-        return lambda x, residual: t.fastbcd(target if t.mask.ndim == 3 else x, residual, target)
+        return lambda x, residual: t.fastbcd(
+            target if t.mask.ndim == 3 else x, residual, target
+        )
     if implementation == "copy":
         source = t.grad
         return lambda x, residual: t.out.copy_(source)
@@ -102,7 +113,9 @@ EACH = [
 ]
 
 
-def measure(benchmark, function: Callable[[], object], trials: int, device: str) -> None:
+def measure(
+    benchmark, function: Callable[[], object], trials: int, device: str
+) -> None:
     def synchronised() -> None:
         function()
         if device == "cuda":
@@ -111,7 +124,9 @@ def measure(benchmark, function: Callable[[], object], trials: int, device: str)
     benchmark.pedantic(synchronised, rounds=15 if trials == 1 else 3, warmup_rounds=2)
 
 
-def describe(benchmark, mode: str, shape, order, trials, device, implementation) -> None:
+def describe(
+    benchmark, mode: str, shape, order, trials, device, implementation
+) -> None:
     benchmark.group = f"{mode} {'x'.join(map(str, shape))} {order} T={trials} {device}"
     benchmark.extra_info.update(
         mode=mode, shape=list(shape), order=order, trials=trials, device=device,
@@ -136,15 +151,21 @@ def test_forward(benchmark, implementation, shape, order, trials, device) -> Non
     describe(benchmark, "forward", shape, order, trials, device, implementation)
     run = function_of(t, implementation)
     with torch.inference_mode():
-        if implementation != "copy" and not (implementation.endswith("place") and trials == 1):
+        if implementation != "copy" and not (
+            implementation.endswith("place") and trials == 1
+        ):
             torch.testing.assert_close(run(t.x, t.residual), t.snl(t.x, t.residual))
         measure(benchmark, lambda: run(t.x, t.residual), trials, device)
 
 
 @each(BACKWARD)
-def test_forward_backward(benchmark, implementation, shape, order, trials, device) -> None:
+def test_forward_backward(
+    benchmark, implementation, shape, order, trials, device
+) -> None:
     t = Tensors(shape, order, trials, device)
-    describe(benchmark, "forward+backward", shape, order, trials, device, implementation)
+    describe(
+        benchmark, "forward+backward", shape, order, trials, device, implementation
+    )
     run = function_of(t, implementation)
     x, residual = t.x.requires_grad_(), t.residual.requires_grad_()
 

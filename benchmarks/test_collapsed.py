@@ -33,7 +33,24 @@ from nets import build
 from test_scoring import Loop
 
 # Kept ReLUs by site: ResNet18 at 15K as the paper shows it; for ResNet-20 the same stages.
-PAPER = [73, 721, 13, 3063, 790, 589, 477, 111, 1635, 246, 546, 16, 1894, 2908, 1620, 294]
+PAPER = [
+    73,
+    721,
+    13,
+    3063,
+    790,
+    589,
+    477,
+    111,
+    1635,
+    246,
+    546,
+    16,
+    1894,
+    2908,
+    1620,
+    294,
+]
 SITES = {
     "resnet18": PAPER,
     "resnet20": [73, 73, 721, 13, 721, 13, 3063, 790, 589, 477, 477, 111, 111, 1894, 1894, 2908,
@@ -104,7 +121,9 @@ def runner(case: SimpleNamespace, implementation: str):
         loop = Loop(case.net, removals, last=False, compiled=False)
         return lambda: loop(case.x)
     engine = case.stacked if implementation == "stacked" else case.collapsed
-    work = engine.prepare(dict(enumerate(removals)), 1 if implementation == "stacked" else 16)
+    work = engine.prepare(
+        dict(enumerate(removals)), 1 if implementation == "stacked" else 16
+    )
     piece = 32 if implementation == "stacked" else IMAGES
     everything = torch.arange(len(case.nhwc))
 
@@ -114,7 +133,9 @@ def runner(case: SimpleNamespace, implementation: str):
             engine.cache = AffineCache() if first else engine.cache
             engine.cache.limit = 0 if first else 2**40
         parts = []
-        for x, images in zip(case.nhwc.split(piece), everything.split(piece), strict=True):
+        for x, images in zip(
+            case.nhwc.split(piece), everything.split(piece), strict=True
+        ):
             found = {}
             for numbers, logits in engine.logits(x, work, True, images):
                 found.update(zip(numbers, logits, strict=True))
@@ -141,4 +162,6 @@ def test_few_relus(benchmark, implementation, name, relus) -> None:
             implementation=implementation, divide=(TRIALS[implementation] + 1) * IMAGES, net=name,
             relus=relus, images=IMAGES, build=case.build, auto=case.auto, error=float(error),
         )  # fmt: skip
-        benchmark.pedantic(run, rounds=5 if relus <= 15_000 else 2)  # run() above was the warm-up
+        benchmark.pedantic(
+            run, rounds=5 if relus <= 15_000 else 2
+        )  # run() above was the warm-up

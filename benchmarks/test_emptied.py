@@ -70,7 +70,9 @@ def prepared(way: str, implementation: str) -> tuple[Callable[[], object], float
 
     def run() -> torch.Tensor:
         base = []
-        for some, images in zip(x.split(piece), torch.arange(len(x)).split(piece), strict=True):
+        for some, images in zip(
+            x.split(piece), torch.arange(len(x)).split(piece), strict=True
+        ):
             for numbers, logits in engine.logits(some, work, True, images):
                 base += [logits[0]] if numbers == [-1] else []
         return torch.cat(base)

@@ -28,7 +28,10 @@ from nets import build
 from test_scoring import authors_net, peak_memory
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-CASES = [("resnet18", 100_000, 2), ("resnet20", 20_000, 8)]  # ReLUs left, batches in a round
+CASES = [
+    ("resnet18", 100_000, 2),
+    ("resnet20", 20_000, 8),
+]  # ReLUs left, batches in a round
 PEERS = ["authors", "authors, NHWC", "compiled", "fastbcd, cold", "fastbcd"]
 BATCH, LR, MOMENTUM, DECAY, T = 128, 1e-3, 0.9, 5e-4, 4.0
 
@@ -54,7 +57,9 @@ class AuthorsStep:
         with torch.no_grad():
             truth = F.softmax(self.teacher(x) / T, 1)
         logits = self.student(x)
-        divergence = F.kl_div(F.log_softmax(logits / T, 1), truth, reduction="batchmean")
+        divergence = F.kl_div(
+            F.log_softmax(logits / T, 1), truth, reduction="batchmean"
+        )
         loss = F.cross_entropy(logits, labels) + T * T * divergence
         self.optimizer.zero_grad()
         loss.backward()
@@ -62,11 +67,15 @@ class AuthorsStep:
         return loss.item()
 
 
-def authors(implementation: str, net, teacher, data: fastbcd.ImageData) -> Callable[[], float]:
+def authors(
+    implementation: str, net, teacher, data: fastbcd.ImageData
+) -> Callable[[], float]:
     last = implementation != "authors"
     order = torch.channels_last if last else torch.contiguous_format
     step = AuthorsStep(net, teacher, last, compiled=implementation == "compiled")
-    batches = list(data.train_batches(BATCH, seed=0, step=0, epoch=0, memory_format=order))
+    batches = list(
+        data.train_batches(BATCH, seed=0, step=0, epoch=0, memory_format=order)
+    )
 
     def run() -> float:
         return sum(step(x, labels) for x, labels, _, _ in batches) / len(batches)
@@ -74,9 +83,16 @@ def authors(implementation: str, net, teacher, data: fastbcd.ImageData) -> Calla
     return run
 
 
-def ours(implementation: str, net, teacher, data: fastbcd.ImageData) -> Callable[[], float]:
+def ours(
+    implementation: str, net, teacher, data: fastbcd.ImageData
+) -> Callable[[], float]:
     settings = fastbcd.Finetune(
-        epochs=1, lr=LR, momentum=MOMENTUM, weight_decay=DECAY, batch_size=BATCH, temperature=T
+        epochs=1,
+        lr=LR,
+        momentum=MOMENTUM,
+        weight_decay=DECAY,
+        batch_size=BATCH,
+        temperature=T,
     )
     tuner = fastbcd.Finetuner(net, data, settings, teacher)
     rounds = 0
@@ -99,9 +115,13 @@ def truths() -> dict:
 @pytest.mark.parametrize("implementation", PEERS)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "relus", "batches"), CASES)
-def test_finetune(benchmark, truths, implementation, name, relus, batches, device) -> None:
+def test_finetune(
+    benchmark, truths, implementation, name, relus, batches, device
+) -> None:
     g = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (batches * BATCH, 3, 32, 32), dtype=torch.uint8, generator=g)
+    images = torch.randint(
+        256, (batches * BATCH, 3, 32, 32), dtype=torch.uint8, generator=g
+    )
     labels = torch.arange(batches * BATCH) % 10
     data = fastbcd.ImageData.from_arrays(images, labels).to(device)
     teacher = build(name).to(device)
@@ -109,12 +129,18 @@ def test_finetune(benchmark, truths, implementation, name, relus, batches, devic
     masks = fastbcd.masks(net)
     gone = masks.sample(masks.total - relus, seed=0, step=0, trial=0)
     fastbcd.set_masks(net, masks.without(gone))
-    benchmark.group = f"fine-tune {name}, {relus:,} ReLUs, {batches * BATCH} images, {device}"
-    benchmark.extra_info.update(implementation=implementation, divide=batches)  # a step's time
+    benchmark.group = (
+        f"fine-tune {name}, {relus:,} ReLUs, {batches * BATCH} images, {device}"
+    )
+    benchmark.extra_info.update(
+        implementation=implementation, divide=batches
+    )  # a step's time
     make = ours if implementation.startswith("fastbcd") else authors
     run = make(implementation, net, teacher, data)
     loss = run()
-    assert loss == pytest.approx(truths.setdefault((name, device), loss), rel=1e-3), "same training"
+    assert loss == pytest.approx(truths.setdefault((name, device), loss), rel=1e-3), (
+        "same training"
+    )
 
     def once() -> None:
         run()

@@ -65,7 +65,9 @@ def full(x: torch.Tensor) -> dict[str, Callable[[], object]]:
     }
 
 
-def poly(x: torch.Tensor, *given: torch.Tensor, **options: torch.Tensor) -> dict[str, Any]:
+def poly(
+    x: torch.Tensor, *given: torch.Tensor, **options: torch.Tensor
+) -> dict[str, Any]:
     operator = torch.ops.fastbcd.masked_poly.default
     scale, shift, residual = given or (None, None, None)
 

@@ -50,7 +50,9 @@ def test_ratio_to_the_authors_loop(benchmark, name, relus, engine, hypotheses) -
     masks = paper_masks(net, name, relus)
     fastbcd.set_masks(net, masks)
     removals = [masks.sample(D, seed=1, step=0, trial=t) for t in range(hypotheses)]
-    loop = Loop(net, removals[:1], last=False, compiled=False)  # the base and one hypothesis
+    loop = Loop(
+        net, removals[:1], last=False, compiled=False
+    )  # the base and one hypothesis
 
     def ours() -> None:
         fastbcd.score(net, removals, data, engine=engine)
@@ -61,14 +63,21 @@ def test_ratio_to_the_authors_loop(benchmark, name, relus, engine, hypotheses) -
 
     ours()  # the form, and the first use of every kernel
     theirs()
-    times = [(cpu_seconds(theirs) / 2, cpu_seconds(ours) / (1 + hypotheses)) for _ in range(ROUNDS)]
+    times = [
+        (cpu_seconds(theirs) / 2, cpu_seconds(ours) / (1 + hypotheses))
+        for _ in range(ROUNDS)
+    ]
     ratio = min(slow for slow, _ in times) / min(fast for _, fast in times)
     case = f"{name}, {relus:,} ReLUs, {engine}"
     benchmark.group = f"score, ratio to the authors' loop: {case}"
-    benchmark.extra_info.update(implementation="fastbcd", ratio=ratio, divide=1 + hypotheses)
+    benchmark.extra_info.update(
+        implementation="fastbcd", ratio=ratio, divide=1 + hypotheses
+    )
     benchmark.pedantic(ours, rounds=1)
     stored = json.loads(STORED.read_text())
     if os.environ.get("FASTBCD_STORE_RATIOS"):
         stored[case] = round(ratio, 2)
         STORED.write_text(json.dumps(stored, indent=2) + "\n")
-    assert ratio >= LOST * stored[case], f"{case}: {ratio:.2f} instead of {stored[case]:.2f}"
+    assert ratio >= LOST * stored[case], (
+        f"{case}: {ratio:.2f} instead of {stored[case]:.2f}"
+    )

@@ -45,7 +45,10 @@ def input_pass(net, data: fastbcd.ImageData) -> None:
 
 def by_hooks(net, data: fastbcd.ImageData) -> Tensor:
     modules = list(mask_modules(net).values())
-    totals = [torch.zeros(m.mask.shape, dtype=torch.float64, device=data.device) for m in modules]
+    totals = [
+        torch.zeros(m.mask.shape, dtype=torch.float64, device=data.device)
+        for m in modules
+    ]
     for x, labels in data.batches(32):
         seen: list[tuple[Tensor, Tensor]] = []
         hooks = [m.register_forward_hook(lambda m, i, o, s=seen: s.append((i[0], o)))

@@ -62,7 +62,9 @@ def authors_net(net: fx.GraphModule) -> nn.Module:
 class Loop:
     """Write a hypothesis's float masks into the net, run it; the next one."""
 
-    def __init__(self, net: fx.GraphModule, removals: list[Tensor], last: bool, compiled: bool):
+    def __init__(
+        self, net: fx.GraphModule, removals: list[Tensor], last: bool, compiled: bool
+    ):
         masks = fastbcd.masks(net)
         base = fastbcd.MaskSet(masks.sites, masks.bits)
         self.names = [s.name for s in masks.sites]
@@ -93,7 +95,8 @@ def vmapped(net: fx.GraphModule, removals: list[Tensor]) -> Callable[[Tensor], T
         for i, name in enumerate(loop.names)
     }
     one = torch.func.vmap(
-        lambda alphas, x: torch.func.functional_call(loop.net, alphas, (x,)), in_dims=(0, None)
+        lambda alphas, x: torch.func.functional_call(loop.net, alphas, (x,)),
+        in_dims=(0, None),
     )
     return lambda x: one(stacked, x)
 
@@ -101,7 +104,11 @@ def vmapped(net: fx.GraphModule, removals: list[Tensor]) -> Callable[[Tensor], T
 def engine(net: fx.GraphModule, removals: list[Tensor], images: Tensor, name: str):
     masks = fastbcd.masks(net).copy()  # sequential writes into the net
     fast = name == "fastbcd"
-    made = Stacked(make_program(net, images[:1]), masks) if fast else Sequential(net, masks)
+    made = (
+        Stacked(make_program(net, images[:1]), masks)
+        if fast
+        else Sequential(net, masks)
+    )
     lanes = 2 if images.shape[0] == 128 else 1
     work = made.prepare(dict(enumerate(removals)), lanes)
     batch = 32 if name == "fastbcd" else images.shape[0]
@@ -118,7 +125,9 @@ def engine(net: fx.GraphModule, removals: list[Tensor], images: Tensor, name: st
     return run
 
 
-def make(implementation: str, net, removals, x) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+def make(
+    implementation: str, net, removals, x
+) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     nhwc = x.contiguous(memory_format=torch.channels_last)
     if implementation == "vmap":
         return vmapped(net, removals), x
@@ -139,7 +148,9 @@ def peak_memory(function: Callable[[], object], device: str) -> float:
         function()
         return (torch.cuda.max_memory_allocated() - start) / 2**20
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier calls freed goes back first
+        ctypes.CDLL("libc.so.6").malloc_trim(
+            0
+        )  # what earlier calls freed goes back first
     page = resource.getpagesize() / 2**20
 
     def resident() -> float:
@@ -170,20 +181,26 @@ def truths() -> dict:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "relus", "images"), CASES)
 def test_score(benchmark, truths, implementation, name, relus, images, device) -> None:
-    x = torch.randn(images, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    x = torch.randn(images, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
     net = fastbcd.convert(build(name).to(device), x[:2])
     masks = fastbcd.masks(net)
     gone = masks.sample(masks.total - relus, seed=0, step=0, trial=0)
     fastbcd.set_masks(net, masks.without(gone))
     removals = [masks.sample(D, seed=1, step=0, trial=t) for t in range(K)]
-    benchmark.group = f"score {name}, {relus:,} ReLUs, {K} x {D}, {images} images, {device}"
+    benchmark.group = (
+        f"score {name}, {relus:,} ReLUs, {K} x {D}, {images} images, {device}"
+    )
     benchmark.extra_info["implementation"] = implementation
     with torch.inference_mode():
         run, images_in = make(implementation, net, removals, x)
         logits = run(images_in)
         truth = truths.setdefault((name, relus, device), logits)
         scale = truth.abs().max()
-        assert ((logits - truth).abs() <= 1e-3 * scale).all(), "all peers compute the same logits"
+        assert ((logits - truth).abs() <= 1e-3 * scale).all(), (
+            "all peers compute the same logits"
+        )
 
         def once() -> None:
             run(images_in)

@@ -33,7 +33,10 @@ class Case:
             return t.movedim(-3, -1).contiguous().movedim(-1, -3)
 
         self.x, self.residual, self.grad = draw(*shape), draw(*shape), draw(*shape)
-        self.units, self.coef = draw(*shape[1:]), torch.randn(3, shape[1], device=device)
+        self.units, self.coef = (
+            draw(*shape[1:]),
+            torch.randn(3, shape[1], device=device),
+        )
         self.mask = self.units > 0
         self.leaves = [self.x, self.residual, self.units]
         self.leaves += [self.coef] if op == "indicator_poly" else []

@@ -27,7 +27,9 @@ BATCH = 100  # images at a time through the authors' loop
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--relus", type=int, nargs="+", default=[6_000, 15_000])
-    parser.add_argument("--loop", type=int, default=5, help="forwards per image (%(default)s)")
+    parser.add_argument(
+        "--loop", type=int, default=5, help="forwards per image (%(default)s)"
+    )
     o = parser.parse_args()
     print(machine(), flush=True)
     hypotheses, images = CALL
@@ -49,7 +51,9 @@ def main() -> None:
             for x, labels in data.batches(BATCH):
                 correct += (loop(x).argmax(2) == labels).sum(1)
         theirs = (time.perf_counter() - begin) * (hypotheses + 1) / o.loop
-        found = torch.cat([torch.tensor([scores.base_correct]), scores.correct])[: o.loop]
+        found = torch.cat([torch.tensor([scores.base_correct]), scores.correct])[
+            : o.loop
+        ]
         print(
             f"ResNet18, {relus:,} ReLUs: {scores.engine} {ours:.0f} s, the authors' loop "
             f"{theirs:.0f} s ({o.loop} of {hypotheses + 1} forwards timed): {theirs / ours:.1f}x; "

@@ -30,16 +30,29 @@ def small_form() -> tuple[Form, list[str]]:
     x = torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     with torch.inference_mode():
         program = make_program(net, x[:1])
-        form = FormBuilder(AffineNet(program), MaskSet(masks.sites, bits), x).build(False)
+        form = FormBuilder(AffineNet(program), MaskSet(masks.sites, bits), x).build(
+            False
+        )
     return form, [site.name for site in masks.sites]
 
 
 def main() -> None:
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.5, 4.2), constrained_layout=True)
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(9.5, 4.2), constrained_layout=True
+    )
     z = torch.linspace(-2, 2, 101)
     left.plot(z, z, "--", color="0.5", label="z: the affine net")
-    left.plot(z, torch.relu(-z), ":", color="tab:red", linewidth=2, label="c = relu(-z): the kink")
-    left.plot(z, torch.relu(z), "-", color="tab:blue", linewidth=2, label="z + c = relu(z)")
+    left.plot(
+        z,
+        torch.relu(-z),
+        ":",
+        color="tab:red",
+        linewidth=2,
+        label="c = relu(-z): the kink",
+    )
+    left.plot(
+        z, torch.relu(z), "-", color="tab:blue", linewidth=2, label="z + c = relu(z)"
+    )
     left.axhline(0, color="0.8", linewidth=0.5)
     left.set(title="A kept ReLU is the identity plus a kink", xlabel="z")
     left.legend(loc="lower right", frameon=False)
@@ -48,11 +61,15 @@ def main() -> None:
     for s, matrix in enumerate(form.responses[:-1]):  # the last are the logits
         h[: form.bounds[s], form.bounds[s] : form.bounds[s + 1]] = matrix.T
     size = h.abs().clamp(min=1e-8).log10()
-    shown = right.imshow(size.masked_fill(h == 0, float("nan")), cmap="viridis", vmin=-5)
+    shown = right.imshow(
+        size.masked_fill(h == 0, float("nan")), cmap="viridis", vmin=-5
+    )
     middles = [(a + b) / 2 for a, b in pairwise(form.bounds[:-1])]
     right.set_xticks(middles[::3], names[::3], rotation=60, ha="right", fontsize=7)
     right.set_yticks(middles[::3], names[::3], fontsize=7)
-    right.set(title="H of a ResNet-20: what each kink adds to later sites", ylabel="kink at")
+    right.set(
+        title="H of a ResNet-20: what each kink adds to later sites", ylabel="kink at"
+    )
     right.set_xlabel("is added to z at")
     figure.colorbar(shown, ax=right, label="log10 |H|, white: zero", shrink=0.85)
     figure.savefig(Path(__file__).with_name("collapsed.png"), dpi=110)

@@ -50,7 +50,9 @@ def compare(device: str) -> int:
         start = time.perf_counter()
         cases = list(pairs)
         seconds = time.perf_counter() - start
-        failed = [f"FAILED {device} {case}: {'; '.join(bad)}" for case, bad in cases if bad]
+        failed = [
+            f"FAILED {device} {case}: {'; '.join(bad)}" for case, bad in cases if bad
+        ]
         result = "agrees"
         if failed:
             result = f"{len(failed)} of {len(cases)} cases differ"
@@ -71,13 +73,17 @@ def info(check: bool = False) -> int:
         print(f"{name:<12} {version}")
     for device in devices()[1:]:
         p = torch.cuda.get_device_properties(device)
-        print(f"{device:<12} {p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB")
+        print(
+            f"{device:<12} {p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB"
+        )
     print("", *fastbcd.backends(), "", sep="\n")
     if not check:
         return 0
     failures = sum(map(compare, devices()))
     count = first_use((torch.float32, torch.bfloat16))
-    print(f"on a GPU a first scoring and training step compiles {count} kernels to compare them")
+    print(
+        f"on a GPU a first scoring and training step compiles {count} kernels to compare them"
+    )
     if failures:
         print(f"{failures} cases failed. Please report all of this output.")
         return 1

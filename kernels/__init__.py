@@ -48,7 +48,9 @@ def _load(name: str, device: str) -> Backend:
 
 def _load_triton() -> Backend:
     if not INTERPRETED and not torch.cuda.is_available():
-        built = "is a CPU build" if torch.version.cuda is None else "finds no CUDA device"
+        built = (
+            "is a CPU build" if torch.version.cuda is None else "finds no CUDA device"
+        )
         return Backend("triton", "cuda", None, f"torch {torch.__version__} {built}")
     return _load("triton", "cpu" if INTERPRETED else "cuda")
 
@@ -65,7 +67,9 @@ def backends() -> list[Backend]:
     >>> print(backends()[0])  # doctest: +SKIP
     cpu        cpu    in use      C++, avx2, 2 threads
     """
-    return [b._replace(reason=b.module.describe()) if b.module else b for b in (CPU, TRITON)]
+    return [
+        b._replace(reason=b.module.describe()) if b.module else b for b in (CPU, TRITON)
+    ]
 
 
 def module_for(x: torch.Tensor) -> Any:

@@ -44,7 +44,9 @@ class Geometry(NamedTuple):
     channels: int  # C
     inner: int  # elements per channel: the product of the spatial sizes
     channels_last: bool  # an item lies as (*spatial, C), else as (C, *spatial)
-    mask_last: bool  # a mask lies as (*spatial, C); equal to channels_last: read linearly
+    mask_last: (
+        bool  # a mask lies as (*spatial, C); equal to channels_last: read linearly
+    )
     x_shared: bool  # x is [1, B, n]: read once for all trials
     residual_shared: bool  # residual is [1, B, n]
 
@@ -74,10 +76,16 @@ def dense(t: Tensor, channel: int, last: bool | None = None) -> Tensor:
         return t
     if last is None:
         last = t.ndim > channel + 1 and t.stride(channel) == 1
-    return t.movedim(channel, -1).contiguous().movedim(-1, channel) if last else t.contiguous()
+    return (
+        t.movedim(channel, -1).contiguous().movedim(-1, channel)
+        if last
+        else t.contiguous()
+    )
 
 
-def dense_together(unit: Tensor, trials: bool, *tensors: Tensor | None) -> tuple[Any, ...]:
+def dense_together(
+    unit: Tensor, trials: bool, *tensors: Tensor | None
+) -> tuple[Any, ...]:
     """A mask and tensors [B, *S] or [T, B, *S] as dense memory, in the item order of the first.
 
     A mask of numbers gets that order too; one of bits is small and may keep the other.
@@ -90,13 +98,17 @@ def dense_together(unit: Tensor, trials: bool, *tensors: Tensor | None) -> tuple
             t = dense(t, channel, order)
             order = not t.is_contiguous() if order is None else order
         found.append(t)
-    return dense(unit, 1 if trials else 0, order if unit.is_floating_point() else None), *found
+    return dense(
+        unit, 1 if trials else 0, order if unit.is_floating_point() else None
+    ), *found
 
 
 def in_order(t: Tensor, channel: int, last: bool | None) -> bool:
     """Is t dense (in the order `last`, where that is given)?"""
     order = item_order(t, channel)
-    return order is not None and (last is None or order == last or orders_coincide(t, channel))
+    return order is not None and (
+        last is None or order == last or orders_coincide(t, channel)
+    )
 
 
 def orders_coincide(t: Tensor, channel: int) -> bool:
@@ -143,4 +155,6 @@ def _geometry(
     inner = math.prod(spatial)
     if channels == 1 or inner == 1:  # both orders are the same memory
         mask_last = x_last
-    return Geometry(mask[0] if trials else 1, batch, channels, inner, x_last, mask_last, *shared)
+    return Geometry(
+        mask[0] if trials else 1, batch, channels, inner, x_last, mask_last, *shared
+    )

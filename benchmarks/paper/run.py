@@ -177,7 +177,9 @@ def multiply_adds(build: Any, shape: DataShape) -> int:
 
 def table(rows: Sequence[Row]) -> str:
     """One line per row."""
-    lines = [f"{'row':<32}{'B_ref':>9}{'budget':>9}{'steps':>7}{'start':>8}{'BCD':>7}  source"]
+    lines = [
+        f"{'row':<32}{'B_ref':>9}{'budget':>9}{'steps':>7}{'start':>8}{'BCD':>7}  source"
+    ]
     for row in rows:
         lines.append(
             f"{row.name:<32}{row.b_ref:>9,}{row.budget:>9,}{row.steps():>7,}"
@@ -222,7 +224,9 @@ def run(row: Row, run_dir: Path, data: Any, test: Any, *, seed: int = 0) -> fast
         drc=row.drc,
         rt=row.rt,
         adt=row.adt,
-        finetune=fastbcd.Finetune(epochs=row.epochs, lr=row.lr, optimizer=row.optimizer),
+        finetune=fastbcd.Finetune(
+            epochs=row.epochs, lr=row.lr, optimizer=row.optimizer
+        ),
         teacher=dense,
         run_dir=run_dir / "3-bcd",
         **shared,
@@ -248,10 +252,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "row", nargs="?", choices=rows, metavar="ROW", help="its name; none lists all"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print its plan and stop")
-    parser.add_argument("--tiny", action="store_true", help="a small net on embedded images")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print its plan and stop"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="a small net on embedded images"
+    )
     parser.add_argument("--run-dir", type=Path, help="where it is saved (runs/ROW)")
-    parser.add_argument("--data", type=Path, help="folder of the data ($FASTBCD_DATA, else ./data)")
+    parser.add_argument(
+        "--data", type=Path, help="folder of the data ($FASTBCD_DATA, else ./data)"
+    )
     parser.add_argument("--device", default=device, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     options = parser.parse_args(arguments)

@@ -32,7 +32,9 @@ def small_resnet() -> nn.Module:
     """
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        return fastbcd.models.resnet20(10, image_size=28, in_channels=1, width=8, blocks=1)
+        return fastbcd.models.resnet20(
+            10, image_size=28, in_channels=1, width=8, blocks=1
+        )
 
 
 def trained_resnet() -> nn.Module:
@@ -44,7 +46,10 @@ def trained_resnet() -> nn.Module:
 
 
 def demo(
-    run_dir: Path = Path("runs/demo"), images: int = 8_000, tests: int = 2_000, epochs: int = 16
+    run_dir: Path = Path("runs/demo"),
+    images: int = 8_000,
+    tests: int = 2_000,
+    epochs: int = 16,
 ) -> None:
     """Remove most ReLUs of a small trained ResNet, on embedded images.
 
@@ -61,7 +66,9 @@ def demo(
     test = fastbcd.load("fashion-mnist-mini", "test").first(tests)
     dense = trained_resnet()
     accuracy = fastbcd.accuracy(dense, test)
-    say(f"a trained ResNet: {fastbcd.masks(dense).count():,} ReLUs, test {accuracy:.2f} %")
+    say(
+        f"a trained ResNet: {fastbcd.masks(dense).count():,} ReLUs, test {accuracy:.2f} %"
+    )
     fastbcd.linearize(
         dense, train, BUDGET, epochs=epochs, test=test, samples=min(500, images), padding=2,
         batch_size=64, lr=0.03, test_every=4, run_dir=run_dir,

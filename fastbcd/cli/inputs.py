@@ -24,7 +24,14 @@ from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.starts.checkpoints import files
 
 COSTS = ("seconds", "bytes", "rounds")
-NAMING = ("command", "arch", "model", "data", "budget", *COSTS)  # what is in a run's default name
+NAMING = (
+    "command",
+    "arch",
+    "model",
+    "data",
+    "budget",
+    *COSTS,
+)  # what is in a run's default name
 OF_SITES = (".mask", ".coef")  # ends of the names of what belongs to activations
 
 
@@ -71,7 +78,9 @@ class Job:
         stored: dict[str, Tensor] = {}
         if weights is not None:
             stored = read_weights(weights)
-        torch.manual_seed(self.seed % 2**63)  # a seed beyond it is refused where it is used
+        torch.manual_seed(
+            self.seed % 2**63
+        )  # a seed beyond it is refused where it is used
         example = next(data.batches(2))[0].cpu()
         kind = replacement(stored, {name.rpartition(".")[0] for name in stored})
         if self.model is None:
@@ -82,7 +91,9 @@ class Job:
         elif self.arch is None:
             net = call_model(self.model, example, kind)
         else:
-            raise ValueError(f"--arch {self.arch} and --model {self.model}: give one of them")
+            raise ValueError(
+                f"--arch {self.arch} and --model {self.model}: give one of them"
+            )
         if weights is not None:
             mine = net.state_dict()
             stored = {n: t for n, t in mine.items() if n.endswith(OF_SITES)} | stored
@@ -125,7 +136,9 @@ def budget_of(options: Namespace) -> int | fastbcd.private.Target:
         raise ValueError("give --budget, --seconds, --bytes or --rounds")
     for name in ("protocol", "bandwidth", "rtt"):
         if name in options:
-            raise ValueError(f"--{name} goes with --seconds, --bytes or --rounds; leave it out")
+            raise ValueError(
+                f"--{name} goes with --seconds, --bytes or --rounds; leave it out"
+            )
     return relus
 
 
@@ -148,7 +161,9 @@ def call_model(name: str, example: Tensor, replacement: str) -> nn.Module:
         if not isinstance(net, nn.Module):
             raise TypeError(f"it returned a {type(net).__name__}, no nn.Module")
         if not any(isinstance(part, MaskedActivation) for part in net.modules()):
-            net = fastbcd.convert(net, example.to(dtype_of(net)), replacement=replacement)
+            net = fastbcd.convert(
+                net, example.to(dtype_of(net)), replacement=replacement
+            )
     except Exception as error:  # the user's code can raise anything
         text = " ".join(str(error).split())
         raise ValueError(f"--model {name}: {type(error).__name__}: {text}") from error

@@ -38,7 +38,9 @@ for name in ("snl", "autorep", "deepreduce", "senet", "relupruner"):
 def parser() -> ArgumentParser:
     """The parser of all commands; the first line of a command's docstring is its help."""
     whole = ArgumentParser(prog="fastbcd", description=inspect.getdoc(fastbcd))
-    whole.add_argument("--version", action="version", version=f"fastbcd {fastbcd.__version__}")
+    whole.add_argument(
+        "--version", action="version", version=f"fastbcd {fastbcd.__version__}"
+    )
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
     for name, sources in COMMANDS.items():
         about, _, _ = (inspect.getdoc(sources[0]) or "").partition("\n\nArgs")
@@ -73,7 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         again = f"fastbcd {shlex.join(words)}"
-        say(f"\ninterrupted; finished steps are saved, and the same command resumes:\n  {again}")
+        say(
+            f"\ninterrupted; finished steps are saved, and the same command resumes:\n  {again}"
+        )
         return 130
     except Exception as error:
         if ranks.world() > 1 or "FASTBCD_TRACEBACK" in os.environ:

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
+from argparse import (
+    SUPPRESS,
+    ArgumentParser,
+    ArgumentTypeError,
+    BooleanOptionalAction,
+    Namespace,
+)
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +24,10 @@ from fastbcd.descent.schedules import Schedule
 
 POSITIONAL = ("runs", "source")
 WITHOUT = ("relus", "poly", "line")  # what `cost` and `Target` are told by the commands
-OFF = {"progress": "--quiet", "exact": "--as-published"}  # options that set a parameter to False
+OFF = {
+    "progress": "--quiet",
+    "exact": "--as-published",
+}  # options that set a parameter to False
 HELP = re.compile(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
@@ -37,7 +46,9 @@ def add_options(parser: ArgumentParser, sources: Iterable[Callable[..., Any]]) -
         if added:
             group = parser.add_argument_group(about.partition(".")[0])
         for name, parameter in inspect.signature(source).parameters.items():
-            words = re.findall(r"\w+", str(parameter.annotation))  # annotations are texts
+            words = re.findall(
+                r"\w+", str(parameter.annotation)
+            )  # annotations are texts
             if name not in {*added, *WITHOUT} and READERS.keys() & words:
                 added.add(name)
                 _add(group, name, words, _help(about, name))
@@ -49,7 +60,9 @@ def _add(group: Any, name: str, words: list[str], text: str) -> None:
     flag = "--" + name.replace("_", "-")
     known = [word for word in READERS if word in words]
     if name in POSITIONAL:
-        group.add_argument(name, type=Path, nargs="+" if "Sequence" in words else None, help=text)
+        group.add_argument(
+            name, type=Path, nargs="+" if "Sequence" in words else None, help=text
+        )
     elif name in OFF:
         how["help"] = f"do not {text}"
         group.add_argument(OFF[name], dest=name, action="store_false", **how)
@@ -57,7 +70,9 @@ def _add(group: Any, name: str, words: list[str], text: str) -> None:
         group.add_argument(flag, action=BooleanOptionalAction, **how)
     else:
         if "bool" in known:  # or a text
-            group.add_argument(f"--no-{name}", dest=name, action="store_false", default=SUPPRESS)
+            group.add_argument(
+                f"--no-{name}", dest=name, action="store_false", default=SUPPRESS
+            )
             how |= {"nargs": "?", "const": True}
         group.add_argument(flag, type=READERS[known[0]], **how)
 
@@ -70,7 +85,9 @@ def _help(about: str, name: str) -> str:
     return ""
 
 
-def call(function: Callable[..., Any], options: Namespace, *arguments: Any, **more: Any) -> Any:
+def call(
+    function: Callable[..., Any], options: Namespace, *arguments: Any, **more: Any
+) -> Any:
     """Call the function with these arguments, and with the options that are parameters of it.
 
     >>> call(fastbcd.Fraction, Namespace(share=0.5, seed=3), least=10)

@@ -41,7 +41,9 @@ def cost(options: Namespace, source: Path, json: bool = False) -> None:
     else:
         run = fastbcd.load_run(source)
         if run.masks is None:
-            raise ValueError(f"{run.path} has no final masks yet: finish {run.title} first")
+            raise ValueError(
+                f"{run.path} has no final masks yet: finish {run.title} first"
+            )
         if "name" in (run.config.net.arch or {}):
             cost = call(private.cost, options, run.model)
         else:
@@ -73,4 +75,6 @@ def export(source: Path, out: Path = Path("net.pt2"), model: str | None = None) 
     if difference is not None:
         check = f"logits differ by {difference:.1g}"
     shape = "×".join(map(str, size))
-    print(f"{out}: {run.count:,} ReLUs, any batch of {shape} normalised images; {check}")
+    print(
+        f"{out}: {run.count:,} ReLUs, any batch of {shape} normalised images; {check}"
+    )

@@ -18,7 +18,9 @@ from fastbcd.runtime.show import say
 NONE = fastbcd.Finetune(epochs=0)
 
 
-def linearize(options: Namespace, start: Path | None = None, teacher: Path | None = None) -> None:
+def linearize(
+    options: Namespace, start: Path | None = None, teacher: Path | None = None
+) -> None:
     """The whole job: a budget of ReLUs in a given number of epochs.
 
     From a trained net to --budget ReLUs in --epochs epochs of training in all. The plan is printed
@@ -31,7 +33,9 @@ def linearize(options: Namespace, start: Path | None = None, teacher: Path | Non
     _search(fastbcd.linearize, options, teacher, start=_net(options, start))
 
 
-def bcd(options: Namespace, precision: str = "float32", teacher: Path | None = None) -> None:
+def bcd(
+    options: Namespace, precision: str = "float32", teacher: Path | None = None
+) -> None:
     """Remove ReLUs by Block Coordinate Descent, with the paper's values as defaults.
 
     The same command resumes an interrupted run, also on another number of ranks (torchrun -m
@@ -62,7 +66,9 @@ def starting_point(name: str) -> Callable[[Namespace], None]:
     default = inspect.signature(method).parameters["finetune"].default
 
     def work(options: Namespace, teacher: Path | None = None) -> None:
-        _search(method, options, teacher, finetune=call(tuned, options, default or NONE))
+        _search(
+            method, options, teacher, finetune=call(tuned, options, default or NONE)
+        )
 
     about = inspect.getdoc(inspect.getmodule(method)) or ""
     teacher = "Args:\n    teacher: weights of another teacher (the net itself)"

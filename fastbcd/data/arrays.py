@@ -23,7 +23,11 @@ def input_tensor(images: Any) -> Tensor:
         images = images.float()
     if images.dtype == torch.uint8 and images.ndim == 3:
         images = images.unsqueeze(1)
-    if images.dtype == torch.uint8 and images.ndim == 4 and channels_last(images.shape[1:]):
+    if (
+        images.dtype == torch.uint8
+        and images.ndim == 4
+        and channels_last(images.shape[1:])
+    ):
         images = images.permute(0, 3, 1, 2)
     return images.contiguous()
 
@@ -57,7 +61,9 @@ def are_indices(targets: Tensor) -> bool:
 
 def count_classes(*labels: Tensor) -> int:
     """The largest class index + 1; 0 without labels."""
-    return 1 + max((int(indices.max()) for indices in labels if len(indices)), default=-1)
+    return 1 + max(
+        (int(indices.max()) for indices in labels if len(indices)), default=-1
+    )
 
 
 def check_values(name: str, tensor: Tensor) -> None:

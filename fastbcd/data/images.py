@@ -36,7 +36,9 @@ from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.philox import AUGMENT, ORDER, VIEWS, philox
 from fastbcd.runtime.validate import check_whole
 
-TrainBatches = Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]  # inputs, labels, indices, views
+TrainBatches = Iterator[
+    tuple[Tensor, Tensor, Tensor, Tensor]
+]  # inputs, labels, indices, views
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 
 
@@ -65,11 +67,15 @@ class ImageData:
     # Per channel, of uint8/255 or of the floats; one value for [N,F]; 0 and 1 if not given.
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    classes: int | None = None  # largest label + 1 if not given; None if they are not indices
+    classes: int | None = (
+        None  # largest label + 1 if not given; None if they are not indices
+    )
     # int64 [N], each sample's number in the data it is a part of; 0 .. N-1 if not given
     ids: Tensor = None  # type: ignore[assignment]
     name: str | None = None  # what `load` was asked for; a run records it
-    rows: Tensor | None = None  # int64 [N], sample k is images[rows[k]]; None: it is images[k]
+    rows: Tensor | None = (
+        None  # int64 [N], sample k is images[rows[k]]; None: it is images[k]
+    )
 
     def __post_init__(self) -> None:
         shape = list(self.images.shape)
@@ -78,7 +84,9 @@ class ImageData:
                 f"images are {self.images.dtype}; they must be uint8, float32 or float64"
             )
         if len(shape) < 2 or 0 in shape[1:]:
-            raise ValueError(f"images have shape {shape}, not [N,C,H,W] or [N,C,...] of at least 1")
+            raise ValueError(
+                f"images have shape {shape}, not [N,C,H,W] or [N,C,...] of at least 1"
+            )
         count = len(self.images) if self.rows is None else len(self.rows)
         if self.labels.shape[:1] != (count,):
             raise ValueError(
@@ -86,7 +94,9 @@ class ImageData:
                 f"they must be [{count}] or [{count},...]"
             )
         if self.images.device not in (self.device, torch.device("cpu")):
-            raise ValueError(f"labels are on {self.device}, the images on {self.images.device}")
+            raise ValueError(
+                f"labels are on {self.device}, the images on {self.images.device}"
+            )
         mean, std = pixels.stats(self.mean, self.std, shape[1:])
         ids = torch.arange(count, device=self.device) if self.ids is None else self.ids
         classes = self.classes
@@ -122,7 +132,11 @@ class ImageData:
 
     @classmethod
     def from_dataset(
-        cls, source: Any, mean: Stats = None, std: Stats = None, classes: int | None = None
+        cls,
+        source: Any,
+        mean: Stats = None,
+        std: Stats = None,
+        classes: int | None = None,
     ) -> ImageData:
         """From a torch Dataset of (image, label) pairs, or a DataLoader of one, read once.
 
@@ -149,7 +163,14 @@ class ImageData:
         """Map what `fastbcd.pack` wrote: images are read when a batch needs them."""
         try:
             return cls(**read_packed(Path(path)))
-        except (SafetensorError, TypeError, ValueError, KeyError, OverflowError, OSError) as error:
+        except (
+            SafetensorError,
+            TypeError,
+            ValueError,
+            KeyError,
+            OverflowError,
+            OSError,
+        ) as error:
             raise ValueError(
                 f"{path} is not a complete folder of fastbcd.pack ({error}): pack it again"
             ) from error
@@ -204,7 +225,11 @@ class ImageData:
         moved: dict[str, Any] = {"labels": labels, "ids": self.ids.to(device)}
         images = self.images
         size = len(self) * images[:1].nbytes
-        fits = device.type == "cpu" or images.is_cuda or size <= default_memory(device) // 2
+        fits = (
+            device.type == "cpu"
+            or images.is_cuda
+            or size <= default_memory(device) // 2
+        )
         if fits and images.device != device:
             if self.rows is not None:
                 images = images.index_select(0, self.rows)
@@ -234,14 +259,18 @@ class ImageData:
         """The samples at these positions, sharing memory; they keep their ids, so their views."""
         index = target_tensor(indices, "indices").to(self.device)
         if not are_indices(index):
-            raise TypeError(f"indices are {index.dtype} {list(index.shape)}, not whole numbers [n]")
+            raise TypeError(
+                f"indices are {index.dtype} {list(index.shape)}, not whole numbers [n]"
+            )
         return self._part(torch.arange(len(self), device=self.device)[index])
 
     def _part(self, part: slice | Tensor) -> ImageData:
         labels = self.labels[part]
         ids = self.ids[part]
         if self.rows is None and isinstance(part, slice):
-            return dataclasses.replace(self, images=self.images[part], labels=labels, ids=ids)
+            return dataclasses.replace(
+                self, images=self.images[part], labels=labels, ids=ids
+            )
         return dataclasses.replace(self, rows=self._rows(part), labels=labels, ids=ids)
 
     # ------------------------------------------------------------------ batches
@@ -255,7 +284,11 @@ class ImageData:
     def _take(self, part: slice | Tensor) -> Tensor:
         """The images of these samples, on the data's device."""
         rows = self._rows(part)
-        images = self.images[rows] if isinstance(rows, slice) else self.images.index_select(0, rows)
+        images = (
+            self.images[rows]
+            if isinstance(rows, slice)
+            else self.images.index_select(0, rows)
+        )
         if images.device == self.device:
             return images
         # Pinned, so that the copy goes on while the GPU works on the batches before.
@@ -305,11 +338,15 @@ class ImageData:
             inputs = [len(self), *self.images.shape[1:]]
             problem = f"is for images [N,C,H,W]; these inputs are {inputs}"
         elif self.labels.ndim > 2:
-            problem = f"would move the images but not their targets {list(self.labels.shape)}"
+            problem = (
+                f"would move the images but not their targets {list(self.labels.shape)}"
+            )
         elif padding > max(size):  # the crop would be empty
             problem = f"is larger than the images, {size[0]}×{size[1]}"
         if problem:
-            raise ValueError(f"padding={padding}, flip={flip} {problem}: use padding=0, flip=False")
+            raise ValueError(
+                f"padding={padding}, flip={flip} {problem}: use padding=0, flip=False"
+            )
 
     def view_count(self, padding: int) -> int:
         """How many views an image has: (2·padding+1)² crops, each with and without flip."""
@@ -380,7 +417,9 @@ class ImageData:
         order = self.order(**numbers)
         views = self.view_ids(**numbers, padding=padding, flip=flip)
         sizes = self.sizes(batch_size, smallest)
-        draws = _random(AUGMENT, torch.arange(len(sizes) * world)[rank::world], **numbers)
+        draws = _random(
+            AUGMENT, torch.arange(len(sizes) * world)[rank::world], **numbers
+        )
 
         def batches() -> TrainBatches:
             # Images that lie elsewhere are gathered there: the order is copied once.
@@ -403,7 +442,9 @@ class ImageData:
 def _random(stream: int, ids: Tensor, **numbers: int) -> np.ndarray:
     """A 64-bit number for each id: the id-th of the stream (seed, step, epoch)."""
     positions = ids.cpu().numpy()
-    return philox(stream, **numbers).random_raw(int(positions.max(initial=-1)) + 1)[positions]
+    return philox(stream, **numbers).random_raw(int(positions.max(initial=-1)) + 1)[
+        positions
+    ]
 
 
 def _augmented(augment: Augment, images: Tensor, seed: int) -> Tensor:

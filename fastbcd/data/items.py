@@ -13,10 +13,17 @@ from torch.utils import data as torch_data
 from fastbcd.data.arrays import HALVES, channels_last, check_values, target_tensor
 
 Item = tuple[np.ndarray, np.ndarray]  # an input [C,...] and its target
-NAMES = (("pixel_values", "image"), ("labels", "label"))  # of an input and a target in a dict
+NAMES = (
+    ("pixel_values", "image"),
+    ("labels", "label"),
+)  # of an input and a target in a dict
 READ_TWICE = 8  # items that show whether a dataset gives the same images again
 # Samplers that draw all of their dataset, in any order.
-WHOLE = (torch_data.SequentialSampler, torch_data.RandomSampler, torch_data.DistributedSampler)
+WHOLE = (
+    torch_data.SequentialSampler,
+    torch_data.RandomSampler,
+    torch_data.DistributedSampler,
+)
 
 
 class Items:
@@ -102,7 +109,9 @@ def read_item(item: Any, number: int) -> Item:
 
 
 def _read_image(image: Any, who: str) -> np.ndarray:
-    mode = getattr(image, "mode", None)  # of a PIL image; a tensor has a method of that name
+    mode = getattr(
+        image, "mode", None
+    )  # of a PIL image; a tensor has a method of that name
     if isinstance(mode, str) and mode not in ("L", "RGB"):
         raise TypeError(f"{who} has mode {mode!r}; convert it: image.convert('RGB')")
     array = _array(image, who)

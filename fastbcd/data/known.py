@@ -12,14 +12,19 @@ import numpy as np
 def _datasets(name: str) -> Any:
     try:
         return importlib.import_module("torchvision.datasets")
-    except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # RuntimeError: built for another torch
         raise ImportError(
             f"{name} is read through torchvision, which cannot be imported ({error}): pip install "
             f"'fastbcd[vision]'"
         ) from error
 
 
-def cifar(name: str, root: Path, split: str, download: bool) -> tuple[np.ndarray, list[int]]:
+def cifar(
+    name: str, root: Path, split: str, download: bool
+) -> tuple[np.ndarray, list[int]]:
     """Images, uint8 [N,32,32,3], and labels of "cifar10" or "cifar100"; root: around the folder.
 
     The files are pickles; torchvision opens them only if they are, by their MD5, the published
@@ -54,11 +59,16 @@ def tiny_imagenet(root: Path, split: str) -> Any:
     try:
         data = datasets.ImageFolder(folder / "train")
         if split == "train":
-            data.samples.sort(key=lambda sample: (sample[0].rpartition("_")[2], sample[1]))
+            data.samples.sort(
+                key=lambda sample: (sample[0].rpartition("_")[2], sample[1])
+            )
         else:
-            rows = map(str.split, (val / "val_annotations.txt").read_text().splitlines())
+            rows = map(
+                str.split, (val / "val_annotations.txt").read_text().splitlines()
+            )
             data.samples = [
-                (str(val / "images" / image), data.class_to_idx[name]) for image, name, *_ in rows
+                (str(val / "images" / image), data.class_to_idx[name])
+                for image, name, *_ in rows
             ]
     except (OSError, ValueError, KeyError) as error:
         raise FileNotFoundError(

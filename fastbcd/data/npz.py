@@ -10,7 +10,9 @@ from fastbcd.data.arrays import Stats, are_indices, count_classes, target_tensor
 from fastbcd.data.images import ImageData
 
 
-def load_npz(path: str | Path, split: str, mean: Stats = None, std: Stats = None) -> ImageData:
+def load_npz(
+    path: str | Path, split: str, mean: Stats = None, std: Stats = None
+) -> ImageData:
     """The arrays {split}_images and {split}_labels, or images and labels, of an .npz file.
 
     mean and std that are not given are those of the file, if it has arrays of these names; classes
@@ -22,16 +24,22 @@ def load_npz(path: str | Path, split: str, mean: Stats = None, std: Stats = None
         prefix = ""
     for name in (f"{prefix}images", f"{prefix}labels"):
         if name not in arrays:
-            raise ValueError(f"{path} has no array {name!r}; it has {', '.join(arrays) or 'none'}")
+            raise ValueError(
+                f"{path} has no array {name!r}; it has {', '.join(arrays) or 'none'}"
+            )
     try:
-        targets = [target_tensor(arrays[name]) for name in arrays if name.endswith("labels")]
+        targets = [
+            target_tensor(arrays[name]) for name in arrays if name.endswith("labels")
+        ]
         classes = None
         if all(map(are_indices, targets)):
             classes = count_classes(*targets)
         mean = arrays.get("mean") if mean is None else mean
         std = arrays.get("std") if std is None else std
         images = arrays[f"{prefix}images"]
-        return ImageData.from_arrays(images, arrays[f"{prefix}labels"], mean, std, classes)
+        return ImageData.from_arrays(
+            images, arrays[f"{prefix}labels"], mean, std, classes
+        )
     except (TypeError, ValueError) as error:
         raise type(error)(f"{path}, split {split!r}: {error}") from error
 

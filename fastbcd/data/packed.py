@@ -71,10 +71,14 @@ def pack(
     items.check_repeatable()
     folder.mkdir(parents=True, exist_ok=True)
     for name in (META, IMAGES):
-        (folder / name).unlink(missing_ok=True)  # whoever has mapped it keeps the old file
+        (folder / name).unlink(
+            missing_ok=True
+        )  # whoever has mapped it keeps the old file
     targets: list[np.ndarray] = []
     with open(folder / IMAGES, "wb") as file:
-        for image, target in bar(progress, items, desc=f"packing {path}", total=items.count):
+        for image, target in bar(
+            progress, items, desc=f"packing {path}", total=items.count
+        ):
             if not targets:
                 means, stds = pixels.stats(mean, std, image.shape)
                 like = np.empty((0, *image.shape), image.dtype)
@@ -101,7 +105,9 @@ def read_packed(folder: Path) -> dict[str, Any]:
     """images (mapped, read-only), labels, mean, std and classes; many errors if it is damaged."""
     with safe_open(folder / META, framework="np") as file:
         notes = file.metadata() or {}
-        arrays = {name: file.get_tensor(name) for name in ("labels", "mean", "std", "like")}
+        arrays = {
+            name: file.get_tensor(name) for name in ("labels", "mean", "std", "like")
+        }
     if notes.get("format") != FORMAT:
         raise ValueError(f"its format is {notes.get('format')!r}, not {FORMAT!r}")
     like = arrays.pop("like")
@@ -111,8 +117,15 @@ def read_packed(folder: Path) -> dict[str, Any]:
     size = os.path.getsize(folder / IMAGES)
     if images.nbytes != size:
         raise ValueError(f"{IMAGES} has {size:,} bytes, not {images.nbytes:,}")
-    with warnings.catch_warnings():  # that it is read-only: nothing here writes into images
+    with (
+        warnings.catch_warnings()
+    ):  # that it is read-only: nothing here writes into images
         warnings.simplefilter("ignore", UserWarning)
         mapped = torch.from_numpy(images)
     classes = json.loads(notes["classes"])
-    return {**arrays, "images": mapped, "labels": target_tensor(labels), "classes": classes}
+    return {
+        **arrays,
+        "images": mapped,
+        "labels": target_tensor(labels),
+        "classes": classes,
+    }

@@ -28,7 +28,9 @@ def _per_channel(name: str, values: Any, channels: int) -> Values:
     try:
         numbers = np.atleast_1d(values).astype(float)
     except (TypeError, ValueError):
-        raise TypeError(f"{name}={values!r}; it must have a number for each channel") from None
+        raise TypeError(
+            f"{name}={values!r}; it must have a number for each channel"
+        ) from None
     if numbers.shape != (channels,):
         raise ValueError(f"{name} has {numbers.size} values for {channels} channels")
     if not np.isfinite(numbers).all():
@@ -52,7 +54,9 @@ def normalise(
     out = torch.empty_like(images, dtype=dtype, memory_format=memory_format)
     if images.is_floating_point() and not any(mean) and set(std) == {1.0}:
         return out.copy_(images)
-    scale, shift = _affine(mean, std, images.dtype, images.shape[1:], dtype, images.device)
+    scale, shift = _affine(
+        mean, std, images.dtype, images.shape[1:], dtype, images.device
+    )
     if out.is_contiguous():
         return torch.addcmul(shift, images, scale, out=out)
     # Arithmetic in the images' own order and then a copy is faster than across the two orders.
@@ -84,7 +88,9 @@ def crop(images: Tensor, views: Tensor, padding: int) -> Tensor:
     """Each image [B,C,H,W] padded with zeros, cropped to its size and flipped as its view says."""
     side = 2 * padding + 1
     padded = F.pad(images, (padding,) * 4)
-    crops = padded.unfold(2, images.shape[2], 1).unfold(3, images.shape[3], 1)  # [B,C,top,left,H,W]
+    crops = padded.unfold(2, images.shape[2], 1).unfold(
+        3, images.shape[3], 1
+    )  # [B,C,top,left,H,W]
     number = torch.arange(len(images), device=images.device)
     cropped = crops[number, :, views // 2 // side, views // 2 % side]
     flip = (views % 2 == 1).view(-1, 1, 1, 1)

@@ -62,7 +62,9 @@ def _check_memory(data: Any) -> None:
     if items.count is None:
         raise TypeError(f"{name} has no length: {way}")
     needed = items.count * sum(array.nbytes for array in items.item(0))
-    free = default_memory(torch.device("cpu")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = default_memory(torch.device("cpu")) // int(
+        os.environ.get("LOCAL_WORLD_SIZE", "1")
+    )
     if not ranks.from_first(torch.tensor(needed <= free)):
         raise ValueError(
             f"{name} does not fit into half of the free memory, {free / 2**30:,.1f} GiB: its "
@@ -114,5 +116,7 @@ def _known(name: str, split: str, root: Path, download: bool) -> ImageData:
     if name.startswith("cifar"):
         images, labels = cifar(name, root, split, download)
         return ImageData.from_arrays(images, labels, mean, std, classes)
-    with resources.as_file(resources.files("fastbcd.data") / "assets" / f"{name}.npz") as path:
+    with resources.as_file(
+        resources.files("fastbcd.data") / "assets" / f"{name}.npz"
+    ) as path:
         return load_npz(path, split, mean, std)

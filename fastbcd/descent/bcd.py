@@ -39,7 +39,9 @@ class Run(NamedTuple):
 
     def __repr__(self) -> str:
         kept = f"{self.masks.count():,} of {self.masks.total:,} ReLUs kept"
-        text = f"{kept} in {len(self.masks.sites)} sites after {len(self.history)} steps"
+        text = (
+            f"{kept} in {len(self.masks.sites)} sites after {len(self.history)} steps"
+        )
         for last in self.history[-1:]:
             text += f", train {last.chosen_accuracy:.2f}{last.unit}"
             if last.test_accuracy is not None:
@@ -93,7 +95,9 @@ def bcd(
     """
     settings = Search(**search)
     problem = Problem(net, data, test, settings.criterion, settings.samples)
-    training = training_of(problem, finetune, teacher, seed=settings.seed, progress=progress)
+    training = training_of(
+        problem, finetune, teacher, seed=settings.seed, progress=progress
+    )
     job = Job.of(problem, budget, settings, training)
     if dry_run:
         show_plan(job, *job.saved(run_dir))
@@ -137,6 +141,8 @@ def steps(
     return _steps(job, run_dir, resume, progress)
 
 
-def _steps(job: Job, run_dir: Any, resume: str | bool, progress: bool) -> Iterator[Step]:
+def _steps(
+    job: Job, run_dir: Any, resume: str | bool, progress: bool
+) -> Iterator[Step]:
     with job.journal(run_dir, resume) as run:
         yield from watched(job, run, progress)

@@ -23,7 +23,15 @@ from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
 from fastbcd.descent.goals import Goal
-from fastbcd.descent.proposals import SITES, Draw, Proposal, Saliency, Uniform, favouring, uniforms
+from fastbcd.descent.proposals import (
+    SITES,
+    Draw,
+    Proposal,
+    Saliency,
+    Uniform,
+    favouring,
+    uniforms,
+)
 from fastbcd.descent.saliency import rounded
 
 # How many sites more than hypothesis 0 the others empty, in turn, of those that pay at 10 times
@@ -107,7 +115,9 @@ class Blocks(Saliency):
 
     name = "blocks"
 
-    def toward(self, net: nn.Module, data: ImageData, goal: Goal, *, seed: int, step: int) -> Draw:
+    def toward(
+        self, net: nn.Module, data: ImageData, goal: Goal, *, seed: int, step: int
+    ) -> Draw:
         kept = goal.masks.bits.nonzero().flatten()
         loss = rounded(self.saliency(net, data)[kept])
         account = Account(loss, goal.sites(kept), *goal.limits.savings(goal.counts))
@@ -115,7 +125,9 @@ class Blocks(Saliency):
         order = kept[torch.from_numpy(np.lexsort((account.loss, account.alone)))]
         worth = account.worth(goal.limits.value(goal.counts) - goal.limits.most)
 
-        paying = _candidates(account, worth, worth * (1 + ROUNDING), np.ones(len(goal.counts)))
+        paying = _candidates(
+            account, worth, worth * (1 + ROUNDING), np.ones(len(goal.counts))
+        )
         first = goal.emptied(*paying)
         _, after = goal.without(first)
         common = goal.at_most(after)
@@ -136,13 +148,19 @@ class Blocks(Saliency):
             ids, left = common.without(emptied(trial))
             every = order[left.masks.bits[order]]
             width = self.temperature * left.size
-            single = favouring(every, left.size, width, seed=seed, step=step, trial=trial)
+            single = favouring(
+                every, left.size, width, seed=seed, step=step, trial=trial
+            )
             return torch.cat([ids, left.fit(single, every)])
 
         return draw
 
 
-PROPOSALS: dict[str, Proposal] = {"uniform": Uniform(), "saliency": Saliency(), "blocks": Blocks()}
+PROPOSALS: dict[str, Proposal] = {
+    "uniform": Uniform(),
+    "saliency": Saliency(),
+    "blocks": Blocks(),
+}
 
 
 def _candidates(

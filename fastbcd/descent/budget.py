@@ -44,7 +44,9 @@ class Bound(NamedTuple):
     def prices(self) -> Totals:
         """What one of each adds."""
         nothing = self.measure(Totals(0, 0, 0, 0))
-        return Totals(*(self.measure(Totals(*one)) - nothing for one in np.eye(4, dtype=int)))
+        return Totals(
+            *(self.measure(Totals(*one)) - nothing for one in np.eye(4, dtype=int))
+        )
 
 
 class Budget(ABC):
@@ -142,11 +144,17 @@ class Limits:
         """
         price = self.bounds[0].prices()
         new = self.poly & (counts == self.units)  # it has no square yet
-        return price.relus - price.squares * self.poly, price.relu_sites - price.square_sites * new
+        return (
+            price.relus - price.squares * self.poly,
+            price.relu_sites - price.square_sites * new,
+        )
 
     def at_most(self, *most: float) -> Limits:
         """The same with other bounds, from the first one on."""
-        changed = [bound._replace(most=new) for bound, new in zip(self.bounds, most, strict=False)]
+        changed = [
+            bound._replace(most=new)
+            for bound, new in zip(self.bounds, most, strict=False)
+        ]
         return replace(self, bounds=(*changed, *self.bounds[len(most) :]))
 
     def step(self, counts: np.ndarray, size: int, begin: tuple[float, int]) -> Limits:
@@ -163,10 +171,14 @@ class Limits:
             if bound.name == "relus":
                 most.append(max(bound.most, count - size))
             else:
-                most.append(self._sites_at(goal, bound.most, int((counts > 0).sum()), begin))
+                most.append(
+                    self._sites_at(goal, bound.most, int((counts > 0).sum()), begin)
+                )
         return self.at_most(*most)
 
-    def _sites_at(self, goal: float, most: float, used: int, begin: tuple[float, int]) -> float:
+    def _sites_at(
+        self, goal: float, most: float, used: int, begin: tuple[float, int]
+    ) -> float:
         """The bound on sites at the value `goal`: it falls evenly with the value's logarithm.
 
         A run that begins with the value of its end empties one site per step.
@@ -237,7 +249,9 @@ class Limits:
             returned[left] = True
             counts = counts + self._at(where[left])
 
-    def _first(self, counts: np.ndarray, where: np.ndarray, sign: int, *, met: bool) -> int:
+    def _first(
+        self, counts: np.ndarray, where: np.ndarray, sign: int, *, met: bool
+    ) -> int:
         """The first ReLU after which the limits are met, or are not; len(where) if none.
 
         sign: of the changes, -1 if the ReLUs at `where` are removed one after the other.
@@ -271,7 +285,9 @@ def counts_of(masks: MaskSet) -> np.ndarray:
     return np.array(list(masks.counts().values()), dtype=np.int64)
 
 
-def limits_of(budget: int | Budget, net: nn.Module, max_sites: int | None = None) -> Limits:
+def limits_of(
+    budget: int | Budget, net: nn.Module, max_sites: int | None = None
+) -> Limits:
     """A budget and `max_sites` as limits of this net's masks; refuses a cost that none can meet."""
     wanted = Budget.of(budget)
     modules = mask_modules(net).values()
@@ -290,4 +306,6 @@ def check_reducible(budget: int | Budget, net: nn.Module) -> None:
     wanted = Budget.of(budget)
     kept = masks(net).count()
     if isinstance(wanted, Count) and wanted.most > kept:
-        raise ValueError(f"budget={wanted}; the net keeps {kept:,} ReLUs: at most that many")
+        raise ValueError(
+            f"budget={wanted}; the net keeps {kept:,} ReLUs: at most that many"
+        )

@@ -80,10 +80,18 @@ class Goal:
 
     def back(self, ids: Tensor) -> Tensor:
         """Those of the removed `ids`, the first ones first, that can return within the limits."""
-        return ids[torch.from_numpy(self.limits.back(self.counts, self.sites(ids)))].sort().values
+        return (
+            ids[torch.from_numpy(self.limits.back(self.counts, self.sites(ids)))]
+            .sort()
+            .values
+        )
 
     def _fit(self, ids: Tensor) -> Tensor:
-        return ids[torch.from_numpy(self.limits.fit(self.counts, self.sites(ids)))].sort().values
+        return (
+            ids[torch.from_numpy(self.limits.fit(self.counts, self.sites(ids)))]
+            .sort()
+            .values
+        )
 
 
 def to_return(

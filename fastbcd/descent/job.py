@@ -62,7 +62,9 @@ class Search(Settings):
         "sites have fewer",
         least=0,
     )
-    samples: int | None = setting(None, "score on the first n train images; None: on all", least=1)
+    samples: int | None = setting(
+        None, "score on the first n train images; None: on all", least=1
+    )
     confidence: float | None = setting(
         None,
         "None scores exactly. With 0.999 the choice of a step differs from the exact one with a "
@@ -207,7 +209,9 @@ class Job(NamedTuple):
         del settings["proposal"]
         settings["proposal"] = self.proposal.describe()
         problem = self.problem
-        return Config.of("bcd", settings, problem.net, data=problem.train, test=problem.test)
+        return Config.of(
+            "bcd", settings, problem.net, data=problem.train, test=problem.test
+        )
 
     def journal(
         self, run_dir: str | os.PathLike[str] | None, resume: str | bool
@@ -224,7 +228,9 @@ class Job(NamedTuple):
             same={name: repr(value) for name, value in vars(self.search).items()},
         )
 
-    def saved(self, run_dir: str | os.PathLike[str] | None) -> tuple[list[Step], MaskSet]:
+    def saved(
+        self, run_dir: str | os.PathLike[str] | None
+    ) -> tuple[list[Step], MaskSet]:
         """The finished steps of the run in a directory, and its masks; the net's without a run."""
         saved = None if run_dir is None else saved_run(Path(run_dir))
         if saved is None or saved.masks is None:

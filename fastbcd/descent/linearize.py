@@ -43,7 +43,9 @@ from fastbcd.training.settings import Finetune
 # What it chooses, and the measurement behind it. By benchmarks/settings.py: ResNet-20 on CIFAR-10,
 # 8,000 ReLUs, 12 epochs of 5,000 images, accuracy on 5,000 train images that no arm trains on, two
 # seeds each: linearize has 78.1 and 78.4 %. What lost is in benchmarks/RESULTS.md.
-DOWN = 0.6  # share of the epochs on the way down; 0.4: 78.1 and 78.1, 0.8: 75.8 and 76.2
+DOWN = (
+    0.6  # share of the epochs on the way down; 0.4: 78.1 and 78.1, 0.8: 75.8 and 76.2
+)
 PARTS = 4  # steps per epoch there; 1: 78.3 and 78.5, 2: 78.0 and 77.4, 8: 76.8 and 76.9
 RT = 4  # hypotheses of a step; one: 78.5 and 77.6
 # The rest: 15 epochs of 2,000 images, accuracy on 8,000 train images that no arm trains on, with
@@ -66,7 +68,11 @@ SAMPLES = 500
 # lines that start as the identity 68.3. 20,000: lines 79.2, the identity 76.9, all with lr 0.01.
 LINE = "line"
 LAST = 1e-3  # what is left before the last step of a way down to nothing, a share
-BATCHES, SMALLEST, LARGEST = 200, 25, 128  # of an epoch at least, and the sizes of a batch
+BATCHES, SMALLEST, LARGEST = (
+    200,
+    25,
+    128,
+)  # of an epoch at least, and the sizes of a batch
 TESTS = 10  # of a run
 
 
@@ -101,11 +107,16 @@ class Linearization(Search):
         recorded=False,
     )
     batch_size: int | None = setting(
-        None, "None: 25 for up to 5,000 images, up to 128 for more", least=1, recorded=False
+        None,
+        "None: 25 for up to 5,000 images, up to 128 for more",
+        least=1,
+        recorded=False,
     )
     rt: int = setting(RT, "hypotheses that a step tries at most", least=1)
     samples: int | None = setting(
-        None, "propose and score on the first n train images; None: on 500 at most", least=1
+        None,
+        "propose and score on the first n train images; None: on 500 at most",
+        least=1,
     )
 
     test_every: int | None = setting(  # type: ignore[assignment]
@@ -130,7 +141,9 @@ class Linearization(Search):
             samples=self.samples or min(SAMPLES, count),
         )
         steps = self.epochs * (DOWN * filled.parts(count) + 1 - DOWN)
-        return replace(filled, test_every=self.test_every or max(1, round(steps / TESTS)))
+        return replace(
+            filled, test_every=self.test_every or max(1, round(steps / TESTS))
+        )
 
     def parts(self, count: int) -> int:
         """Steps per epoch on the way down."""
@@ -178,7 +191,9 @@ def linearize(
     net = _net(model, data, start, chosen.replacement)
     check_reducible(budget, net)
     parts = chosen.parts(len(data))
-    finetune = Finetune(**fields_in(Finetune, settings | vars(chosen) | {"epochs": 1 / parts}))
+    finetune = Finetune(
+        **fields_in(Finetune, settings | vars(chosen) | {"epochs": 1 / parts})
+    )
     search = _search(chosen, budget, net, parts, distilled=finetune.distill > 0)
     problem = Problem(net, data, test, search.criterion, search.samples)
     if teacher is None and finetune.distill > 0:
@@ -218,7 +233,12 @@ def _portion(
 
 
 def _search(
-    chosen: Linearization, budget: int | Budget, net: nn.Module, parts: int, *, distilled: bool
+    chosen: Linearization,
+    budget: int | Budget,
+    net: nn.Module,
+    parts: int,
+    *,
+    distilled: bool,
 ) -> Search:
     """The settings of the search. Every step leaves the same share of what the net can save."""
     limits = limits_of(budget, net, chosen.max_sites)
@@ -251,7 +271,9 @@ def _net(model: nn.Module, data: ImageData, start: Any, replacement: str) -> nn.
     if isinstance(start, MaskSet):
         set_masks(net, start)
     for site, act in mask_modules(net).items():
-        if type(act) is not REPLACEMENTS[replacement]:  # a later one, which the net had before
+        if (
+            type(act) is not REPLACEMENTS[replacement]
+        ):  # a later one, which the net had before
             raise ValueError(
                 f"site {site!r} is a {type(act).__name__}; pass its replacement, not "
                 f"{replacement!r}"

@@ -26,7 +26,9 @@ from fastbcd.scoring.compiled import drop
 MANY_EPOCHS = 1_000  # a run that means more of them warns
 # A phase is timed on a few images, then twice as many, until that takes so many seconds or images.
 ENOUGH, FEW, MOST = 1.0, 2, 256
-ACCEPTED: Any = SimpleNamespace(accepted=True, chosen=1)  # a step that a schedule may see
+ACCEPTED: Any = SimpleNamespace(
+    accepted=True, chosen=1
+)  # a step that a schedule may see
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class Plan:
     """
 
     sizes: list[int]  # ReLUs that each step removes; 0: it only trains
-    epochs: float | None  # of training, over all steps; None: the training is the user's
+    epochs: (
+        float | None
+    )  # of training, over all steps; None: the training is the user's
     rt: int
 
     @property
@@ -98,7 +102,9 @@ def watched(job: Job, run: Journal[Step], progress: bool) -> Iterator[Step]:
         )
     if progress and plan.sizes:
         show_plan(job, run.history, kept)
-    return iter(bar(progress, descend(job, run, progress=progress), total=len(plan.sizes)))
+    return iter(
+        bar(progress, descend(job, run, progress=progress), total=len(plan.sizes))
+    )
 
 
 def show_plan(job: Job, history: Sequence[Step], kept: MaskSet) -> None:
@@ -127,7 +133,9 @@ def _seconds(job: Job, plan: Plan) -> dict[str, float]:
     def test(images: ImageData) -> None:
         accuracy(problem.net, images, metric=problem.criterion.metric)
 
-    phases: list[tuple[str, float | None, Callable[[ImageData], None], ImageData | None]] = [
+    phases: list[
+        tuple[str, float | None, Callable[[ImageData], None], ImageData | None]
+    ] = [
         ("scoring", plan.removals, decision, problem.scored),
         ("testing", tests, test, problem.test),
         ("training", plan.epochs, job.training.rehearse, problem.train),

@@ -17,7 +17,12 @@ class Problem:
     """What is linearised, trained on, scored on and tested on; checked when it is made."""
 
     def __init__(
-        self, net: nn.Module, data: Any, test: Any, criterion: Criterion, samples: int | None
+        self,
+        net: nn.Module,
+        data: Any,
+        test: Any,
+        criterion: Criterion,
+        samples: int | None,
     ) -> None:
         check_net("net", net)
         self.net = net
@@ -25,12 +30,16 @@ class Problem:
         self.train = data_for(net, data)
         check_scorable(net, self.train, criterion)
         if samples is not None and samples > len(self.train):
-            raise ValueError(f"samples={samples}; there are {len(self.train)} train images")
+            raise ValueError(
+                f"samples={samples}; there are {len(self.train)} train images"
+            )
         self.scored = self.train.first(samples or len(self.train))
         self.test: ImageData | None = None
         if test is not None:
             self.test = data_for(net, test)
-            check_metric(net, self.test, criterion, "the net, asked about the test set,")
+            check_metric(
+                net, self.test, criterion, "the net, asked about the test set,"
+            )
 
     def accuracy(self) -> float | None:
         """The test accuracy of the net as it is; None without test data."""

@@ -55,17 +55,25 @@ class Proposal(ABC):
     tensor([ True,  True,  True,  True, False, False])
     """
 
-    greedy = False  # whether all hypotheses of a step are the same, so that one is enough
+    greedy = (
+        False  # whether all hypotheses of a step are the same, so that one is enough
+    )
 
     @abstractmethod
-    def __call__(self, net: nn.Module, data: ImageData, size: int, *, seed: int, step: int) -> Draw:
+    def __call__(
+        self, net: nn.Module, data: ImageData, size: int, *, seed: int, step: int
+    ) -> Draw:
         """The draws of one step."""
 
-    def toward(self, net: nn.Module, data: ImageData, goal: Goal, *, seed: int, step: int) -> Draw:
+    def toward(
+        self, net: nn.Module, data: ImageData, goal: Goal, *, seed: int, step: int
+    ) -> Draw:
         """The draws of one step, each fitted to the step's goal."""
         size = goal.size
         draw = self(net, data, size, seed=seed, step=step)
-        every = shuffled(goal.masks.bits.nonzero().flatten(), seed=seed, step=step, trial=0)
+        every = shuffled(
+            goal.masks.bits.nonzero().flatten(), seed=seed, step=step, trial=0
+        )
 
         def fit(trial: int) -> Tensor:
             ids = torch.as_tensor(draw(trial))
@@ -90,7 +98,9 @@ class Proposal(ABC):
 class Uniform(Proposal):
     """The paper's: `size` kept ReLUs, uniform over all such sets."""
 
-    def __call__(self, net: nn.Module, data: ImageData, size: int, *, seed: int, step: int) -> Draw:
+    def __call__(
+        self, net: nn.Module, data: ImageData, size: int, *, seed: int, step: int
+    ) -> Draw:
         current = masks(net).copy()
 
         def draw(trial: int) -> Tensor:
@@ -142,20 +152,30 @@ class Saliency(Proposal):
         if distill is not None:
             distill = distill.first(len(data))  # a plan is measured on a few images
         elif self.distilled:
-            raise ValueError("distilled=True needs bcd with a teacher and finetune=Finetune(...)")
+            raise ValueError(
+                "distilled=True needs bcd with a teacher and finetune=Finetune(...)"
+            )
         return saliency(net, data, kind=self.kind, loss=self.loss, distill=distill)
 
     @property
     def greedy(self) -> bool:  # type: ignore[override]
         return self.temperature == 0
 
-    def __call__(self, net: nn.Module, data: ImageData, size: int, *, seed: int, step: int) -> Draw:
+    def __call__(
+        self, net: nn.Module, data: ImageData, size: int, *, seed: int, step: int
+    ) -> Draw:
         order = ranking(self.saliency(net, data), masks(net).bits)
         width = self.temperature * size
-        return lambda trial: favouring(order, size, width, seed=seed, step=step, trial=trial)
+        return lambda trial: favouring(
+            order, size, width, seed=seed, step=step, trial=trial
+        )
 
     def describe(self) -> dict[str, Any]:
-        described = {"name": self.name, "temperature": float(self.temperature), "kind": self.kind}
+        described = {
+            "name": self.name,
+            "temperature": float(self.temperature),
+            "kind": self.kind,
+        }
         if self.distilled:
             return {**described, "distilled": True}
         return described
@@ -172,7 +192,9 @@ def favouring(
         return order[:size]
     u = uniforms(RANKS, len(order), seed=seed, step=step, epoch=trial)
     # The `size` largest of log(probability) - log(-log u) are such a draw (Gumbel top-k).
-    with np.errstate(over="ignore"):  # infinite for a tiny width: in order, which is its limit
+    with np.errstate(
+        over="ignore"
+    ):  # infinite for a tiny width: in order, which is its limit
         keys = np.log(-np.log(u)) + np.arange(len(order)) / width
     chosen = np.argsort(keys, kind="stable")[:size]
     return order[torch.from_numpy(chosen)]

@@ -81,7 +81,9 @@ def gains(net: nn.Module, data: Any, *, loss: Loss | None = None) -> Tensor:
 
     Its output changes by -min(z, 0), and so the loss by -t: E t. A kept ReLU has -inf.
     """
-    return _mean(net, data, False, None, loss, None).masked_fill(masks(net).bits, -torch.inf)
+    return _mean(net, data, False, None, loss, None).masked_fill(
+        masks(net).bits, -torch.inf
+    )
 
 
 def ranking(scores: Tensor, among: Tensor) -> Tensor:
@@ -156,14 +158,18 @@ def _totals(
         _collecting(net, anchor, absolute, copy=model is net) as totals,
     ):
         model.eval()
-        for x, labels in mine.batches(batch_size, memory_format=memory_format, dtype=dtype_of(net)):
+        for x, labels in mine.batches(
+            batch_size, memory_format=memory_format, dtype=dtype_of(net)
+        ):
             outputs = logits_of(model(x))
             # In double: softmax - 1 loses its digits where the net is certain.
             loss = criterion.losses(outputs, labels).sum()
             if distill is not None:
                 logits = distill.logits[first : first + len(x)]
                 logits = logits.to(outputs.device, torch.float64)
-                loss = loss + len(x) * distillation(outputs.double(), logits, *distill[1:])
+                loss = loss + len(x) * distillation(
+                    outputs.double(), logits, *distill[1:]
+                )
             first += len(x)
             # If no activation influences the logits, all effects are 0.
             if loss.requires_grad:

@@ -36,7 +36,9 @@ class Schedule(ABC):
         return {"schedule": type(self).__qualname__, **fields_of(self)}
 
 
-def size_of(drc: int | Schedule | Callable[[int], int], count: int, history: Sequence[Step]) -> int:
+def size_of(
+    drc: int | Schedule | Callable[[int], int], count: int, history: Sequence[Step]
+) -> int:
     """DRC: how many of `count` ReLUs a step removes, at most all.
 
     >>> size_of(100, 70, []), size_of(lambda count: count // 2, 70, [])

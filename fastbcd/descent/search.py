@@ -63,7 +63,11 @@ def _remove(job: Job, run: Journal[Step], start: Tensor) -> Step:
     choice, seconds = decide(job, problem.scored, goal, number, run.extra.get(MARGINS))
     set_masks(problem.net, before.without(choice.removal))
     returned = to_return(
-        problem.net, problem.scored, job.limits, loss=problem.criterion.loss, among=start
+        problem.net,
+        problem.scored,
+        job.limits,
+        loss=problem.criterion.loss,
+        among=start,
     )
     set_masks(problem.net, masks(problem.net).including(returned))
     if choice.margins is not None:

@@ -30,7 +30,9 @@ class Training:
     epochs: of one step, for the plan; None: unknown.
     """
 
-    def __init__(self, described: str | None = None, *, epochs: float | None = 0.0) -> None:
+    def __init__(
+        self, described: str | None = None, *, epochs: float | None = 0.0
+    ) -> None:
         self.described = described
         self.epochs = epochs
 
@@ -88,7 +90,12 @@ class Tuned(Training):
         self.teacher = teacher
         self.progress = progress
         self.tuner = Finetuner(
-            problem.net, problem.train, settings, teacher, seed=seed, loss=problem.criterion.loss
+            problem.net,
+            problem.train,
+            settings,
+            teacher,
+            seed=seed,
+            loss=problem.criterion.loss,
         )
 
     def __call__(self, step: Step, **how: Any) -> None:
@@ -113,7 +120,10 @@ class Tuned(Training):
         return Distillation.of(self.teacher, data, self.tuner.settings)
 
     def describe(self) -> dict[str, Any]:
-        return {"finetune": self.tuner.settings.describe(), "teacher": weights_mark(self.teacher)}
+        return {
+            "finetune": self.tuner.settings.describe(),
+            "teacher": weights_mark(self.teacher),
+        }
 
 
 def training_of(

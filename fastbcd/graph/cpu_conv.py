@@ -19,11 +19,19 @@ def for_training(module: nn.Module) -> nn.Module:
     """A better convolution for channels_last on a CPU, or the module itself."""
     if type(module) is not nn.Conv2d or module.weight.device.type != "cpu":
         return module
-    plain = module.groups == 1 and module.dilation == (1, 1) and module.padding_mode == "zeros"
+    plain = (
+        module.groups == 1
+        and module.dilation == (1, 1)
+        and module.padding_mode == "zeros"
+    )
     if not plain or isinstance(module.padding, str):
         return module
     if module.kernel_size == (1, 1):
-        risky = module.stride != (1, 1) and module.padding == (0, 0) and module.in_channels < LANES
+        risky = (
+            module.stride != (1, 1)
+            and module.padding == (0, 0)
+            and module.in_channels < LANES
+        )
         return StridedPointwise(module) if risky else module
     return PatchConvolution(module) if module.in_channels >= 128 else module
 
@@ -57,7 +65,9 @@ class PatchConvolution(_Wrapped):
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C', H', W']."""
         conv = self.conv
-        plain = x.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type)
+        plain = x.dtype == torch.float32 and not torch.is_autocast_enabled(
+            x.device.type
+        )
         if not plain or not conv.weight.requires_grad:
             return conv(x)
         return _Convolution.apply(x, conv.weight, conv.bias, conv.stride, conv.padding)
@@ -79,11 +89,17 @@ class _Convolution(torch.autograd.Function):
             grad, x, weight, [len(weight)], *ctx.how, [1, 1], False, [0, 0], 1,
             [need_x, False, need_bias],
         )  # fmt: skip
-        dweight = weight_gradient(grad, x, weight.shape[2:], *ctx.how) if need_weight else None
+        dweight = (
+            weight_gradient(grad, x, weight.shape[2:], *ctx.how)
+            if need_weight
+            else None
+        )
         return dx, dweight, dbias, None, None
 
 
-def weight_gradient(grad: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any) -> Tensor:
+def weight_gradient(
+    grad: Tensor, x: Tensor, kernel: Any, stride: Any, padding: Any
+) -> Tensor:
     """dW[o, i, u, v] = Σ grad[b, o, p, q] · x[b, i, p·stride + u - padding, …], channels_last.
 
     As grad' [pixels, C'] times the patches of x [pixels, kernel·C], a few images at a time.
@@ -97,7 +113,8 @@ def weight_gradient(grad: Tensor, x: Tensor, kernel: Any, stride: Any, padding: 
         padded = F.pad(images.permute(0, 2, 3, 1), (0, 0, left, left, top, top))
         b, y, z, _ = padded.stride()
         patches = padded.as_strided(
-            (len(images), rows, columns, height, width * inputs), (b, y * down, z * right, y, 1)
+            (len(images), rows, columns, height, width * inputs),
+            (b, y * down, z * right, y, 1),
         ).reshape(-1, numbers)
         total.addmm_(grads.permute(0, 2, 3, 1).reshape(-1, outputs).t(), patches)
     return total.view(outputs, height, width, inputs).permute(0, 3, 1, 2)

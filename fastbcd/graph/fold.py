@@ -12,7 +12,11 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from fastbcd.graph.trace import trace
 from fastbcd.runtime.module_mode import eval_mode
 
-PAIRS = ((nn.Conv2d, nn.BatchNorm2d), (nn.Conv1d, nn.BatchNorm1d), (nn.Conv3d, nn.BatchNorm3d))
+PAIRS = (
+    (nn.Conv2d, nn.BatchNorm2d),
+    (nn.Conv1d, nn.BatchNorm1d),
+    (nn.Conv3d, nn.BatchNorm3d),
+)
 
 
 def folded(net: nn.Module) -> nn.Module:
@@ -27,7 +31,9 @@ def folded(net: nn.Module) -> nn.Module:
     try:
         with eval_mode(net):
             model = fx.GraphModule(net, copy.deepcopy(trace(net)))
-    except Exception:  # whatever the net's own forward raises on fx proxies; `fused` says so
+    except (
+        Exception
+    ):  # whatever the net's own forward raises on fx proxies; `fused` says so
         return net
     calls = Counter(node.target for node in model.graph.nodes)
     for node in model.graph.find_nodes(op="call_module"):

@@ -36,7 +36,9 @@ class NormActivation(nn.Module):
         same = residual is None or (_suits(residual) and x.shape == residual.shape)
         plain = self.act.saliency_pass is None and not torch.compiler.is_compiling()
         if not (norm.training and plain and _suits(x) and same):
-            return self.act.forward(norm(x), residual)  # hooks are called for the pair, once
+            return self.act.forward(
+                norm(x), residual
+            )  # hooks are called for the pair, once
         y, (mean, variance) = ops_norm.norm_relu(
             x, norm.weight, norm.bias, self.act.mask, residual, eps=norm.eps
         )
@@ -50,7 +52,11 @@ class NormActivation(nn.Module):
     @staticmethod
     def fits(norm: Any, act: Any) -> bool:
         """Can this pair be one op?"""
-        if type(norm) is not nn.BatchNorm2d or type(act) is not MaskedReLU or not norm.affine:
+        if (
+            type(norm) is not nn.BatchNorm2d
+            or type(act) is not MaskedReLU
+            or not norm.affine
+        ):
             return False
         tracked = norm.running_mean is not None and norm.momentum is not None
         return tracked and ops_norm.has_kernel(norm.weight)

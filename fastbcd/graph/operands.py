@@ -38,7 +38,10 @@ def operands(
         absorbed.append(value)
     norms = [term for term in terms if len(term.users) == 1 and is_norm(term)]
     if norms:  # of two, the other is left where it is
-        terms = [norms[0].all_input_nodes[0], *(term for term in terms if term is not norms[0])]
+        terms = [
+            norms[0].all_input_nodes[0],
+            *(term for term in terms if term is not norms[0]),
+        ]
         absorbed.append(norms[0])
     norm = next(iter(norms), None)
     residual = next(iter(terms[1:]), None)

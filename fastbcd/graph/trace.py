@@ -47,17 +47,27 @@ class Tracer(fx.Tracer):
     """
 
     def __init__(self) -> None:
-        super().__init__(autowrap_functions=_MAKERS)  # torch.zeros(x.shape[0], device=x.device)
+        super().__init__(
+            autowrap_functions=_MAKERS
+        )  # torch.zeros(x.shape[0], device=x.device)
         self._autowrap_search.append(torch)
         self.thread = threading.get_ident()
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         here = threading.get_ident() == self.thread
-        return super().call_module(m, forward, args, kwargs) if here else forward(*args, **kwargs)
+        return (
+            super().call_module(m, forward, args, kwargs)
+            if here
+            else forward(*args, **kwargs)
+        )
 
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+    def getattr(
+        self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]
+    ) -> Any:
         here = threading.get_ident() == self.thread
-        return super().getattr(attr, attr_val, parameter_proxy_cache) if here else attr_val
+        return (
+            super().getattr(attr, attr_val, parameter_proxy_cache) if here else attr_val
+        )
 
     def create_args_for_root(self, root_fn: Any, *_: Any) -> tuple[Any, list[Any]]:
         """The first argument of forward alone: the others have their defaults."""
@@ -66,7 +76,9 @@ class Tracer(fx.Tracer):
         return root_fn, [self.root, self.create_proxy("placeholder", name, (), {})]
 
     def create_arg(self, a: Any) -> Any:
-        if dataclasses.is_dataclass(a) and isinstance(a, dict):  # an output of transformers
+        if dataclasses.is_dataclass(a) and isinstance(
+            a, dict
+        ):  # an output of transformers
             parts = {name: self.create_arg(part) for name, part in a.items()}
             return self.create_node("call_function", type(a), (), parts)
         return super().create_arg(a)
@@ -80,16 +92,22 @@ class Tracer(fx.Tracer):
             graph = super().trace(root, concrete_args)
         for node in graph.nodes:
             if node.target in _MAKERS:
-                node.meta.pop("is_wrapped", None)  # torch.fx would wrap the function for good
+                node.meta.pop(
+                    "is_wrapped", None
+                )  # torch.fx would wrap the function for good
             if node.op != "call_module" or len(node.args) + len(node.kwargs) == 1:
                 continue
             if isinstance(_module(self.root, node), MaskedActivation):
                 # act(x, residual) -> act(x + residual): readers of a graph expect one argument.
-                given: Any = dict(zip(("x", "residual"), node.args, strict=False)) | node.kwargs
+                given: Any = (
+                    dict(zip(("x", "residual"), node.args, strict=False)) | node.kwargs
+                )
                 total = given["x"]
                 if given["residual"] is not None:
                     with graph.inserting_before(node):
-                        total = graph.call_function(operator.add, (total, given["residual"]))
+                        total = graph.call_function(
+                            operator.add, (total, given["residual"])
+                        )
                 node.args, node.kwargs = (total,), {}
         return graph
 
@@ -142,7 +160,11 @@ def without_inplace(net: nn.Module, original: fx.Graph) -> fx.Graph:
         if node.kwargs.get("inplace"):
             node.update_kwarg("inplace", False)
         if node.op != "call_module":
-            written = node.target.removesuffix("_") if node.op == "call_method" else node.target
+            written = (
+                node.target.removesuffix("_")
+                if node.op == "call_method"
+                else node.target
+            )
             node.target = _PURE.get(written, written)
         changed = node.args[0] if node.args else next(iter(node.kwargs.values()))
         if not isinstance(changed, fx.Node):
@@ -172,7 +194,9 @@ def drop_emptied(net: nn.Module, graph: fx.Graph) -> None:
     """Erase the sites that keep no ReLU and are the identity: their readers read their input."""
     acts = [module for module in net.modules() if type(module) is MaskedReLU]
     kept = [act.mask.any().to(acts[0].mask.device) for act in acts]
-    used = compress(acts, torch.stack(kept).tolist()) if acts else ()  # one copy from the device
+    used = (
+        compress(acts, torch.stack(kept).tolist()) if acts else ()
+    )  # one copy from the device
     erase_calls(net, graph, set(acts).difference(used))
 
 
@@ -209,7 +233,9 @@ def _memory_of(net: nn.Module, node: fx.Node) -> fx.Node:
     is_module = node.op == "call_module"
     kinds: Any = type(_module(net, node)).__mro__ if is_module else [node.target]
     source = node.args[0] if node.args else None
-    if isinstance(source, fx.Node) and _VIEWS & {getattr(k, "__name__", k) for k in kinds}:
+    if isinstance(source, fx.Node) and _VIEWS & {
+        getattr(k, "__name__", k) for k in kinds
+    }:
         return _memory_of(net, source)
     return node
 

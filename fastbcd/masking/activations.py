@@ -17,7 +17,9 @@ class SaliencyPass(NamedTuple):
     anchor: Tensor
     totals: Tensor
     absolute: bool
-    copy: bool  # save a copy of each input, for a net that changes it in place afterwards
+    copy: (
+        bool  # save a copy of each input, for a net that changes it in place afterwards
+    )
 
 
 class MaskedActivation(nn.Module):
@@ -28,13 +30,17 @@ class MaskedActivation(nn.Module):
 
     mask: Tensor
     order = 0  # the place in the order of execution, set by `convert`
-    saliency_pass: SaliencyPass | None = None  # set for the duration of `fastbcd.saliency`
+    saliency_pass: SaliencyPass | None = (
+        None  # set for the duration of `fastbcd.saliency`
+    )
 
     def __init__(self, shape: tuple[int, ...] | int, *, device: Any = None) -> None:
         super().__init__()
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         if not sizes or min(sizes) < 1:
-            raise ValueError(f"shape={sizes}; give the shape of one sample, such as (64, 32, 32)")
+            raise ValueError(
+                f"shape={sizes}; give the shape of one sample, such as (64, 32, 32)"
+            )
         self.register_buffer("mask", torch.ones(sizes, dtype=torch.bool, device=device))
 
     def forward(self, x: Tensor, residual: Any = None) -> Tensor:
@@ -72,7 +78,9 @@ class MaskedActivation(nn.Module):
 
     def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The activation of x + residual; x and residual have the same shape and dtype."""
-        return masked(x, self.mask, self.coefficients(), residual=residual, trials=False)
+        return masked(
+            x, self.mask, self.coefficients(), residual=residual, trials=False
+        )
 
     def extra_repr(self) -> str:
         return str(tuple(self.mask.shape))

@@ -14,7 +14,9 @@ class NonlinearOp:
     name: str  # the module, or the function with the module that calls it
     kind: str  # the operator
     elements: int  # of its result, per image
-    comparisons: int = 0  # per image; a window of k values takes k - 1, a ReLU left in place 1
+    comparisons: int = (
+        0  # per image; a window of k values takes k - 1, a ReLU left in place 1
+    )
 
     def __str__(self) -> str:
         text = self.name
@@ -50,7 +52,9 @@ class ConversionReport:
 def nonlinear_of(net: nn.Module) -> tuple[NonlinearOp, ...]:
     """The nonlinear operations that `convert` left in a net, or in the parts of a net."""
     reports = (getattr(module, "conversion_report", None) for module in net.modules())
-    return tuple(op for report in reports if report is not None for op in report.nonlinear)
+    return tuple(
+        op for report in reports if report is not None for op in report.nonlinear
+    )
 
 
 def comparisons_of(net: nn.Module) -> int:

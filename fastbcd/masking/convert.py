@@ -105,7 +105,12 @@ def convert(
 
 def _example_for(net: nn.Module, example: Any) -> Tensor:
     """The example input on the device of the net; refuses what cannot be run."""
-    if not isinstance(example, Tensor) or example.ndim < 2 or not len(example) or example.is_meta:
+    if (
+        not isinstance(example, Tensor)
+        or example.ndim < 2
+        or not len(example)
+        or example.is_meta
+    ):
         raise ValueError(
             "example_input must be a batch of at least one sample, a tensor of at least two "
             "dimensions with values"

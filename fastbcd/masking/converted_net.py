@@ -22,10 +22,17 @@ class ConvertedNet(fx.GraphModule):
         for node in graph.find_nodes(op="get_attr"):
             value = vars(original).get(node.target)
             if isinstance(value, Tensor):
-                delattr(original, node.target)  # a tensor that forward makes is no state
+                delattr(
+                    original, node.target
+                )  # a tensor that forward makes is no state
                 original.register_buffer(node.target, value, persistent=False)
         net = cls(original, graph, type(original).__name__)
-        for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        for name in (
+            "_modules",
+            "_parameters",
+            "_buffers",
+            "_non_persistent_buffers_set",
+        ):
             setattr(net, name, getattr(original, name))
         for name, value in vars(original).items():
             # `arch` is how `models.build` makes a net, which this one is not.
@@ -44,12 +51,18 @@ class ConvertedNet(fx.GraphModule):
         if labels is None:
             return output
         if not (hasattr(output, "logits") and hasattr(output, "loss")):
-            raise TypeError("this net takes no argument labels=: its output has no logits and loss")
+            raise TypeError(
+                "this net takes no argument labels=: its output has no logits and loss"
+            )
         if labels.is_floating_point():
-            raise TypeError(f"labels= are {labels.dtype}, not class indices: use output.logits")
+            raise TypeError(
+                f"labels= are {labels.dtype}, not class indices: use output.logits"
+            )
         return dataclasses.replace(output, loss=F.cross_entropy(output.logits, labels))
 
     def recompile(self) -> Any:
         code = super().recompile()
-        del type(self).__call__  # torch.fx's own prints errors of the generated code to stderr
+        del type(
+            self
+        ).__call__  # torch.fx's own prints errors of the generated code to stderr
         return code

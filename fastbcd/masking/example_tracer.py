@@ -52,16 +52,22 @@ class ExampleTracer(Tracer):
         super().__init__()
         self.example = example
         self.leaves = leaves
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)  # shapes and types without data
+        self.fake = FakeTensorMode(
+            allow_non_fake_inputs=True
+        )  # shapes and types without data
         # The values of nodes, for several batch sizes.
-        self.values: dict[int, dict[fx.Node, Any]] = {n: {} for n in (len(example), 2, 3, 1009)}
+        self.values: dict[int, dict[fx.Node, Any]] = {
+            n: {} for n in (len(example), 2, 3, 1009)
+        }
         self.varying: set[fx.Node] = set()  # the nodes that depend on x
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         leaf = module_qualified_name in self.leaves
         return leaf or super().is_leaf_module(m, module_qualified_name)
 
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+    def getattr(
+        self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]
+    ) -> Any:
         if attr == "num_batches_tracked":  # a count, which is no part of the graph
             return attr_val
         return super().getattr(attr, attr_val, parameter_proxy_cache)
@@ -78,7 +84,9 @@ class ExampleTracer(Tracer):
 
     def _apply(self, apply: Any, cls: Any, *args: Any, **kwargs: Any) -> Any:
         traced = any(isinstance(a, fx.Proxy) for a in (*args, *kwargs.values()))
-        if not traced or any(map(inspect.isroutine, args)):  # such as checkpoint(function, x)
+        if not traced or any(
+            map(inspect.isroutine, args)
+        ):  # such as checkpoint(function, x)
             return apply(cls, *args, **kwargs)
         return self.create_proxy("call_function", _caller(cls), args, kwargs)
 
@@ -104,7 +112,9 @@ class ExampleTracer(Tracer):
         self.thread = threading.get_ident()
         if len(answers) != 1:
             reason = "batch size" if answers else "data"
-            raise fx.proxy.TraceError(f"control flow depends on the {reason}") from failure
+            raise fx.proxy.TraceError(
+                f"control flow depends on the {reason}"
+            ) from failure
         return answers.pop()
 
     def _value(self, node: fx.Node, batch: int) -> Any:
@@ -113,13 +123,20 @@ class ExampleTracer(Tracer):
         run = fx.Interpreter(self.root, garbage_collect_values=False, graph=self.graph)
         run.env = values
         with self.fake:
-            run.args_iter = iter([self.example.new_empty(batch, *self.example.shape[1:])])
+            run.args_iter = iter(
+                [self.example.new_empty(batch, *self.example.shape[1:])]
+            )
         for earlier in self.graph.nodes:
             if earlier in values:
                 continue
-            if earlier.op == "placeholder" or self.varying.intersection(earlier.all_input_nodes):
+            if earlier.op == "placeholder" or self.varying.intersection(
+                earlier.all_input_nodes
+            ):
                 self.varying.add(earlier)
-            with self.fake if earlier in self.varying else nullcontext(), torch.no_grad():
+            with (
+                self.fake if earlier in self.varying else nullcontext(),
+                torch.no_grad(),
+            ):
                 value = run.run_node(earlier)
                 if earlier.op == "get_attr" and not isinstance(value, nn.Parameter):
                     value = value.clone()  # forward may write into a buffer

@@ -21,7 +21,9 @@ def checked_skips(skip: Any) -> tuple[Skip, ...]:
     for entry in entries:
         is_module = isinstance(entry, type) and issubclass(entry, nn.Module)
         if not isinstance(entry, str) and not is_module:
-            raise TypeError(f"skip has {entry!r}; give names such as 'layer4.*', or module types")
+            raise TypeError(
+                f"skip has {entry!r}; give names such as 'layer4.*', or module types"
+            )
     return entries
 
 
@@ -51,7 +53,11 @@ def find_relus(
         alone = len(ops) == 1 and name not in leaves and not has_gradient
         if name in skipped:
             continue
-        differs = "and something else in training than in evaluation " if name in leaves else ""
+        differs = (
+            "and something else in training than in evaluation "
+            if name in leaves
+            else ""
+        )
         require(
             alone,
             f"a ReLU was not captured: {name!r} ({kind.__name__}) computes {relu.kind} {differs}"
@@ -65,7 +71,8 @@ def find_relus(
         relus[node] = relu
     for entry in skips:
         require(
-            isinstance(entry, type) or any(fnmatchcase(name, entry) for name in nonlinear),
+            isinstance(entry, type)
+            or any(fnmatchcase(name, entry) for name in nonlinear),
             f"skip={entry!r} is the name of no ReLU; the ReLUs are {', '.join(names)}",
         )
     require(bool(relus), f"{type(net).__name__} {_no_relu(net, watch, skips)}")
@@ -84,7 +91,8 @@ def _is_skipped(name: str, kind: type, relu: Op | None, skips: Iterable[Skip]) -
     if relu is not None and relu.relu is not None:  # F.relu is skipped with nn.ReLU
         kinds += relu.relu.__mro__
     return any(
-        fnmatchcase(name, entry) if isinstance(entry, str) else entry in kinds for entry in skips
+        fnmatchcase(name, entry) if isinstance(entry, str) else entry in kinds
+        for entry in skips
     )
 
 

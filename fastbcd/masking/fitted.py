@@ -74,7 +74,9 @@ def to_poly(net: nn.Module, data: Any = None) -> nn.Module:
     own = copy.deepcopy(net)
     fits = {}
     if data is not None:
-        fits = {mask: nearest(given, SQUARES) for mask, given in moments(own, data).items()}
+        fits = {
+            mask: nearest(given, SQUARES) for mask, given in moments(own, data).items()
+        }
     return _replaced(net, own, "poly", (MaskedReLU, MaskedLine), fits)
 
 
@@ -85,7 +87,8 @@ def moments(net: nn.Module, data: Any) -> dict[Tensor, Tensor]:
     sums: dict[Tensor, Any] = {}
     hook = partial(_add, sums)
     handles = [
-        act.register_forward_pre_hook(hook, with_kwargs=True) for act in mask_modules(net).values()
+        act.register_forward_pre_hook(hook, with_kwargs=True)
+        for act in mask_modules(net).values()
     ]
     with eval_mode(net), torch.no_grad():
         for x, _ in images.batches(BATCH, dtype=dtype_of(net)):
@@ -100,9 +103,20 @@ def _add(sums: dict[Tensor, Any], act: Any, args: Any, kwargs: Any) -> None:
     z = _total(*args, **kwargs).double()
     r = z.relu()
     squares = z * z
-    terms = (torch.ones_like(z), z, squares, z * squares, squares**2, r, z * r, squares * r)
+    terms = (
+        torch.ones_like(z),
+        z,
+        squares,
+        z * squares,
+        squares**2,
+        r,
+        z * r,
+        squares * r,
+    )
     dims = [0, *range(2, z.ndim)]
-    sums[act.mask] = sums.get(act.mask, 0) + torch.stack([term.sum(dims) for term in terms])
+    sums[act.mask] = sums.get(act.mask, 0) + torch.stack(
+        [term.sum(dims) for term in terms]
+    )
 
 
 def _total(x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -134,7 +148,9 @@ def nearest(given: Tensor, share: float) -> Tensor:
     return torch.stack([*(line - c2 * square), c2])
 
 
-def _line(z: Tensor, squares: Tensor, t: Tensor, products: Tensor, flat: Tensor) -> Tensor:
+def _line(
+    z: Tensor, squares: Tensor, t: Tensor, products: Tensor, flat: Tensor
+) -> Tensor:
     """The line nearest to t, from E z, E z², E t and E zt; flat: its slope where z is constant."""
     variance = squares - z**2
     none = variance <= 1e-12 * squares

@@ -37,7 +37,9 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     plain = [name.replace("._orig_mod.", ".") for name in plain]
     twice = [name for name, times in Counter(plain).items() if times > 1]
     if twice:
-        equal = [name for name, short in zip(whole, plain, strict=True) if short == twice[0]]
+        equal = [
+            name for name, short in zip(whole, plain, strict=True) if short == twice[0]
+        ]
         raise ValueError(
             f"tensors have the same name, {twice[0]!r}, once the prefixes of torch.compile are "
             f"removed: {', '.join(equal)}; rename one of the modules"
@@ -92,7 +94,9 @@ class MaskSet:
 
     def counts(self) -> dict[str, int]:
         """How many ReLUs each site keeps."""
-        return {s.name: int(b.sum()) for s, b in zip(self.sites, self.split(), strict=True)}
+        return {
+            s.name: int(b.sum()) for s, b in zip(self.sites, self.split(), strict=True)
+        }
 
     def split(self) -> list[Tensor]:
         """The bits as one tensor per site, in the site's shape."""
@@ -101,7 +105,9 @@ class MaskSet:
     def parts(self, values: Tensor) -> list[Tensor]:
         """Values of all ReLUs, [total], as one tensor per site, in the site's shape."""
         parts = values.split([site.numel for site in self.sites])
-        return [part.view(site.shape) for part, site in zip(parts, self.sites, strict=True)]
+        return [
+            part.view(site.shape) for part, site in zip(parts, self.sites, strict=True)
+        ]
 
     def copy(self) -> MaskSet:
         """The bits as they are now: unlike a live view, a copy does not follow the net."""
@@ -122,15 +128,21 @@ class MaskSet:
     def check_kept(self, ids: Tensor) -> Tensor:
         """ids as a LongTensor on the CPU, or an error that names the first bad one."""
         if ids.numel() and (ids.is_floating_point() or ids.dtype == torch.bool):
-            raise TypeError(f"ids are {ids.dtype}; they must be integers, flat positions of ReLUs")
+            raise TypeError(
+                f"ids are {ids.dtype}; they must be integers, flat positions of ReLUs"
+            )
         ids = ids.to(device="cpu", dtype=torch.int64)
         outside = ids[(ids < 0) | (ids >= self.total)]
         if outside.numel():
-            raise IndexError(f"id {int(outside[0])} is out of range: there are {self.total} ReLUs")
+            raise IndexError(
+                f"id {int(outside[0])} is out of range: there are {self.total} ReLUs"
+            )
         for removed in ids[~self.bits[ids]].tolist()[:1]:
             site, position = self.locate(removed)
             where = f"site {site.name!r}, position {position}"
-            raise ValueError(f"id {removed} ({where}) is not kept: that ReLU was removed before")
+            raise ValueError(
+                f"id {removed} ({where}) is not kept: that ReLU was removed before"
+            )
         return ids
 
     def locate(self, flat: int) -> tuple[Site, tuple[int, ...]]:
@@ -183,7 +195,9 @@ class MaskSet:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+            raise ValueError(
+                f"{path} is not a readable safetensors file: {error}"
+            ) from error
         if metadata.get("format") != "fastbcd.masks":
             raise ValueError(f"{path} holds no masks: write them with MaskSet.save")
         try:
@@ -200,11 +214,15 @@ class MaskSet:
     __hash__ = None  # type: ignore[assignment]  # the bits of a live view change
 
     def __repr__(self) -> str:
-        rows = [f"{self.count():,} of {self.total:,} ReLUs kept, {len(self.sites)} sites"]
+        rows = [
+            f"{self.count():,} of {self.total:,} ReLUs kept, {len(self.sites)} sites"
+        ]
         width = max((len(site.name) for site in self.sites), default=0)
         for site, kept in zip(self.sites, self.counts().values(), strict=True):
             shape = "×".join(map(str, site.shape))
-            rows.append(f"{site.name:<{width}}  {shape:>12}  {kept:>9,} of {site.numel:>9,}")
+            rows.append(
+                f"{site.name:<{width}}  {shape:>12}  {kept:>9,} of {site.numel:>9,}"
+            )
         return "MaskSet: " + "\n  ".join(rows)
 
 
@@ -213,7 +231,9 @@ class NetMasks(MaskSet):
 
     def __init__(self, net: nn.Module) -> None:
         self.modules = mask_modules(net)
-        self.sites = make_sites({n: tuple(m.mask.shape) for n, m in self.modules.items()})
+        self.sites = make_sites(
+            {n: tuple(m.mask.shape) for n, m in self.modules.items()}
+        )
         self.total = sum(s.numel for s in self.sites)
 
     @property
@@ -297,7 +317,9 @@ def _distinct(n: int, k: int, seed: int, step: int, trial: int) -> np.ndarray:
         # Lemire: (raw * n) >> 32 is uniform once raw with a low product is rejected.
         product = raw * np.uint64(n)
         fair = (product & np.uint64(0xFFFFFFFF)) >= np.uint64(2**32 % n)
-        drawn = np.concatenate([drawn, (product[fair] >> np.uint64(32)).astype(np.int64)])
+        drawn = np.concatenate(
+            [drawn, (product[fair] >> np.uint64(32)).astype(np.int64)]
+        )
         _, first = np.unique(drawn, return_index=True)
         drawn = drawn[np.sort(first)]
     return drawn[:k]

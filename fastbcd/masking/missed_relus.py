@@ -51,9 +51,13 @@ class Watch(TorchDispatchMode):
     def __init__(self, x: Tensor) -> None:
         super().__init__()
         self.batch = len(x)
-        self.shapes: dict[fx.Node, tuple[int, ...]] = {}  # of all nodes that depend on x
+        self.shapes: dict[
+            fx.Node, tuple[int, ...]
+        ] = {}  # of all nodes that depend on x
         self.ops: dict[fx.Node, list[Op]] = {}  # of all nodes, masked activations aside
-        self.depends = WeakTensorKeyDictionary()  # its keys are the tensors that depend on x
+        self.depends = (
+            WeakTensorKeyDictionary()
+        )  # its keys are the tensors that depend on x
         self.depends[x] = None
 
     def nonlinear(self, without: Container[fx.Node]) -> tuple[NonlinearOp, ...]:
@@ -65,7 +69,9 @@ class Watch(TorchDispatchMode):
             if op.elements and node not in without
         )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         inputs = [t for t in _tensors((args, kwargs)) if t in self.depends]
         results = _tensors(result)
@@ -89,10 +95,16 @@ class Watch(TorchDispatchMode):
             compared = math.ceil(comparisons(name, args, result) / self.batch)
         kind = f"{func.namespace}::{name}"
         if func.namespace == "aten":
-            kind = name.lstrip("_").removesuffix("_with_indices").removesuffix("_kernel")
-        return Op(kind, _relu(name, args[1:]), func._schema.is_mutable, elements, compared)
+            kind = (
+                name.lstrip("_").removesuffix("_with_indices").removesuffix("_kernel")
+            )
+        return Op(
+            kind, _relu(name, args[1:]), func._schema.is_mutable, elements, compared
+        )
 
-    def _is_linear(self, rule: str | None, args: Any, result: Tensor, inputs: int) -> bool:
+    def _is_linear(
+        self, rule: str | None, args: Any, result: Tensor, inputs: int
+    ) -> bool:
         if not _is_number(result):
             return False  # compared or rounded
         if rule == "batch norm":
@@ -151,7 +163,9 @@ class WatchedRun(fx.Interpreter):
         self.watch = watch
 
     def run_node(self, n: fx.Node) -> Any:
-        module = self.module.get_submodule(str(n.target)) if n.op == "call_module" else None
+        module = (
+            self.module.get_submodule(str(n.target)) if n.op == "call_module" else None
+        )
         self.watch.node = None if isinstance(module, MaskedActivation) else n
         result = super().run_node(n)
         depends = isinstance(result, Tensor) and result in self.watch.depends

@@ -16,11 +16,25 @@ AVERAGES: dict[Any, type[nn.Module]] = {
     **dict.fromkeys((nn.MaxPool3d, F.max_pool3d, torch.max_pool3d), nn.AvgPool3d),
 }
 ADAPTIVE: dict[Any, type[nn.Module]] = {
-    **dict.fromkeys((nn.AdaptiveMaxPool1d, F.adaptive_max_pool1d), nn.AdaptiveAvgPool1d),
-    **dict.fromkeys((nn.AdaptiveMaxPool2d, F.adaptive_max_pool2d), nn.AdaptiveAvgPool2d),
-    **dict.fromkeys((nn.AdaptiveMaxPool3d, F.adaptive_max_pool3d), nn.AdaptiveAvgPool3d),
+    **dict.fromkeys(
+        (nn.AdaptiveMaxPool1d, F.adaptive_max_pool1d), nn.AdaptiveAvgPool1d
+    ),
+    **dict.fromkeys(
+        (nn.AdaptiveMaxPool2d, F.adaptive_max_pool2d), nn.AdaptiveAvgPool2d
+    ),
+    **dict.fromkeys(
+        (nn.AdaptiveMaxPool3d, F.adaptive_max_pool3d), nn.AdaptiveAvgPool3d
+    ),
 }
-ARGUMENTS = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+ARGUMENTS = (
+    "input",
+    "kernel_size",
+    "stride",
+    "padding",
+    "dilation",
+    "ceil_mode",
+    "return_indices",
+)
 
 
 def average_pools(net: nn.Module, graph: fx.Graph) -> set[fx.Node]:

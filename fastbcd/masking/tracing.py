@@ -38,7 +38,9 @@ _DROPOUTS: dict[Any, type[nn.Module]] = {
 _REPLACED = (nn.ReLU, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 _SWITCHED = {F.batch_norm, *_DROPOUTS}  # functions with an argument `training`
 
-Match = dict[fx.Node, fx.Node]  # node in training -> the node in evaluation that computes the same
+Match = dict[
+    fx.Node, fx.Node
+]  # node in training -> the node in evaluation that computes the same
 
 
 class ConversionError(ValueError):
@@ -88,7 +90,9 @@ def _traced(net: nn.Module, example: Tensor, leaves: set[str]) -> fx.Graph:
     try:
         with LOCK:  # one thread at a time changes Function.apply
             return ExampleTracer(example, leaves).trace(net)
-    except Exception as error:  # the model's own forward may raise anything on fx proxies
+    except (
+        Exception
+    ) as error:  # the model's own forward may raise anything on fx proxies
         where = f"{_innermost_frame(error)}: {str(error) or type(error).__name__}"
         raise ConversionError(
             f"{type(net).__name__} cannot be traced by torch.fx ({where}); {BY_HAND}"
@@ -105,7 +109,9 @@ def _innermost_frame(error: Exception) -> str:
     return where
 
 
-def _matched(net: nn.Module, graph: fx.Graph, trained: nn.Module, train_graph: fx.Graph) -> Match:
+def _matched(
+    net: nn.Module, graph: fx.Graph, trained: nn.Module, train_graph: fx.Graph
+) -> Match:
     """The nodes that do the same, up to the argument `training`, with inputs that are the same."""
     waiting: dict[str, list[fx.Node]] = defaultdict(list)
     for node in reversed(graph.nodes):
@@ -150,13 +156,17 @@ def _differing(
     lost = [n for n in graph.nodes if n not in same]
     added = [n for n in train_graph.nodes if n not in match]
     writing = [n for n in added if _writes(n, trained, match)]
-    if [n.op for n in lost] == ["output"] and _outputs(train_graph, match) >= _outputs(graph, {}):
+    if [n.op for n in lost] == ["output"] and _outputs(train_graph, match) >= _outputs(
+        graph, {}
+    ):
         lost = []
     if not lost:
         return writing
     ours = Counter(map(_label, graph.nodes))
     theirs = Counter(map(_label, train_graph.nodes))
-    alone = (ours - theirs) | (theirs - ours)  # any other node differs by its inputs alone
+    alone = (ours - theirs) | (
+        theirs - ours
+    )  # any other node differs by its inputs alone
     return [n for n in (*lost, *added) if _label(n) in alone] or lost[:1]
 
 
@@ -189,10 +199,15 @@ def _follow_mode(net: nn.Module, match: Match) -> None:
             module: nn.Module = _DROPOUTS[node.target](arguments["p"])
         else:
             module = FunctionalBatchNorm(arguments["momentum"], arguments["eps"])
-            tensors = {k: arguments[k] for k in ("running_mean", "running_var", "weight", "bias")}
+            tensors = {
+                k: arguments[k]
+                for k in ("running_mean", "running_var", "weight", "bias")
+            }
         inplace = arguments.get("inplace", False)
         source = arguments["input"]
-        replace_call(net, node, module.eval(), source=source, inplace=inplace, tensors=tensors)
+        replace_call(
+            net, node, module.eval(), source=source, inplace=inplace, tensors=tensors
+        )
 
 
 def owner_of(node: fx.Node) -> str:
@@ -207,7 +222,11 @@ def call_path(node: fx.Node) -> str:
     """The path of the module that is called, or of the function called by its owner."""
     if node.op == "call_module":
         return str(node.target)
-    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "?")
+    target = (
+        node.target
+        if isinstance(node.target, str)
+        else getattr(node.target, "__name__", "?")
+    )
     return ".".join(filter(None, [owner_of(node), target.strip("_")]))
 
 
@@ -255,7 +274,9 @@ def same_values(a: Any, b: Any) -> bool:
 def _leaves(value: Any) -> Iterator[Any]:
     for leaf in tree_leaves(value, is_leaf=dataclasses.is_dataclass):
         if dataclasses.is_dataclass(leaf):
-            yield from _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+            yield from _leaves(
+                [getattr(leaf, field.name) for field in dataclasses.fields(leaf)]
+            )
         else:
             yield leaf
 

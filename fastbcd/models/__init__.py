@@ -19,7 +19,12 @@ Net = TypeVar("Net", ResNet, WideResNet)
 
 
 def build(
-    name: str, num_classes: int, image_size: int, *, in_channels: int = 3, **options: Any
+    name: str,
+    num_classes: int,
+    image_size: int,
+    *,
+    in_channels: int = 3,
+    **options: Any,
 ) -> nn.Module:
     """A network by its name; `options` go to the function of that name.
 
@@ -33,7 +38,9 @@ def build(
     if name not in NAMES:
         near = get_close_matches(name, NAMES, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"there is no network {name!r}; {hint}choose from {', '.join(NAMES)}")
+        raise ValueError(
+            f"there is no network {name!r}; {hint}choose from {', '.join(NAMES)}"
+        )
     return globals()[name](num_classes, image_size, in_channels=in_channels, **options)
 
 

@@ -43,7 +43,14 @@ class BasicBlock(nn.Module):
     """alpha2(bn2(conv2(alpha1(bn1(conv1(x))))) + shortcut(x)); `size` is the side of x."""
 
     def __init__(
-        self, c_in: int, c_out: int, *, stride: int, size: int, act: Activation, pad: bool
+        self,
+        c_in: int,
+        c_out: int,
+        *,
+        stride: int,
+        size: int,
+        act: Activation,
+        pad: bool,
     ) -> None:
         super().__init__()
         size = math.ceil(size / stride)
@@ -70,7 +77,9 @@ class BasicBlock(nn.Module):
 class WideBlock(nn.Module):
     """conv2(alpha2(bn2(conv1(a)))) + (x or convShortcut(a)), a = alpha1(bn1(x))."""
 
-    def __init__(self, c_in: int, c_out: int, *, stride: int, size: int, act: Activation) -> None:
+    def __init__(
+        self, c_in: int, c_out: int, *, stride: int, size: int, act: Activation
+    ) -> None:
         super().__init__()
         smaller = math.ceil(size / stride)
         self.bn1 = nn.BatchNorm2d(c_in)
@@ -159,7 +168,9 @@ class ResNet(nn.Module):
             **{f"widths[{number}]": width for number, width in enumerate(widths)},
         )
         if shortcut not in ("pad", "projection"):
-            raise ValueError(f"shortcut={shortcut!r}; choose from ['pad', 'projection']")
+            raise ValueError(
+                f"shortcut={shortcut!r}; choose from ['pad', 'projection']"
+            )
         act = activation_type(replacement)
         stem = widths[0]
         self.conv1 = _conv3x3(in_channels, stem)
@@ -221,7 +232,9 @@ class WideResNet(nn.Module):
         )
         blocks, odd = divmod(depth - 4, 6)
         if odd or blocks < 1:
-            raise ValueError(f"depth={depth}; a wide ResNet has 6·blocks + 4 layers: 10, 16, 22, …")
+            raise ValueError(
+                f"depth={depth}; a wide ResNet has 6·blocks + 4 layers: 10, 16, 22, …"
+            )
         act = activation_type(replacement)
         widths = [16 * factor, 32 * factor, 64 * factor]
         self.conv1 = _conv3x3(in_channels, 16)

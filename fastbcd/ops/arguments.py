@@ -22,7 +22,9 @@ def check_arguments(
 ) -> bool:
     """Refuse what the masked ops cannot do; return whether the mask has a trial dimension."""
     if mask.dtype not in MASK_DTYPES:
-        raise TypeError(f"mask is {mask.dtype}; it must be torch.bool or torch.uint8 (mask.bool())")
+        raise TypeError(
+            f"mask is {mask.dtype}; it must be torch.bool or torch.uint8 (mask.bool())"
+        )
     _check_device("mask", mask, x)
     trials = infer_trials(x, mask, trials)
     if scale is not None and shift is not None:
@@ -61,7 +63,9 @@ def infer_trials(x: Tensor, mask: Tensor, trials: bool | None) -> bool:
         wanted = f"{tuple(x.shape[1:])}, x without its batch dimension (or [T, ...] for T trials)"
         if trials:
             wanted = "mask [T, ...] beside x [B, ...] or x [T, B, ...]"
-        raise ValueError(f"mask has shape {_shape(mask)} and x {_shape(x)}; expected {wanted}")
+        raise ValueError(
+            f"mask has shape {_shape(mask)} and x {_shape(x)}; expected {wanted}"
+        )
     return not plain
 
 
@@ -72,7 +76,9 @@ def _fits_trials(x: Tensor, mask: Tensor) -> bool:
     return mask.shape[1:] == x.shape[2:] and mask.shape[0] == x.shape[0]
 
 
-def check_items(x: Tensor, mask: Tensor, residual: Tensor | None, trials: bool = False) -> None:
+def check_items(
+    x: Tensor, mask: Tensor, residual: Tensor | None, trials: bool = False
+) -> None:
     """The dtype of x; the shape, dtype and device of the residual. mask: or one number per unit."""
     if x.dtype not in DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
@@ -85,7 +91,9 @@ def check_items(x: Tensor, mask: Tensor, residual: Tensor | None, trials: bool =
     else:
         _check_shape("residual", residual, x, x.shape)
     if residual.dtype != x.dtype:
-        raise ValueError(f"residual is {residual.dtype} and x {x.dtype}; they must agree")
+        raise ValueError(
+            f"residual is {residual.dtype} and x {x.dtype}; they must agree"
+        )
     _check_device("residual", residual, x)
 
 
@@ -98,7 +106,11 @@ def check_small(name: str, value: Tensor, x: Tensor, *shapes: tuple[int, ...]) -
 
 
 def check_out(
-    out: Tensor, x: Tensor, mask: Tensor, trials: bool, others: tuple[Tensor | None, ...]
+    out: Tensor,
+    x: Tensor,
+    mask: Tensor,
+    trials: bool,
+    others: tuple[Tensor | None, ...],
 ) -> None:
     """out= is for inference: shape, dtype and device of y, and no gradients."""
     shape = tuple(x.shape)
@@ -135,7 +147,8 @@ def _has_shape(t: Tensor, *shapes: tuple[int, ...]) -> bool:
         return t.shape in shapes
     # Size by size, since torch.compile cannot compare tuples of dynamic sizes.
     return any(
-        t.ndim == len(shape) and all(a == b for a, b in zip(t.shape, shape, strict=True))
+        t.ndim == len(shape)
+        and all(a == b for a, b in zip(t.shape, shape, strict=True))
         for shape in shapes
     )
 

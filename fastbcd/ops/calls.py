@@ -15,7 +15,9 @@ class KernelCall(NamedTuple):
 
     outputs: list[Any]  # empty tensors; None for a gradient that is not wanted
     inputs: tuple[Any, ...]
-    geometry: tuple[Any, ...] = ()  # the arguments of `geometry`; empty: the kernel takes none
+    geometry: tuple[
+        Any, ...
+    ] = ()  # the arguments of `geometry`; empty: the kernel takes none
     variant: str = ""  # which constants the kernel is compiled with
     fits: bool = True  # False: no kernel takes this call
 
@@ -34,7 +36,9 @@ class Kernel(NamedTuple):
 KERNELS: dict[str, Kernel] = {}
 
 
-def by_formula(formula: Callable[..., Any], call: KernelCall, arguments: Sequence[Any]) -> None:
+def by_formula(
+    formula: Callable[..., Any], call: KernelCall, arguments: Sequence[Any]
+) -> None:
     """Fill the outputs of a call with the values of the formula."""
     values = formula(*arguments)
     if not isinstance(values, tuple):

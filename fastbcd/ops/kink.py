@@ -32,5 +32,7 @@ def _lay_out(c: Tensor, a: Tensor, bits: Tensor, fresh: bool) -> KernelCall:
 
 
 KERNELS["kink"] = Kernel(
-    "kink(Tensor c, Tensor a, Tensor bits, bool fresh) -> Tensor", _lay_out, reference.kink
+    "kink(Tensor c, Tensor a, Tensor bits, bool fresh) -> Tensor",
+    _lay_out,
+    reference.kink,
 )

@@ -24,7 +24,13 @@ from fastbcd.kernels.geometry import (
     new_gradient,
     new_output,
 )
-from fastbcd.ops.arguments import DTYPES, check_arguments, check_items, check_out, check_small
+from fastbcd.ops.arguments import (
+    DTYPES,
+    check_arguments,
+    check_items,
+    check_out,
+    check_small,
+)
 from fastbcd.ops.calls import KernelCall, contiguous
 from fastbcd.ops.registry import OPERATORS, Operator, compute, define
 
@@ -59,7 +65,9 @@ def masked_relu(
     >>> masked_relu(x, torch.tensor([True, False, True]))
     tensor([[ 0., -2.,  3.]])
     """
-    return masked(x, mask, scale=scale, shift=shift, residual=residual, trials=trials, out=out)
+    return masked(
+        x, mask, scale=scale, shift=shift, residual=residual, trials=trials, out=out
+    )
 
 
 def masked_line(
@@ -86,7 +94,14 @@ def masked_line(
     """
     _check_rows(coef, x, 2)
     return masked(
-        x, mask, coef, scale=scale, shift=shift, residual=residual, trials=trials, out=out
+        x,
+        mask,
+        coef,
+        scale=scale,
+        shift=shift,
+        residual=residual,
+        trials=trials,
+        out=out,
     )
 
 
@@ -114,7 +129,14 @@ def masked_poly(
     """
     _check_rows(coef, x, 3)
     return masked(
-        x, mask, coef, scale=scale, shift=shift, residual=residual, trials=trials, out=out
+        x,
+        mask,
+        coef,
+        scale=scale,
+        shift=shift,
+        residual=residual,
+        trials=trials,
+        out=out,
     )
 
 
@@ -136,11 +158,18 @@ def soft_relu(x: Tensor, alpha: Tensor, *, residual: Tensor | None = None) -> Te
         return y
     check_small("alpha", alpha, x, tuple(x.shape[1:]))
     check_items(x, alpha, residual)
-    return _masked(x, alpha.to(compute_dtype(x.dtype)), None, None, None, residual, None, False, 0)
+    return _masked(
+        x, alpha.to(compute_dtype(x.dtype)), None, None, None, residual, None, False, 0
+    )
 
 
 def indicator_poly(
-    x: Tensor, mask: Tensor, coef: Tensor, aux: Tensor, *, residual: Tensor | None = None
+    x: Tensor,
+    mask: Tensor,
+    coef: Tensor,
+    aux: Tensor,
+    *,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """`masked_poly`, with a gradient for the numbers that decide its bits.
 
@@ -222,7 +251,9 @@ class _Effects(torch.autograd.Function):
     """In place of the bits: their gradient is added to totals."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, totals: Tensor, dtype: Any, absolute: bool) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, totals: Tensor, dtype: Any, absolute: bool
+    ) -> Tensor:
         ctx.totals = totals
         ctx.sign = 1 if absolute else -1  # a removal takes away what the bit adds
         return totals.new_empty(totals.shape, dtype=dtype)
@@ -258,7 +289,10 @@ def masked(
         coef = coef.reshape(rows, -1).expand(rows, channels)
     dtype = compute_dtype(x.dtype)
     # `to` costs 1 µs even where it returns its argument.
-    small = [v if v is None or v.dtype == dtype else v.to(dtype) for v in (coef, scale, shift)]
+    small = [
+        v if v is None or v.dtype == dtype else v.to(dtype)
+        for v in (coef, scale, shift)
+    ]
     if out is None:
         return _masked(x, mask, *small, residual, None, trials, 0)
     check_out(out, x, mask, trials, (*small, residual))
@@ -314,7 +348,15 @@ def _lay_out_backward(
             dsmall,
             dunits,
         ],
-        inputs=(grad, y, x, mask, *map(contiguous, (coef, scale, shift)), residual, units == 2),
+        inputs=(
+            grad,
+            y,
+            x,
+            mask,
+            *map(contiguous, (coef, scale, shift)),
+            residual,
+            units == 2,
+        ),
         geometry=(grad, mask, trials, x_shared, residual_shared),
         variant=variant(mask, coef, units),
         fits=not (mask.is_floating_point() or units) or (scale is None and not trials),
@@ -329,12 +371,16 @@ def _short(x, mask, coef, scale, shift, residual, units, trials, kind) -> Tensor
     return plain(x, mask, coef, scale, shift, residual)
 
 
-def _short_backward(grad, y, x, mask, coef, scale, shift, residual, trials, *flags) -> Any:
+def _short_backward(
+    grad, y, x, mask, coef, scale, shift, residual, trials, *flags
+) -> Any:
     plain = kernels.choose("masked_backward_plain", grad)
     *_, want_residual, want_small, units = flags
     if plain is None or trials or (units and not mask.is_floating_point()):
         return None
-    found = plain(grad, y, x, mask, coef, scale, shift, residual, want_residual, want_small)
+    found = plain(
+        grad, y, x, mask, coef, scale, shift, residual, want_residual, want_small
+    )
     return None if found[0] is None else found
 
 
@@ -361,7 +407,9 @@ def _write(x, mask, coef, scale, shift, residual, trials, out) -> None:
         compute("masked_forward", call, inputs)
     else:
         out.copy_(_masked.run(*inputs))
-    if not out.is_inference():  # a graph that saved `out` before now raises in its backward
+    if (
+        not out.is_inference()
+    ):  # a graph that saved `out` before now raises in its backward
         torch.autograd.graph.increment_version(out)
 
 
@@ -395,7 +443,9 @@ def _setup(ctx, inputs, output) -> None:
     if coef is None and units is None and not mask.is_floating_point():
         # The output alone tells which elements passed; only the affine gradients need x.
         affine = any(ctx.needs_input_grad[3:5])
-        ctx.save_for_backward(output, x if affine else None, mask, None, scale, None, None)
+        ctx.save_for_backward(
+            output, x if affine else None, mask, None, scale, None, None
+        )
     else:
         ctx.save_for_backward(None, x, mask, coef, scale, shift, residual)
 
@@ -409,7 +459,12 @@ def _gradients(ctx, grad):
     # dresidual = dz = dx, one tensor for both, unless a scale or a sum over trials differs.
     same = scale is None and x_shared == residual_shared
     dx, dresidual, dsmall, dunits = _masked_backward.derivative(
-        grad, *saved, *ctx.shared, needed[5] and not same, small, ctx.kind or int(needed[1])
+        grad,
+        *saved,
+        *ctx.shared,
+        needed[5] and not same,
+        small,
+        ctx.kind or int(needed[1]),
     )
     dcoef = dscale = dshift = None
     if small and scale is None:

@@ -49,7 +49,9 @@ def norm_relu(
 
 def has_kernel(x: Tensor) -> bool:
     """Is there a kernel for tensors with the dtype and device of x?"""
-    return x.dtype == torch.float32 and kernels.choose("norm_relu_forward", x) is not None
+    return (
+        x.dtype == torch.float32 and kernels.choose("norm_relu_forward", x) is not None
+    )
 
 
 def _fits(x: Tensor) -> bool:
@@ -67,7 +69,9 @@ def _forward_call(x, weight, bias, mask, residual, eps) -> KernelCall:
     )
 
 
-def _backward_call(grad, y, x, weight, mask, statistics, eps, want_residual) -> KernelCall:
+def _backward_call(
+    grad, y, x, weight, mask, statistics, eps, want_residual
+) -> KernelCall:
     mask, x, y, grad = dense_together(mask, False, x, y, grad)
     dresidual = torch.empty_like(x) if want_residual else None
     return KernelCall(

@@ -116,7 +116,9 @@ def masked_backward(
     dx = dz if scale is None else dz * _channelwise(scale, dz)
     return (
         _collect(dx, x_shared or not trials, grad.dtype),
-        _collect(dz, residual_shared or not trials, grad.dtype) if want_residual else None,
+        _collect(dz, residual_shared or not trials, grad.dtype)
+        if want_residual
+        else None,
         torch.stack(rows) if rows and want_small else None,
         effects,
     )
@@ -194,7 +196,9 @@ def _sum_batch(t: Tensor) -> Tensor:
 def norm_statistics(x: Tensor) -> Tensor:
     """[2, C]: the mean and the biased variance of x [B, C, *spatial]."""
     x = x.to(compute_dtype(x.dtype))
-    variance, mean = torch.var_mean(x, [d for d in range(x.ndim) if d != 1], correction=0)
+    variance, mean = torch.var_mean(
+        x, [d for d in range(x.ndim) if d != 1], correction=0
+    )
     return torch.stack([mean, variance])
 
 
@@ -229,7 +233,9 @@ def norm_relu_backward(
     dbias = _sum_channels(d)
     dweight = _sum_channels(d * xhat)
     count = x.numel() // x.shape[1]
-    centred = d - _channelwise(dbias / count, d) - xhat * _channelwise(dweight / count, d)
+    centred = (
+        d - _channelwise(dbias / count, d) - xhat * _channelwise(dweight / count, d)
+    )
     dx = _channelwise(weight * inverse, d) * centred
     dresidual = dz if want_residual else None
     return dx[0].to(grad.dtype), dresidual, torch.stack([dweight, dbias])

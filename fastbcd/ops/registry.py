@@ -45,7 +45,9 @@ class Operator:
     ) -> None:
         self.name = schema.partition("(")[0]
         self.run = run
-        self.short = short  # the result of a call that needs no checks and copies, or None
+        self.short = (
+            short  # the result of a call that needs no checks and copies, or None
+        )
         self.recorded: Any = None  # the call that autograd records
         self.short_recorded: Any = None
         self.formula: Any = getattr(reference, self.name, None)
@@ -63,9 +65,13 @@ class Operator:
             return _without_none(fake(*arguments))
 
         torch.library.register_fake(f"fastbcd::{self.name}", traced, lib=LIBRARY)
-        if self.formula is not None:  # torch.onnx.export decomposes what it does not know
+        if (
+            self.formula is not None
+        ):  # torch.onnx.export decomposes what it does not know
             torch._decomp.decomposition_table[self.default] = self.formula
-            torch._decomp.meta_table[self.default] = traced  # and shapes are those of the operator
+            torch._decomp.meta_table[self.default] = (
+                traced  # and shapes are those of the operator
+            )
 
     def __call__(self, *arguments: Any) -> Any:
         if watched(arguments):
@@ -88,10 +94,14 @@ class Operator:
             return self.formula(*arguments)
         return self.default(*arguments) if watched(arguments) else self.run(*arguments)
 
-    def differentiate(self, setup: Callable[..., None], gradients: Callable[..., Any]) -> None:
+    def differentiate(
+        self, setup: Callable[..., None], gradients: Callable[..., Any]
+    ) -> None:
         """Register its gradients: setup(ctx, inputs, output), gradients(ctx, *grads)."""
         name = f"fastbcd::{self.name}"
-        torch.library.register_autograd(name, gradients, setup_context=setup, lib=LIBRARY)
+        torch.library.register_autograd(
+            name, gradients, setup_context=setup, lib=LIBRARY
+        )
 
         def recorded(run: Any) -> Any:
             def forward(ctx: Any, *arguments: Any) -> Any:
@@ -100,7 +110,10 @@ class Operator:
                     setup(ctx, arguments, output)
                 return output
 
-            methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
+            methods = {
+                "forward": staticmethod(forward),
+                "backward": staticmethod(gradients),
+            }
             function: Any = type(self.name, (torch.autograd.Function,), methods)
             return function.apply
 
@@ -123,7 +136,9 @@ class Operator:
 
 
 def define(
-    schema: str, lay_out: Callable[..., KernelCall], short: Callable[..., Any] | None = None
+    schema: str,
+    lay_out: Callable[..., KernelCall],
+    short: Callable[..., Any] | None = None,
 ) -> Operator:
     """Define the operator of `schema`: lay_out(*arguments), then kernel or formula.
 
@@ -176,7 +191,9 @@ def watched(arguments: tuple[Any, ...]) -> bool:
         or torch._C._get_tracing_state() is not None
         or not _PLAIN.issuperset(map(type, arguments))
         or arguments[0].is_meta
-        or torch._C._functorch.is_legacy_batchedtensor(arguments[0])  # is_grads_batched=True
+        or torch._C._functorch.is_legacy_batchedtensor(
+            arguments[0]
+        )  # is_grads_batched=True
     )
 
 

@@ -54,7 +54,11 @@ class Check(NamedTuple):
     trials: str = "none"
 
     def __str__(self) -> str:
-        return "-".join(filter(None, map(str, self))).replace("torch.", "").replace(" ", "_")
+        return (
+            "-".join(filter(None, map(str, self)))
+            .replace("torch.", "")
+            .replace(" ", "_")
+        )
 
     def shared(self, name: str) -> bool:
         """Do all trials use the same tensor of this name? Only x and residual can be shared."""
@@ -72,7 +76,9 @@ class Check(NamedTuple):
         return 1 * ("signed" in self.variant) + 2 * ("absolute" in self.variant)
 
 
-def checks(kernel: str, dtype: torch.dtype, variants: tuple[str, ...] = ()) -> Iterator[Check]:
+def checks(
+    kernel: str, dtype: torch.dtype, variants: tuple[str, ...] = ()
+) -> Iterator[Check]:
     """The calls of a kernel that are compared, of all or of some variants."""
     variants = variants or VARIANTS.get(kernel, ("",))
     for variant, order, optional in product(variants, ORDERS, ("bare", "full")):
@@ -141,7 +147,9 @@ def _first_complaint(kernel: str, variant: str, function: Any, x: Tensor) -> str
     return None
 
 
-def disagreement(check: Check, function: Callable[..., None], device: Any) -> list[str] | None:
+def disagreement(
+    check: Check, function: Callable[..., None], device: Any
+) -> list[str] | None:
     """How a kernel differs from its formula in one call; None if no kernel takes the call."""
     schema, lay_out, formula = KERNELS[check.kernel]
     call = lay_out(*arguments(check, device))
@@ -193,7 +201,9 @@ def arguments(check: Check, device: Any, site: tuple[int, ...] = SITE) -> list[A
     return values
 
 
-def _draw(name: str, check: Check, site: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _draw(
+    name: str, check: Check, site: tuple[int, ...], generator: torch.Generator
+) -> Tensor:
     """A random tensor for the argument of this name, in the memory order of the check."""
     shape = _shape(name, check, site)
     t = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -239,7 +249,9 @@ def differences(
     for name, want in wanted.items():
         got = actual[name]
         if got.shape != want.shape or got.dtype != want.dtype:
-            lines.append(f"{name} is {got.dtype} {tuple(got.shape)}, not {tuple(want.shape)}")
+            lines.append(
+                f"{name} is {got.dtype} {tuple(got.shape)}, not {tuple(want.shape)}"
+            )
             continue
         same = (got == want) | (got.isnan() & want.isnan())
         if name not in elementwise and want.numel():

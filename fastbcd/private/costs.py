@@ -29,7 +29,14 @@ from fastbcd.masking.conversion_report import NonlinearOp, nonlinear_of
 from fastbcd.masking.masks import MaskSet, mask_modules
 from fastbcd.masking.masks import masks as masks_of
 from fastbcd.private.layers import layers_of
-from fastbcd.private.protocols import LAN_BANDWIDTH, LAN_RTT, UNKNOWN, Channel, Protocol, Spent
+from fastbcd.private.protocols import (
+    LAN_BANDWIDTH,
+    LAN_RTT,
+    UNKNOWN,
+    Channel,
+    Protocol,
+    Spent,
+)
 from fastbcd.private.units import columns, si
 from fastbcd.runtime.validate import check_choice
 
@@ -111,7 +118,9 @@ class Cost:
     @property
     def saved_rounds(self) -> float | None:
         """By the emptied sites."""
-        spent = Channel(self.protocol, 1, 0).spent("relu", units=0, sites=len(self.emptied))
+        spent = Channel(self.protocol, 1, 0).spent(
+            "relu", units=0, sites=len(self.emptied)
+        )
         return _known(spent.rounds)
 
     @property
@@ -145,7 +154,9 @@ class Cost:
     def __str__(self) -> str:
         connection = f"{si(self.bandwidth, 'bit/s')}, round trip {si(self.rtt, 's')}"
         what = "the whole inference" if self.layers else "the activations"
-        lines = [f"{self.protocol.name}, {connection}: {self.relus:,} ReLUs, {what} of one image"]
+        lines = [
+            f"{self.protocol.name}, {connection}: {self.relus:,} ReLUs, {what} of one image"
+        ]
         lines += [f"  {line}" for line in columns(_rows(self), width=11)]
         for title, items in _notes(self):
             lines.append(f"  {title}")
@@ -192,10 +203,14 @@ def cost(
     if isinstance(masks, MaskSet):
         unknown = kinds.keys() - masks.counts().keys()
         if unknown:
-            raise ValueError(f"{min(unknown)!r} of poly or line is no site of these masks")
+            raise ValueError(
+                f"{min(unknown)!r} of poly or line is no site of these masks"
+            )
         return _summed(channel, masks, kinds)
     if not isinstance(masks, nn.Module):
-        raise TypeError(f"masks is a {type(masks).__name__}; give a MaskSet or a net with masks")
+        raise TypeError(
+            f"masks is a {type(masks).__name__}; give a MaskSet or a net with masks"
+        )
     if kinds:
         raise ValueError("poly= and line= are for masks without a net; leave them out")
     check_calls(masks)
@@ -234,7 +249,9 @@ def _summed(
         layers=tuple(_priced(channel, name, spent) for name, spent in layers.items()),
         activations=_priced(channel, "activations", activations, sizes.sum(), totals),
         linear=_priced(channel, "layers", linear),
-        total=_priced(channel, "total", activations.plus([linear]), sizes.sum(), totals),
+        total=_priced(
+            channel, "total", activations.plus([linear]), sizes.sum(), totals
+        ),
         not_included=others,
     )
 
@@ -274,7 +291,11 @@ def spent_by_layers(
 
 
 def _priced(
-    channel: Channel, name: str, spent: Spent, units: int = 0, counts: Mapping[str, Any] = NOTHING
+    channel: Channel,
+    name: str,
+    spent: Spent,
+    units: int = 0,
+    counts: Mapping[str, Any] = NOTHING,
 ) -> SiteCost:
     return SiteCost(
         name=name,
@@ -331,7 +352,12 @@ def _notes(cost: Cost) -> Iterator[tuple[str, list[str]]]:
     if cost.not_included:
         besides = "" if cost.layers else ", besides linear layers"
         yield f"not included{besides}:", [str(other) for other in cost.not_included]
-    used = {"relu": True, "square": cost.total.squares, "line": cost.total.lines, "setup": True}
+    used = {
+        "relu": True,
+        "square": cost.total.squares,
+        "line": cost.total.lines,
+        "setup": True,
+    }
     sources = []
     for name, constant in cost.protocol.constants().items():
         if used.get(name.partition("_")[0], cost.layers) and constant is not UNKNOWN:

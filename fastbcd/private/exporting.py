@@ -20,10 +20,17 @@ from fastbcd.runtime.atomic_files import write_atomically
 
 PACKAGES = {".pt2": (), ".onnx": ("onnx", "onnxscript")}  # by the end of a file's name
 # Of exported logits, by dtype: another program may sum a convolution in another order.
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+TOLERANCES = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 5e-2,
+}
 
 
-def export(net: nn.Module, example: Tensor, path: str | os.PathLike[str]) -> float | None:
+def export(
+    net: nn.Module, example: Tensor, path: str | os.PathLike[str]
+) -> float | None:
     """Write the net's gather form, in eval mode, to path; the file takes any batch size.
 
     net: with masks, or already in gather form; it is not changed. example: a batch of two or more
@@ -70,10 +77,14 @@ def _check(path: Path, example: Tensor) -> None:
     if path.suffix not in PACKAGES:
         raise ValueError(f"{path} must end in {' or '.join(PACKAGES)}")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {path.parent} to write {path.name} into")
+        raise FileNotFoundError(
+            f"there is no folder {path.parent} to write {path.name} into"
+        )
     if len(example) < 2:
         why = "torch.export treats a batch of one as a constant"
-        raise ValueError(f"example has a batch of {len(example)}; give two or more images: {why}")
+        raise ValueError(
+            f"example has a batch of {len(example)}; give two or more images: {why}"
+        )
     kinds = list(TOLERANCES)
     if path.suffix == ".onnx":
         kinds = [torch.float32, torch.float16]  # what onnxruntime has convolutions of
@@ -94,7 +105,9 @@ def _program(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
     batch = {0: torch.export.Dim("batch")}
     try:
         return torch.export.export(model, (example,), dynamic_shapes=(batch,))
-    except Exception as error:  # whatever the net's own forward, or torch.export, raises
+    except (
+        Exception
+    ) as error:  # whatever the net's own forward, or torch.export, raises
         first = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"torch.export cannot take {type(model).__name__} ({first}): its forward must not "
@@ -109,7 +122,9 @@ def _written(program: torch.export.ExportedProgram, suffix: str) -> bytes:
         torch.export.save(program, file)
         return file.getvalue()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch deprecates parts of itself
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # torch deprecates parts of itself
         onnx: Any = torch.onnx.export(program, dynamo=True, verbose=False)
     return onnx.model_proto.SerializeToString()
 

@@ -22,7 +22,12 @@ from torch import Tensor, fx, nn
 
 from fastbcd.graph.trace import Tracer, erase_calls, without_inplace
 from fastbcd.kernels.geometry import compute_dtype
-from fastbcd.masking.activations import MaskedActivation, MaskedLine, MaskedPoly, MaskedReLU
+from fastbcd.masking.activations import (
+    MaskedActivation,
+    MaskedLine,
+    MaskedPoly,
+    MaskedReLU,
+)
 from fastbcd.masking.masks import mask_modules
 
 FOLDABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.Conv2d, nn.Linear)

@@ -38,7 +38,13 @@ class Layer(NamedTuple):
 
 
 def product(
-    name: str, positions: int, terms: int, channels: int, *, inputs: int, groups: int = 1
+    name: str,
+    positions: int,
+    terms: int,
+    channels: int,
+    *,
+    inputs: int,
+    groups: int = 1,
 ) -> Layer:
     """A linear layer; terms and channels: of one group."""
     outputs = positions * channels
@@ -73,7 +79,12 @@ def layers_of(net: nn.Module, images: Tensor | None = None) -> list[Layer]:
             f"images: pass images=, convert it with fastbcd.convert, or give activations_only=True"
         )
     example = torch.zeros(1, *shape, dtype=dtype_of(net), device=device_of(net))
-    with eval_mode(net), torch.no_grad(), ModuleTracker() as modules, _Recorder(modules) as seen:
+    with (
+        eval_mode(net),
+        torch.no_grad(),
+        ModuleTracker() as modules,
+        _Recorder(modules) as seen,
+    ):
         logits = net(example)
     size = sum(t.numel() for t in tree_leaves(logits) if isinstance(t, Tensor))
     return [*seen.layers, Layer("logits", "reveal", {"units": size, "sites": 1})]
@@ -131,12 +142,18 @@ class _Recorder(TorchDispatchMode):
         )
         self.layers.append(layer)
 
-    def _add_comparisons(self, name: str, operator: str, args: Any, result: Any) -> None:
+    def _add_comparisons(
+        self, name: str, operator: str, args: Any, result: Any
+    ) -> None:
         """Max-pools and ReLUs without masks."""
-        values = next(iter(tree_leaves(result)), None)  # of a max-pool, not where they come from
+        values = next(
+            iter(tree_leaves(result)), None
+        )  # of a max-pool, not where they come from
         if isinstance(values, Tensor):
             count = comparisons(operator, args, values)
-            if count:  # a tree of them for each value, each with a product, as a ReLU has
+            if (
+                count
+            ):  # a tree of them for each value, each with a product, as a ReLU has
                 levels = math.ceil(math.log2(count / values.numel() + 1))
                 self._add(name, "relu", count, levels)
 

@@ -42,7 +42,9 @@ class Constant:
         for value in self.values.values():
             if not 0 <= value < math.inf:
                 wrong = f"a cost cannot be {value} ({self.source})"
-                raise ValueError(f"{wrong}: give a number of 0 or more, or None if it is unknown")
+                raise ValueError(
+                    f"{wrong}: give a number of 0 or more, or None if it is unknown"
+                )
 
     @property
     def values(self) -> Mapping[str, float]:
@@ -62,7 +64,9 @@ class Constant:
         """
         if self.value is None:
             return np.where(amounts[per], math.nan, 0.0)
-        return sum(float(value) * amounts[name or per] for name, value in self.values.items())
+        return sum(
+            float(value) * amounts[name or per] for name, value in self.values.items()
+        )
 
 
 UNKNOWN = Constant(None, "not stated by any source")
@@ -118,7 +122,9 @@ class Protocol:
         for name, constant in self.constants().items():
             if not isinstance(constant, Constant):
                 where = f"{name} of protocol {self.name!r}"
-                raise TypeError(f"{where} is {constant!r}; give Constant(value, source)")
+                raise TypeError(
+                    f"{where} is {constant!r}; give Constant(value, source)"
+                )
 
     def constants(self) -> dict[str, Constant]:
         """The values by name.
@@ -146,7 +152,9 @@ class Spent(NamedTuple):
 
     def plus(self, others: Iterable[Spent]) -> Spent:
         """The sum."""
-        return Spent(*(sum(column[1:], column[0]) for column in zip(self, *others, strict=True)))
+        return Spent(
+            *(sum(column[1:], column[0]) for column in zip(self, *others, strict=True))
+        )
 
 
 class Channel(NamedTuple):
@@ -162,7 +170,9 @@ class Channel(NamedTuple):
     rtt: float  # seconds
 
     @classmethod
-    def of(cls, protocol: str | Protocol, bandwidth: float | str, rtt: float | str) -> Channel:
+    def of(
+        cls, protocol: str | Protocol, bandwidth: float | str, rtt: float | str
+    ) -> Channel:
         """With texts read and checked."""
         return cls(_protocol_of(protocol), bits_per_second(bandwidth), round_trip(rtt))
 
@@ -178,7 +188,9 @@ class Channel(NamedTuple):
 
     def activations(self, units: Mapping[str, Any], sites: Mapping[str, Any]) -> Spent:
         """What so many operations of each kind spend."""
-        spent = [self.spent(kind, units=units[kind], sites=sites[kind]) for kind in units]
+        spent = [
+            self.spent(kind, units=units[kind], sites=sites[kind]) for kind in units
+        ]
         return Spent().plus(spent)
 
     def transfer(self, spent: Spent) -> Any:

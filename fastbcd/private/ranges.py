@@ -87,7 +87,11 @@ class Ranges:
 
 
 def activation_ranges(
-    net: nn.Module, data: Any, batch_size: int = 250, *, fixed_point: tuple[int, int] | None = None
+    net: nn.Module,
+    data: Any,
+    batch_size: int = 250,
+    *,
+    fixed_point: tuple[int, int] | None = None,
 ) -> Ranges:
     """Smallest, largest and typical values before each activation over all images, in eval mode.
 
@@ -114,10 +118,14 @@ def activation_ranges(
     if outside:
         infinite = [site for site in outside if not math.isfinite(site.largest)]
         worst = max(infinite or outside, key=lambda site: site.largest)
-        way = "use fewer fraction bits or more bits, or fine-tune with more weight decay"
+        way = (
+            "use fewer fraction bits or more bits, or fine-tune with more weight decay"
+        )
         if infinite:
             way = "the net itself overflows; look at its weights and batch norms"
-        seen = f"site {worst.name!r} sees values from {worst.low:.4g} to {worst.high:.4g}"
+        seen = (
+            f"site {worst.name!r} sees values from {worst.low:.4g} to {worst.high:.4g}"
+        )
         text = f"{len(outside)} sites leave the range; {seen}, {worst.mark}: {way}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     return Ranges(sites)
@@ -161,7 +169,9 @@ class _Values:
         low = float(self.low)
         high = float(self.high)
         if low > high:
-            raise ValueError(f"site {name!r} was not reached by any image; is it used in forward?")
+            raise ValueError(
+                f"site {name!r} was not reached by any image; is it used in forward?"
+            )
         below = self.counts.cumsum(0).cpu()
         total = int(below[-1])
         ranks = torch.tensor([math.ceil(share * total) for share in QUANTILES])

@@ -9,15 +9,34 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fastbcd.descent.budget import Bound, Budget, Limits, Totals, counts_of, limits_of, relus
+from fastbcd.descent.budget import (
+    Bound,
+    Budget,
+    Limits,
+    Totals,
+    counts_of,
+    limits_of,
+    relus,
+)
 from fastbcd.masking.masks import MaskSet, masks
 from fastbcd.private.costs import OWNERS, cost, kinds_of, spent_by_layers
-from fastbcd.private.protocols import LAN_BANDWIDTH, LAN_RTT, UNKNOWN, Channel, Protocol, Spent
+from fastbcd.private.protocols import (
+    LAN_BANDWIDTH,
+    LAN_RTT,
+    UNKNOWN,
+    Channel,
+    Protocol,
+    Spent,
+)
 from fastbcd.private.units import in_bytes, in_seconds, si
 from fastbcd.runtime.validate import check_choice, check_number, check_whole
 
 # The values of a protocol that a quantity depends on, for ReLUs and for squares.
-NEEDS = {"seconds": ["bytes", "seconds", "rounds"], "bytes": ["bytes"], "rounds": ["rounds"]}
+NEEDS = {
+    "seconds": ["bytes", "seconds", "rounds"],
+    "bytes": ["bytes"],
+    "rounds": ["rounds"],
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,7 +112,9 @@ class Target(Budget):
     def cost(self, masks: MaskSet | nn.Module, poly: Any = ()) -> float:
         """What a net costs now, as `private.cost` computes it; of masks alone, the activations."""
         if isinstance(masks, MaskSet) and not self.activations_only:
-            raise ValueError(f"{self} counts linear layers: give the net instead of its masks")
+            raise ValueError(
+                f"{self} counts linear layers: give the net instead of its masks"
+            )
         spent = cost(
             masks,
             self.protocol,
@@ -122,7 +143,12 @@ class Target(Budget):
         fixed = Spent()
         if poly.any():
             self._check_known(replaced)
-        if len(kinds) > 1 and self.channel.spent("line", units=1, sites=1) != (0, 0, 0, 0):
+        if len(kinds) > 1 and self.channel.spent("line", units=1, sites=1) != (
+            0,
+            0,
+            0,
+            0,
+        ):
             raise ValueError(
                 f"{self}: the net has lines and quadratics, which both cost under "
                 f"{self.channel.protocol.name!r}; give a net of one kind"
@@ -130,7 +156,11 @@ class Target(Budget):
         if net is not None and not self.activations_only:
             layers = spent_by_layers(self.channel, net, self.weights_of)
             fixed = fixed.plus(layers.values())
-            for kind in ("layer" if self.weights_of == "both" else "owned", "line", "reveal"):
+            for kind in (
+                "layer" if self.weights_of == "both" else "owned",
+                "line",
+                "reveal",
+            ):
                 self._check_known(kind)
         bound = Bound(self.quantity, partial(self._measure, replaced, fixed), self.most)
         price = bound.prices()
@@ -156,7 +186,12 @@ class Target(Budget):
         constants = self.channel.protocol.constants()
         figures = {name: c.value for name, c in constants.items() if c is not UNKNOWN}
         _, bandwidth, rtt = self.channel
-        return {**self._settings(), "bandwidth": bandwidth, "rtt": rtt, "figures": figures}
+        return {
+            **self._settings(),
+            "bandwidth": bandwidth,
+            "rtt": rtt,
+            "figures": figures,
+        }
 
     def _measure(self, replaced: str, fixed: Spent, totals: Totals) -> Any:
         """The cost of a mask's totals, or of arrays of them, beside what is fixed."""
@@ -166,7 +201,9 @@ class Target(Budget):
             units, {"relu": totals.relu_sites, replaced: totals.square_sites}
         ).plus([fixed])
         if self.quantity == "seconds":
-            value = (channel.protocol.setup_seconds.value or 0.0) + channel.seconds(spent)
+            value = (channel.protocol.setup_seconds.value or 0.0) + channel.seconds(
+                spent
+            )
         else:
             value = getattr(spent, self.quantity)
         # What is unknown is of replacements that the net does not have: `bounds` refuses others.

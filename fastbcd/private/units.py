@@ -21,7 +21,9 @@ def bits_per_second(value: float | str) -> float:
     if value == math.inf:
         return math.inf
     if not (unit and 0 < number < math.inf):
-        raise ValueError(f"bandwidth={shortened(value)}; give it with its unit, such as '100Mbit'")
+        raise ValueError(
+            f"bandwidth={shortened(value)}; give it with its unit, such as '100Mbit'"
+        )
     if unit == "B":
         return 8 * number
     return number
@@ -35,7 +37,9 @@ def round_trip(value: float | str) -> float:
     """
     number, unit = _read(value, _TIME)
     if not 0 <= number < math.inf or (number and unit is None):
-        raise ValueError(f"rtt={shortened(value)}; give it with its unit, such as '40ms'")
+        raise ValueError(
+            f"rtt={shortened(value)}; give it with its unit, such as '40ms'"
+        )
     return number
 
 
@@ -47,7 +51,9 @@ def in_seconds(value: float | str) -> float:
     """
     number, _ = _read(value, _TIME)
     if not 0 <= number < math.inf:
-        raise ValueError(f"seconds={shortened(value)}; give seconds, 0 or more, or '800ms'")
+        raise ValueError(
+            f"seconds={shortened(value)}; give seconds, 0 or more, or '800ms'"
+        )
     return number
 
 
@@ -103,7 +109,9 @@ def columns(rows: Sequence[Sequence[str]], width: int) -> list[str]:
 def _read(value: float | str, units: str) -> tuple[float, str | None]:
     """The number in the unit without a prefix, NaN if there is none, and the unit."""
     if isinstance(value, str):
-        text = re.fullmatch(rf"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*{units}", value.strip())
+        text = re.fullmatch(
+            rf"([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*{units}", value.strip()
+        )
         if text is None:
             return math.nan, None
         prefix = (text["prefix"] or " ").replace("u", "µ")

@@ -29,15 +29,24 @@ def accuracy(results: Sequence[Result], published: Sequence[Curve]) -> Any:
     methods = LOOKS["methods"]
     for curve in published:
         label = f"paper: {curve.method}"
-        axes.plot(*zip(*curve.points, strict=True), label=label, lw=0.9, **methods[curve.method])
+        axes.plot(
+            *zip(*curve.points, strict=True),
+            label=label,
+            lw=0.9,
+            **methods[curve.method],
+        )
     measured = results[0].measured
-    drawn = [result for result in results if result.points and result.measured == measured]
+    drawn = [
+        result for result in results if result.points and result.measured == measured
+    ]
     for number, result in enumerate(drawn):
         relus, percent = zip(*result.points, strict=True)
         look = {name: methods[result.run.title][name] for name in ("color", "marker")}
         look |= {"linestyle": DASHES[number % len(DASHES)], "zorder": 5}
         label = f"{result.run.title}: {result.name[:40]}"
-        axes.plot(relus, percent, label=label, markevery=max(1, len(relus) // 12), **look)
+        axes.plot(
+            relus, percent, label=label, markevery=max(1, len(relus) // 12), **look
+        )
         axes.plot(relus[-1], percent[-1], ms=8, markerfacecolor=look["color"], **look)
     relu_axis(axes)
     axes.set_ylabel(f"{measured}, %")

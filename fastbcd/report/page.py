@@ -31,7 +31,9 @@ def render(
     """The HTML text; headlines and facts: texts by their names, for each run."""
     body = [f'<p class="open">{escape(text)}</p>' for text in notices]
     for run, values in headlines.items():
-        tiles = [f"<div><b>{escape(v)}</b>{escape(name)}</div>" for name, v in values.items()]
+        tiles = [
+            f"<div><b>{escape(v)}</b>{escape(name)}</div>" for name, v in values.items()
+        ]
         heading = f"<h2>{escape(run)}</h2>" * (len(headlines) > 1)
         body.append(f'{heading}<div class="headline">{"".join(tiles)}</div>')
     body += ['<div class="cards">', *map(_figure, cards), _table(facts), "</div>"]
@@ -58,8 +60,12 @@ def _table(facts: Mapping[str, Mapping[str, str]]) -> str:
         cells = [column.get(name, "–") for column in facts.values()]
         rows.append(_row("td", [name, *cells]))
     kind = "wide" * (len(facts) > 1)
-    return "\n".join([f'<section class="{kind}" tabindex="0"><table>', *rows, "</table></section>"])
+    return "\n".join(
+        [f'<section class="{kind}" tabindex="0"><table>', *rows, "</table></section>"]
+    )
 
 
 def _row(tag: str, cells: Sequence[str]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+    return (
+        "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+    )

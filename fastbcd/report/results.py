@@ -22,7 +22,9 @@ class Result(NamedTuple):
     name: str
     run: SavedRun
     measured: str  # "test accuracy", or "train accuracy" without a test set
-    points: list[tuple[int, float]]  # (ReLUs, accuracy) of the start, of each step, and now
+    points: list[
+        tuple[int, float]
+    ]  # (ReLUs, accuracy) of the start, of each step, and now
     before: Cost
     after: Cost
 
@@ -53,7 +55,9 @@ def result_of(path: str | os.PathLike[str], **connection: Any) -> Result:
 
 def headline(result: Result) -> dict[str, str]:
     """Accuracy, ReLUs and seconds of private inference, each before and after."""
-    accuracies = [f"{accuracy:.2f} %" for _, accuracy in result.points] or ["not measured"]
+    accuracies = [f"{accuracy:.2f} %" for _, accuracy in result.points] or [
+        "not measured"
+    ]
     return {
         result.measured: _change(accuracies[0], accuracies[-1]),
         "ReLUs": _change(f"{result.run.start.count():,}", f"{result.run.count:,}"),

@@ -75,7 +75,11 @@ def write(
 def _cards(results: Sequence[Result], published: Sequence[Curve]) -> list[Card]:
     """The figures: accuracies of all runs, then sites and seconds of each."""
     measured = results[0].measured
-    ends = [f"{r.name} {r.points[-1][1]:.2f} % at {r.run.count:,}" for r in results if r.points]
+    ends = [
+        f"{r.name} {r.points[-1][1]:.2f} % at {r.run.count:,}"
+        for r in results
+        if r.points
+    ]
     cards = [
         Card(
             "accuracy",
@@ -96,7 +100,9 @@ def _cards(results: Sequence[Result], published: Sequence[Curve]) -> list[Card]:
         sites = _png(figures.sites(result))
         cost = _png(figures.seconds(result.after))
         cards.append(Card(f"{prefix}sites", f"ReLUs by site{of_run}", kept, sites))
-        cards.append(Card(f"{prefix}seconds", f"Activations by site{of_run}", seconds, cost))
+        cards.append(
+            Card(f"{prefix}seconds", f"Activations by site{of_run}", seconds, cost)
+        )
     return cards
 
 

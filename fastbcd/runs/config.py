@@ -119,13 +119,17 @@ def read_config(folder: Path) -> Config:
         raise ValueError(f"{path} is damaged or not of a run: {error}") from error
     known = [f"fastbcd.{kind} {VERSION}" for kind in TITLES]
     if config.format not in known:
-        raise ValueError(f"{path}: format is {config.format!r}; expected one of {', '.join(known)}")
+        raise ValueError(
+            f"{path}: format is {config.format!r}; expected one of {', '.join(known)}"
+        )
     return config
 
 
 def as_json(value: Any, indent: int | None = None) -> str:
     """Dataclasses, settings and numbers of NumPy as JSON."""
-    builtins = msgspec.to_builtins(value, str_keys=True, enc_hook=lambda number: number.item())
+    builtins = msgspec.to_builtins(
+        value, str_keys=True, enc_hook=lambda number: number.item()
+    )
     return json.dumps(builtins, indent=indent, ensure_ascii=False)
 
 
@@ -157,7 +161,9 @@ def _arch(net: nn.Module) -> dict[str, Any] | None:
     """What `fastbcd.models.build` takes to build the net again, if that is known."""
     inner = getattr(net, "module", net)  # of DataParallel
     arch = getattr(inner, "arch", None)
-    if not isinstance(arch, dict) or not (arch.get("name") in models.NAMES or "model" in arch):
+    if not isinstance(arch, dict) or not (
+        arch.get("name") in models.NAMES or "model" in arch
+    ):
         return None
     if all(isinstance(value, str | int | float) for value in arch.values()):
         return arch

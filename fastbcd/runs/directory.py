@@ -63,7 +63,9 @@ class RunDirectory:
                 f"resume='auto' would begin one"
             )
         path.mkdir(parents=True, exist_ok=True)
-        self.path = path.resolve()  # a link or a working directory may change during the run
+        self.path = (
+            path.resolve()
+        )  # a link or a working directory may change during the run
         self._lock = _locked(self.path)
         try:
             self._begin(config, resume)
@@ -102,7 +104,9 @@ class RunDirectory:
 
     def _begin(self, config: Config, resume: str) -> None:
         """Write config.json, or compare it with the one that is there."""
-        present = sorted(p.name for p in self.path.iterdir() if not p.name.startswith("."))
+        present = sorted(
+            p.name for p in self.path.iterdir() if not p.name.startswith(".")
+        )
         if resume == "never" and present:
             raise FileExistsError(
                 f"run_dir {self.path} is not empty (it holds {present[0]}); name another "
@@ -120,7 +124,9 @@ class RunDirectory:
             text = as_json(config, indent=2) + "\n"
             write_atomically(self.path / CONFIG, text.encode())
         for name in OWN:
-            for leftover in self.path.glob(f".{name}.[0-9]*.tmp"):  # of a killed process
+            for leftover in self.path.glob(
+                f".{name}.[0-9]*.tmp"
+            ):  # of a killed process
                 leftover.unlink(missing_ok=True)
 
     def _check_alone(self) -> None:
@@ -202,7 +208,9 @@ def _mark(tensors: dict[str, Tensor], run: str) -> str:
 
 def _way_out(path: Path) -> str:
     if path.name == STATE and path.with_name(PREVIOUS).exists():
-        return f"Move it away and start again, to resume from {PREVIOUS}, one step earlier"
+        return (
+            f"Move it away and start again, to resume from {PREVIOUS}, one step earlier"
+        )
     return "Put a copy of it back, or begin again in another directory"
 
 

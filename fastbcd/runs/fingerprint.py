@@ -11,7 +11,10 @@ from fastbcd.runtime.ranks import differences, digest
 
 def take(net: nn.Module) -> dict[str, Tensor]:
     """A copy of every parameter and buffer, masks included, on the CPU."""
-    return {name: t.detach().cpu().contiguous().clone() for name, t in tensors_of(net).items()}
+    return {
+        name: t.detach().cpu().contiguous().clone()
+        for name, t in tensors_of(net).items()
+    }
 
 
 def restore(net: nn.Module, tensors: dict[str, Tensor]) -> None:

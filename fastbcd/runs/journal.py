@@ -44,7 +44,10 @@ class Journal(Generic[Record]):
     """
 
     def __init__(
-        self, net: nn.Module, over: Callable[[list[Record]], bool], directory: RunDirectory | None
+        self,
+        net: nn.Module,
+        over: Callable[[list[Record]], bool],
+        directory: RunDirectory | None,
     ) -> None:
         self.net = net
         self.over: Callable[[list[Record]], bool] = over
@@ -76,7 +79,9 @@ class Journal(Generic[Record]):
     def resume(self, state: State, kind: type[Record]) -> None:
         """Make the net and this journal what they were when the state was saved."""
         self.start = decode(Start, state.start, "the saved state")
-        self.history = [decode(kind, record, "the saved state") for record in state.history]
+        self.history = [
+            decode(kind, record, "the saved state") for record in state.history
+        ]
         for name, tensor in state.tensors.items():
             if name.startswith(EXTRA):
                 self.extra[name.removeprefix(EXTRA)] = tensor

@@ -52,13 +52,21 @@ class Step:
     engine: str
     sites: list[int]  # ReLUs kept at each site after it
     returned: int = 0  # ReLUs removed in this step or earlier
-    cost: float | None = None  # after it, in the unit of the target; None without a target
-    epochs: float | None = None  # of fine-tuning by `Finetune`; None: the training is the user's
+    cost: float | None = (
+        None  # after it, in the unit of the target; None without a target
+    )
+    epochs: float | None = (
+        None  # of fine-tuning by `Finetune`; None: the training is the user's
+    )
     train_loss: float | None = None  # of the last epoch of the training, if it is known
     test_accuracy: float | None = None  # after the training, if there is test data
     # With a confidence, accuracies, losses and drops are estimates; only then there are:
-    images: dict[int, int] | None = None  # that each decision took, by number; -1: the base
-    interval: tuple[float, float] | None = None  # holds the chosen drop, with that probability
+    images: dict[int, int] | None = (
+        None  # that each decision took, by number; -1: the base
+    )
+    interval: tuple[float, float] | None = (
+        None  # holds the chosen drop, with that probability
+    )
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     unit: str = " %"  # of accuracies; "" for a metric without bounds
 
@@ -80,7 +88,9 @@ class Step:
             return f"{self.after:,} ReLUs, only training, {trained}"
         cost = "" if self.cost is None else f"cost {self.cost:,.6g}, "
         outcome = "accepted" if self.accepted else "exhausted"
-        accuracy = f"train {self.base_accuracy:.2f} → {self.chosen_accuracy:.2f}{self.unit}"
+        accuracy = (
+            f"train {self.base_accuracy:.2f} → {self.chosen_accuracy:.2f}{self.unit}"
+        )
         removed = f"{self.before:,} → {self.after:,} ReLUs"
         return f"{removed}, {cost}{outcome} after {self.tried}, {accuracy}"
 
@@ -95,13 +105,21 @@ class Epoch:
 
     number: int  # of the record, 1 for the first
     epoch: int | None = None  # of its phase, 0 for the first
-    phase: str = "train"  # "masks", "decided", "finetune" or "final" in a starting point
+    phase: str = (
+        "train"  # "masks", "decided", "finetune" or "final" in a starting point
+    )
     loss: float | None = None
     lr: float | None = None
-    count: int | None = None  # ReLUs kept, while masks are trained and when they are decided
+    count: int | None = (
+        None  # ReLUs kept, while masks are trained and when they are decided
+    )
     test_accuracy: float | None = None  # percent, if there is test data
-    accuracy: dict[str, float] | None = None  # of the decision: "trained", "thresholded", "final"
-    notes: dict[str, Any] = field(default_factory=dict)  # what one method alone records, such as λ
+    accuracy: dict[str, float] | None = (
+        None  # of the decision: "trained", "thresholded", "final"
+    )
+    notes: dict[str, Any] = field(
+        default_factory=dict
+    )  # what one method alone records, such as λ
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
     def __str__(self) -> str:
@@ -124,7 +142,9 @@ class Start:
 
     value: float = 0.0  # what the budget bounds: ReLUs, or a cost
     sites: int = 0  # that keep a ReLU
-    memory: dict[str, int] = field(default_factory=dict)  # for scoring, by type of device
+    memory: dict[str, int] = field(
+        default_factory=dict
+    )  # for scoring, by type of device
     test_accuracy: float | None = None
 
 

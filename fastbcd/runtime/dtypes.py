@@ -8,13 +8,17 @@ from torch import nn
 
 def dtype_of(net: nn.Module) -> torch.dtype:
     """The dtype of the net's first floating-point parameter; float32 if there is none."""
-    return next((p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32)
+    return next(
+        (p.dtype for p in net.parameters() if p.is_floating_point()), torch.float32
+    )
 
 
 def device_of(net: nn.Module) -> torch.device | None:
     """The device of the net's first tensor, None without any; refuses the meta device."""
     if not isinstance(net, nn.Module):
-        raise TypeError(f"the net is {net!r}; give a module, such as ResNet(), not its class")
+        raise TypeError(
+            f"the net is {net!r}; give a module, such as ResNet(), not its class"
+        )
     devices = [tensor.device for tensor in (*net.parameters(), *net.buffers())]
     if torch.device("meta") in devices:
         raise ValueError(

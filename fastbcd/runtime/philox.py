@@ -28,7 +28,9 @@ def philox(
     for name, number in numbers.items():
         check_whole(name, number, 0, most=2**63 - 1)
     key = np.array([stream, seed], np.uint64)
-    counter = np.array([0, trial, epoch, step], np.uint64)  # it counts in the lowest word
+    counter = np.array(
+        [0, trial, epoch, step], np.uint64
+    )  # it counts in the lowest word
     return np.random.Philox(key=key, counter=counter)
 
 

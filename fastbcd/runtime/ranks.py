@@ -122,7 +122,8 @@ def on_first(work: Callable[[], Answer]) -> Answer:
 
 
 def check_facts(
-    facts: dict[str, Any], way_out: str = "give every rank the same net, data and settings"
+    facts: dict[str, Any],
+    way_out: str = "give every rank the same net, data and settings",
 ) -> None:
     """RuntimeError on all ranks, naming the first difference, if their facts differ.
 
@@ -156,7 +157,9 @@ def differences(one: Any, other: Any, name: str = "") -> Iterator[tuple[str, str
     if isinstance(one, dict) and isinstance(other, dict):
         for key in {**other, **one}:
             inner = f"{name}.{key}" if name else key
-            yield from differences(one.get(key, MISSING), other.get(key, MISSING), inner)
+            yield from differences(
+                one.get(key, MISSING), other.get(key, MISSING), inner
+            )
         return
     texts = [_text(value) for value in (one, other)]
     if texts[0] != texts[1]:
@@ -173,7 +176,11 @@ def check_same(what: str, tensors: dict[str, Tensor]) -> None:
     """RuntimeError on all ranks, naming `what`, if their tensors differ in any bit."""
     if world() > 1:
         check_facts(
-            {f"the digest of {what}": {n: digest({n: t}).hex()[:16] for n, t in tensors.items()}},
+            {
+                f"the digest of {what}": {
+                    n: digest({n: t}).hex()[:16] for n, t in tensors.items()
+                }
+            },
             "give every rank the same net, and train it in DistributedDataParallel",
         )
 
@@ -188,7 +195,9 @@ def digest(tensors: dict[str, Tensor]) -> bytes:
     for name, t in sorted(tensors.items()):
         h.update(f"{name} {t.dtype} {tuple(t.shape)};".encode())
         if t.numel():
-            h.update(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            h.update(
+                t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            )
     return h.digest()
 
 
@@ -202,16 +211,24 @@ def joined(device: str = "cpu") -> Iterator[None]:
     if "TORCHELASTIC_RUN_ID" not in os.environ or dist.is_initialized():
         yield
         return
-    backend, gpus = "gloo", torch.cuda.device_count() if device.startswith("cuda") else 0
+    backend, gpus = (
+        "gloo",
+        torch.cuda.device_count() if device.startswith("cuda") else 0,
+    )
     if gpus:
-        local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        local, ranks = (
+            int(os.environ["LOCAL_RANK"]),
+            int(os.environ["LOCAL_WORLD_SIZE"]),
+        )
         chosen = torch.device(device).index
         torch.cuda.set_device(local % gpus if chosen is None else chosen)
         if ranks == 1 or (chosen is None and ranks <= gpus):
             backend = "cpu:gloo,cuda:nccl"
         else:
             shared = f"{gpus} GPUs" if chosen is None else device
-            warn_once(f"{ranks} ranks share {shared}: they exchange their values through the host")
+            warn_once(
+                f"{ranks} ranks share {shared}: they exchange their values through the host"
+            )
     dist.init_process_group(backend, timeout=TIMEOUT)
     yield
     # Only on success: after an error the others may have ended, and leaving would wait for them.

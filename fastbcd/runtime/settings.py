@@ -29,7 +29,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 ALIASES = {"learning_rate": "lr"}  # what other libraries call a setting
 
 # What kinds of values are called in errors.
-WORDS = {Callable: "a callable", str: "a text", int: "a whole number", bool: "True or False"}
+WORDS = {
+    Callable: "a callable",
+    str: "a text",
+    int: "a whole number",
+    bool: "True or False",
+}
 
 
 def setting(
@@ -78,21 +83,31 @@ class Settings:
 
     def __init_subclass__(cls) -> None:
         """The docstring of a subclass ends with its settings."""
-        fields = [(n, f) for n, f in vars(cls).items() if isinstance(f, dataclasses.Field)]
+        fields = [
+            (n, f) for n, f in vars(cls).items() if isinstance(f, dataclasses.Field)
+        ]
         cls.__doc__ = inspect.cleandoc(cls.__doc__ or "") + _help(fields)
 
     def __post_init__(self) -> None:
         kinds = kinds_of(type(self))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if int in kinds[field.name] and not isinstance(value, int) and hasattr(value, "item"):
+            if (
+                int in kinds[field.name]
+                and not isinstance(value, int)
+                and hasattr(value, "item")
+            ):
                 value = value.item()  # a number of NumPy or torch
                 object.__setattr__(self, field.name, value)
             _check(field.name, value, kinds[field.name], field.metadata)
 
     def describe(self) -> dict[str, Any]:
         """What config.json records: all settings that can change the outcome."""
-        recorded = [field.name for field in dataclasses.fields(self) if field.metadata["recorded"]]
+        recorded = [
+            field.name
+            for field in dataclasses.fields(self)
+            if field.metadata["recorded"]
+        ]
         return {name: described(getattr(self, name)) for name in recorded}
 
 
@@ -168,7 +183,10 @@ def with_settings(
         added = {n: f for n, f in fields.items() if n not in (*parameters, *without)}
         for name, field in added.items():
             parameters[name] = inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=field.type,
             )
 
         @functools.wraps(function)
@@ -178,7 +196,9 @@ def with_settings(
 
         changed: Any = call
         changed.__signature__ = signature.replace(parameters=list(parameters.values()))
-        changed.__doc__ = inspect.cleandoc(function.__doc__ or "") + _help(added.items())
+        changed.__doc__ = inspect.cleandoc(function.__doc__ or "") + _help(
+            added.items()
+        )
         return changed
 
     return decorate
@@ -206,11 +226,15 @@ def _help(fields: Iterable[tuple[str, dataclasses.Field[Any]]]) -> str:
     lines = ["", "", "Settings:"]
     for name, field in fields:
         text = f"{name}: {field.metadata['help']} ({described(field.default)})"
-        lines += textwrap.wrap(text, 96, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        lines += textwrap.wrap(
+            text, 96, initial_indent=" " * 4, subsequent_indent=" " * 8
+        )
     return "\n".join(lines)
 
 
-def _check(name: str, value: Any, kinds: frozenset[Any], limits: Mapping[str, Any]) -> None:
+def _check(
+    name: str, value: Any, kinds: frozenset[Any], limits: Mapping[str, Any]
+) -> None:
     """Refuse a value that is of no kind that the field takes, or outside its limits."""
     others = kinds - {int, float}
     if limits["choices"] and isinstance(value, str):

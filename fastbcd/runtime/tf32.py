@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-_MATMUL = "float32_matmul_precision"  # a function of torch; the others are in torch.backends
+_MATMUL = (
+    "float32_matmul_precision"  # a function of torch; the others are in torch.backends
+)
 # In the order of writing: the first two change some of the others.
 _SETTINGS = (
     _MATMUL,
@@ -59,7 +61,9 @@ def _requested(request: dict[str, Any]) -> Iterator[None]:
         if not _requests:
             _before.clear()
             for name in _SETTINGS:
-                with suppress(RuntimeError):  # an old flag that the user has made unreadable
+                with suppress(
+                    RuntimeError
+                ):  # an old flag that the user has made unreadable
                     _before[name] = _read(name)
         _requests.append(request)
         _apply()
@@ -85,7 +89,11 @@ def _convolutions(tf32: bool) -> dict[str, Any]:
 
 
 def _repeatable(yes: bool) -> dict[str, Any]:
-    return {"cudnn.enabled": True, "cudnn.benchmark": not yes, "cudnn.deterministic": yes}
+    return {
+        "cudnn.enabled": True,
+        "cudnn.benchmark": not yes,
+        "cudnn.deterministic": yes,
+    }
 
 
 @contextmanager

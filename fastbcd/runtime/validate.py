@@ -9,7 +9,11 @@ from typing import Any
 
 
 def check_whole(
-    name: str, value: Any, least: float = -math.inf, optional: bool = False, most: float = math.inf
+    name: str,
+    value: Any,
+    least: float = -math.inf,
+    optional: bool = False,
+    most: float = math.inf,
 ) -> None:
     """Refuse what is not a whole number, or one out of bounds; optional: None is allowed.
 
@@ -31,7 +35,11 @@ def check_whole(
 
 
 def check_number(
-    name: str, value: Any, least: float = -math.inf, strictly: bool = False, most: float = math.inf
+    name: str,
+    value: Any,
+    least: float = -math.inf,
+    strictly: bool = False,
+    most: float = math.inf,
 ) -> None:
     """Refuse what is not a finite number of at least (strictly: above) `least`, at most `most`.
 
@@ -59,6 +67,12 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     ValueError: optimizer='lion'; choose from sgd, adam
     """
     allowed = list(choices)
-    same = [choice for choice in allowed if choice == value and isinstance(value, type(choice))]
+    same = [
+        choice
+        for choice in allowed
+        if choice == value and isinstance(value, type(choice))
+    ]
     if not same:  # 0 == False
-        raise ValueError(f"{name}={value!r}; choose from {', '.join(map(str, allowed))}")
+        raise ValueError(
+            f"{name}={value!r}; choose from {', '.join(map(str, allowed))}"
+        )

@@ -20,7 +20,9 @@ from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.ranks import all_sum, rank, world
 from fastbcd.scoring.metric import Criterion, Metric, describe
 
-Judge = Callable[[Tensor, Tensor, Tensor], Tensor]  # (images, targets, positions) -> answers
+Judge = Callable[
+    [Tensor, Tensor, Tensor], Tensor
+]  # (images, targets, positions) -> answers
 
 
 def accuracy(
@@ -54,7 +56,12 @@ def accuracy(
 
 
 def judged(
-    data: ImageData, positions: Tensor, batch_size: int, count: int, judge: Judge, **options: Any
+    data: ImageData,
+    positions: Tensor,
+    batch_size: int,
+    count: int,
+    judge: Judge,
+    **options: Any,
 ) -> Tensor:
     """What `judge` makes of the images at these positions, DoubleTensor[count, 2, N] on the CPU.
 
@@ -73,7 +80,9 @@ def judged(
     return all_sum(answers).cpu()
 
 
-def check_metric(net: nn.Module, data: ImageData, criterion: Criterion, who: str) -> None:
+def check_metric(
+    net: nn.Module, data: ImageData, criterion: Criterion, who: str
+) -> None:
     """Refuse a net whose outputs do not fit the metric and the loss."""
     if criterion.metric is None:
         check_classes(net, data, who)

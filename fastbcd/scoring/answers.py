@@ -32,7 +32,11 @@ class Answers:
     """
 
     def __init__(
-        self, plan: ScoringPlan, criterion: Criterion, data: ImageData, removals: dict[int, Tensor]
+        self,
+        plan: ScoringPlan,
+        criterion: Criterion,
+        data: ImageData,
+        removals: dict[int, Tensor],
     ) -> None:
         self.plan = plan
         self.criterion = criterion
@@ -53,7 +57,9 @@ class Answers:
 
         def judge(x: Tensor, targets: Tensor, images: Tensor) -> Tensor:
             by_number = self._answers(x, targets, base, images)
-            return torch.stack([by_number[k if k in by_number else -1] for k in numbers])
+            return torch.stack(
+                [by_number[k if k in by_number else -1] for k in numbers]
+            )
 
         answers = judged(
             self.data,
@@ -74,7 +80,9 @@ class Answers:
         self.running = removals
         self.work = self.plan.engine.prepare(removals, self.plan.lanes)
 
-    def _answers(self, x: Tensor, targets: Tensor, base: bool, images: Tensor) -> dict[int, Tensor]:
+    def _answers(
+        self, x: Tensor, targets: Tensor, base: bool, images: Tensor
+    ) -> dict[int, Tensor]:
         """Of one batch; after an out-of-memory error with fewer hypotheses at a time."""
         try:
             answers: dict[int, Tensor] = {}
@@ -133,7 +141,9 @@ def prepared(
         yield Answers(plan, criterion, images, removals)
 
 
-def check_scorable(net: nn.Module, images: ImageData, criterion: Criterion = DEFAULT) -> None:
+def check_scorable(
+    net: nn.Module, images: ImageData, criterion: Criterion = DEFAULT
+) -> None:
     """An error if this net cannot be scored on these images."""
     mask_modules(net)  # the first error of a net without masks
     check_metric(net, images, criterion, "the net")
@@ -146,7 +156,9 @@ def checked_removal(current: MaskSet, removal: Tensor, number: int) -> Tensor:
     except (ValueError, IndexError, TypeError) as error:
         raise type(error)(f"hypothesis {number}: {error}") from None
     if ids.ndim != 1:
-        raise ValueError(f"hypothesis {number} has shape {tuple(ids.shape)}; expected [D]: D ids")
+        raise ValueError(
+            f"hypothesis {number} has shape {tuple(ids.shape)}; expected [D]: D ids"
+        )
     if len(ids.unique()) != len(ids):
         raise ValueError(f"hypothesis {number} names a ReLU twice")
     return ids

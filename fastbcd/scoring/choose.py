@@ -21,7 +21,12 @@ from fastbcd.data.for_net import data_for
 from fastbcd.masking.convert import unwrap
 from fastbcd.masking.masks import MaskSet, masks
 from fastbcd.scoring.answers import Answers, checked_removal, prepared
-from fastbcd.scoring.confident import Confident, check_confidence, expected_visits, visiting_order
+from fastbcd.scoring.confident import (
+    Confident,
+    check_confidence,
+    expected_visits,
+    visiting_order,
+)
 from fastbcd.scoring.decision import Decision, Search
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.exact import Exact
@@ -51,12 +56,18 @@ class Choice:
     engine: str
     value: float  # mean of the metric, of the chosen hypothesis
     base_value: float
-    percent: float  # the value in percent of the metric's range; as it is without bounds
+    percent: (
+        float  # the value in percent of the metric's range; as it is without bounds
+    )
     base_percent: float
     # With a confidence the numbers above are estimates, unless all images were seen, and `drops`
     # holds all hypotheses.
-    seen: dict[int, int] | None = None  # by number (-1: the base): images that were needed
-    interval: tuple[float, float] | None = None  # holds the drop, with the stated probability
+    seen: dict[int, int] | None = (
+        None  # by number (-1: the base): images that were needed
+    )
+    interval: tuple[float, float] | None = (
+        None  # holds the drop, with the stated probability
+    )
     margins: Tensor | None = field(default=None, repr=False)  # for the next step
 
 
@@ -119,30 +130,43 @@ def choose(
         decision: Decision
         if visits is None or confidence is None:
             decision = Exact(
-                criterion, len(images), adt=adt, early=early, batch=answers.plan.together
+                criterion,
+                len(images),
+                adt=adt,
+                early=early,
+                batch=answers.plan.together,
             )
         else:
             decision = Confident(visits, adt=adt, confidence=confidence)
             answers.order = visits.order
         search = Search(answers, decision)
-        if decision.to_the_end or margins is None:  # the next step needs those of all images
+        if (
+            decision.to_the_end or margins is None
+        ):  # the next step needs those of all images
             search.complete(-1)
         return _choice(answers, decision, *search.choose(chain([first], waves)))
 
 
 def _waves(
-    current: MaskSet, hypotheses: Iterable[Tensor], largest: int, removals: dict[int, Tensor]
+    current: MaskSet,
+    hypotheses: Iterable[Tensor],
+    largest: int,
+    removals: dict[int, Tensor],
 ) -> Iterator[list[int]]:
     """The numbers of 1, 2, 4, ... `largest` hypotheses, whose ids are put into `removals`."""
     source = enumerate(hypotheses)
     size = 1
-    while wave := {k: checked_removal(current, ids, k) for k, ids in islice(source, size)}:
+    while wave := {
+        k: checked_removal(current, ids, k) for k, ids in islice(source, size)
+    }:
         removals |= wave
         yield [*wave]
         size = min(2 * size, largest)
 
 
-def _choice(answers: Answers, decision: Decision, number: int, accepted: bool) -> Choice:
+def _choice(
+    answers: Answers, decision: Decision, number: int, accepted: bool
+) -> Choice:
     criterion = answers.criterion
     samples = decision.samples
     metric, loss = decision.totals(number)

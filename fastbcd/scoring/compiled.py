@@ -56,7 +56,9 @@ class Signature:
 
     def equals(self, other: Signature) -> bool:
         """Is it of a net that computes the same?"""
-        return self.facts == other.facts and all(map(torch.equal, self.tensors, other.tensors))
+        return self.facts == other.facts and all(
+            map(torch.equal, self.tensors, other.tensors)
+        )
 
     def copy(self) -> Signature:
         """With copies of the tensors, which the net may change."""
@@ -72,7 +74,9 @@ class Compiled:
     signature: Signature | None = None  # of the net that the form was made from
     form: Form | None = None
     images: AffineCache = field(default_factory=AffineCache)  # their values in the form
-    answer: Tensor | None = None  # the net's output, when the form was last compared with it
+    answer: Tensor | None = (
+        None  # the net's output, when the form was last compared with it
+    )
     checked: list[Any] | None = None  # the structure whose linear part was checked
     not_affine: str = ""  # why that structure is not affine
     impulse_costs: dict[tuple[int, int], int] = field(default_factory=dict)

@@ -43,7 +43,9 @@ class Visits(NamedTuple):
 
     order: Tensor  # int64 [N]
     weights: np.ndarray  # float64 [N], in this order
-    times: np.ndarray  # float64 [N], ascending: an image of weight w is visited by t with 1-e^(-wt)
+    times: (
+        np.ndarray
+    )  # float64 [N], ascending: an image of weight w is visited by t with 1-e^(-wt)
     margins: Tensor  # [2, N] by image, see `visiting_order`
 
 
@@ -60,9 +62,13 @@ class Confident:
         self.visits = visits
         self.error = 1.0 - confidence
         self.samples = len(visits.order)
-        self.limit = _limit(adt, self.samples)  # a difference of so many answers is no pass
+        self.limit = _limit(
+            adt, self.samples
+        )  # a difference of so many answers is no pass
         # By number (-1: the base): [2, seen].
-        self.answers: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros((2, 0)))
+        self.answers: defaultdict[int, np.ndarray] = defaultdict(
+            lambda: np.zeros((2, 0))
+        )
         self.left: list[int] = []  # in the comparison of those that fail
 
     def seen(self, k: int) -> int:
@@ -87,7 +93,9 @@ class Confident:
         error = self.error / ((k + 1) * (k + 2))
         return self.is_below(-1, k, n, self.limit, error)
 
-    def is_below(self, one: int, other: int, n: int, limit: int, error: float) -> bool | None:
+    def is_below(
+        self, one: int, other: int, n: int, limit: int, error: float
+    ) -> bool | None:
         """After n visits: is D of the pair below the limit? None: not decided."""
         changes = self.changes(one, other, n)
         weights = self.visits.weights
@@ -148,12 +156,20 @@ class Confident:
             "drops": {k: self.drop(k) for k in self.answers if k >= 0},
             "seen": {k: self.seen(k) for k in self.answers},
             "interval": (100.0 * low / self.samples, 100.0 * high / self.samples),
-            "margins": new_margins(self.visits, self.answers[-1][0], self.answers[chosen][0]),
+            "margins": new_margins(
+                self.visits, self.answers[-1][0], self.answers[chosen][0]
+            ),
         }
 
 
 def visiting_order(
-    data: ImageData, margins: Tensor | None, *, adt: float, confidence: float, seed: int, step: int
+    data: ImageData,
+    margins: Tensor | None,
+    *,
+    adt: float,
+    confidence: float,
+    seed: int,
+    step: int,
 ) -> Visits:
     """The visits of a step.
 
@@ -164,7 +180,9 @@ def visiting_order(
     if margins is None:
         margins = torch.full((2, len(data)), torch.nan)
     elif margins.shape != (2, len(data)):
-        raise ValueError(f"margins have shape {list(margins.shape)} beside {len(data)} images")
+        raise ValueError(
+            f"margins have shape {list(margins.shape)} beside {len(data)} images"
+        )
     distance, change = margins.cpu()
     chances = np.zeros(len(data))
     for part in 0.25 ** np.arange(STRATA, 0, -1):

@@ -118,7 +118,9 @@ class Search:
         most = max(value for value, _ in totals.values()) - decision.tie
         best, *others = (k for k, (value, _) in totals.items() if value >= most)
         for k in others:
-            if fewer(totals[k][1] / decision.samples, totals[best][1] / decision.samples):
+            if fewer(
+                totals[k][1] / decision.samples, totals[best][1] / decision.samples
+            ):
                 best = k
         return best
 

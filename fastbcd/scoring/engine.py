@@ -95,7 +95,9 @@ class ScoringEngine(Protocol):
     def prepare(self, removals: dict[int, Tensor], lanes: int) -> Any:
         """What `logits` needs for these hypotheses (ids by number), at most `lanes` at a time."""
 
-    def logits(self, x: Tensor, work: Any, base: bool, images: Tensor | None = None) -> Outputs:
+    def logits(
+        self, x: Tensor, work: Any, base: bool, images: Tensor | None = None
+    ) -> Outputs:
         """(numbers, outputs [n, B, ...]) of the hypotheses, and of the base as number -1.
 
         images: int64 [B] on the CPU, which images of the data x are; None if they are none of it.

@@ -18,7 +18,9 @@ from fastbcd.runtime.ranks import world
 from fastbcd.scoring.decision import ROUNDING
 from fastbcd.scoring.metric import Criterion
 
-SUM_ROUNDING = 1e-9  # by which the order of its terms may change a sum, relative to its size
+SUM_ROUNDING = (
+    1e-9  # by which the order of its terms may change a sum, relative to its size
+)
 PART = 2**18  # answers that are read at a time, at most; invalid ones are found then
 GROW = 16  # images between two looks: at least a part of those seen, as a look waits for a GPU
 
@@ -102,7 +104,9 @@ class Exact:
 
     def verdict(self, k: int) -> bool | None:
         least, most = self.ends(k)
-        slack = self.rounding(SUM_ROUNDING)  # a drop that is ADT but for rounding is no pass
+        slack = self.rounding(
+            SUM_ROUNDING
+        )  # a drop that is ADT but for rounding is no pass
         if self.drop(least - slack) < self.adt:
             return True
         if self.drop(most - slack) < self.adt:

@@ -39,7 +39,9 @@ class Criterion:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value is not None and not callable(value):
-                raise TypeError(f"{name}={value!r}; it must be a callable (outputs, targets)")
+                raise TypeError(
+                    f"{name}={value!r}; it must be a callable (outputs, targets)"
+                )
         assert self.points  # which checks the bounds
 
     @cached_property
@@ -54,7 +56,9 @@ class Criterion:
             low, high = map(float, bounds)
             if math.isfinite(high - low) and low < high:
                 return low, high
-        raise ValueError(f"metric.bounds={bounds!r}; it must be two numbers (low, high)")
+        raise ValueError(
+            f"metric.bounds={bounds!r}; it must be two numbers (low, high)"
+        )
 
     @property
     def points(self) -> float:
@@ -82,9 +86,15 @@ class Criterion:
             count = len(tensors[0])
 
         def one_by_one(judge: Loss) -> Tensor:
-            return torch.stack([judge(_copy_of(outputs, i), targets) for i in range(count)])
+            return torch.stack(
+                [judge(_copy_of(outputs, i), targets) for i in range(count)]
+            )
 
-        values = margins(outputs, targets) if self.metric is None else one_by_one(self._values)
+        values = (
+            margins(outputs, targets)
+            if self.metric is None
+            else one_by_one(self._values)
+        )
         if self.loss is None:
             repeated = targets.expand(count, *targets.shape).flatten(0, 1)
             losses = _cross_entropy(outputs.flatten(0, 1), repeated).view(count, -1)
@@ -116,7 +126,10 @@ class Criterion:
         if self.loss is None:
             return _cross_entropy(outputs, targets)
         losses = self.loss(outputs, targets)
-        if not isinstance(losses, Tensor) or losses.shape not in ((), targets.shape[:1]):
+        if not isinstance(losses, Tensor) or losses.shape not in (
+            (),
+            targets.shape[:1],
+        ):
             raise ValueError(
                 f"the loss returns {describe(losses)} for a batch of {len(targets)}; it must "
                 f"return one value per sample, a tensor [{len(targets)}], or their mean, []"
@@ -160,8 +173,12 @@ class Criterion:
                 f"loss=, a callable (outputs, targets)"
             )
         classes = outputs.shape[1]
-        for wrong in targets[((targets < 0) & (targets != -100)) | (targets >= classes)][:1]:
-            raise ValueError(f"target {int(wrong)} is out of range: {who} has {classes} classes")
+        for wrong in targets[
+            ((targets < 0) & (targets != -100)) | (targets >= classes)
+        ][:1]:
+            raise ValueError(
+                f"target {int(wrong)} is out of range: {who} has {classes} classes"
+            )
 
 
 DEFAULT = Criterion()
@@ -195,7 +212,11 @@ def are_logits(outputs: Any, targets: Tensor) -> bool:
     >>> are_logits(torch.zeros(2, 5), torch.tensor([0, 4]))
     True
     """
-    fits = isinstance(outputs, Tensor) and outputs.ndim > 1 and targets.dtype == torch.int64
+    fits = (
+        isinstance(outputs, Tensor)
+        and outputs.ndim > 1
+        and targets.dtype == torch.int64
+    )
     return fits and targets.shape[1:] == outputs.shape[2:]
 
 
@@ -215,4 +236,6 @@ def describe(value: Any) -> str:
     >>> describe({"a": torch.zeros(2, 3)})
     "{'a': 'float32 [2, 3]'}"
     """
-    return str(tree_map_only(Tensor, lambda t: f"{str(t.dtype)[6:]} {list(t.shape)}", value))
+    return str(
+        tree_map_only(Tensor, lambda t: f"{str(t.dtype)[6:]} {list(t.shape)}", value)
+    )

@@ -21,7 +21,9 @@ from fastbcd.scoring.program import NotTraceable, Program, in_bfloat16, make_pro
 from fastbcd.scoring.sequential import Sequential
 from fastbcd.scoring.stacked import Stacked, peak_bytes, portions, stacked_multiply_adds
 
-WORTH = 2e10  # multiply-adds below which no form is built: the call takes a moment anyway
+WORTH = (
+    2e10  # multiply-adds below which no form is built: the call takes a moment anyway
+)
 ROWS = {"cpu": 1024, "cuda": 8192}  # hypotheses × images in a GEMM of collapsed
 
 
@@ -95,16 +97,22 @@ def _check_precision(request: Request) -> None:
         return
     dtype = request.example.dtype
     if dtype != torch.float32:
-        raise ValueError(f"precision='bf16' is for nets in float32, and this one is in {dtype}")
+        raise ValueError(
+            f"precision='bf16' is for nets in float32, and this one is in {dtype}"
+        )
     if request.example.device.type == "cpu":
-        warn_once("precision='bf16' is meant for GPUs: most CPUs are slower in it than in float32")
+        warn_once(
+            "precision='bf16' is meant for GPUs: most CPUs are slower in it than in float32"
+        )
 
 
 def _traced_plan(request: Request, engine: str) -> ScoringPlan:
     """A plan of `stacked` or `collapsed`."""
     dtype = request.example.dtype
     if dtype not in (torch.float32, torch.float64):
-        raise NotTraceable(f"in {dtype} its logits would depend on the engine by rounding")
+        raise NotTraceable(
+            f"in {dtype} its logits would depend on the engine by rounding"
+        )
     program = make_program(request.net, request.example[:1])
     if engine == "stacked":
         return stacked_plan(request, program, "asked for")
@@ -115,7 +123,9 @@ def _traced_plan(request: Request, engine: str) -> ScoringPlan:
         planner = CollapsedPlanner(request, program)
         why_not = planner.worse_than(of_stacked)
         if not why_not:
-            return planner.plan(f"stacked would cost {of_stacked / 1e9:,.0f} G multiply-adds")
+            return planner.plan(
+                f"stacked would cost {of_stacked / 1e9:,.0f} G multiply-adds"
+            )
     except NotAffine as reason:
         why_not = f"collapsed cannot: {reason}"
     return stacked_plan(request, program, why_not)
@@ -138,7 +148,9 @@ def stacked_plan(request: Request, program: Program, why: str) -> ScoringPlan:
     saved = 1 - spent / max(forward * (1 + request.hypotheses) * request.images, 1)
     per_image = peak_bytes(program)
     largest = max(program.bytes_per_image.values())
-    batch, lanes = portions(request, per_image, largest, forward / max(len(program.steps), 1))
+    batch, lanes = portions(
+        request, per_image, largest, forward / max(len(program.steps), 1)
+    )
     return ScoringPlan(
         engine,
         why,
@@ -166,7 +178,9 @@ class CollapsedPlanner:
         self.made = compiled(request.net)
         self.signature = Signature(program)
         self.net = AffineNet(program)
-        self.builder = FormBuilder(self.net, request.masks, request.example, request.memory)
+        self.builder = FormBuilder(
+            self.net, request.masks, request.example, request.memory
+        )
         self.form = self.made.form_of(self.signature, request.masks)
         self.cost = CollapsedCost(request, self.builder, self.form)
 
@@ -218,7 +232,9 @@ class CollapsedPlanner:
         batch, lanes = self.portions()
         held = (lanes + 2) * batch * cost.kinks * cost.itemsize
         spent = cost.build + cost.affine + cost.trials
-        return ScoringPlan(engine, why, self.request, batch, lanes, spent, held, details)
+        return ScoringPlan(
+            engine, why, self.request, batch, lanes, spent, held, details
+        )
 
     def engine(self) -> Collapsed:
         """The engine, compared with the net unless that gives the answer that it gave before."""
@@ -254,7 +270,9 @@ class CollapsedPlanner:
         request = self.request
         rows = ROWS.get(request.example.device.type, ROWS["cpu"])
         wanted = 128
-        if rows > ROWS["cpu"]:  # a GEMM needs all of its rows, and a wave has few hypotheses
+        if (
+            rows > ROWS["cpu"]
+        ):  # a GEMM needs all of its rows, and a wave has few hypotheses
             wanted = max(wanted, rows // max(request.hypotheses, 1))
         # A row holds c, and the output of its GEMM is a part of it.
         row_bytes = max(self.cost.kinks, 1) * self.cost.itemsize

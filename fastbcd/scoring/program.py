@@ -75,7 +75,9 @@ def folded(conv: nn.Conv2d, norm: Any = None) -> Convolution:
         weight = weight * scale.reshape(-1, 1, 1, 1)
         bias = shift if bias is None else bias * scale + shift
     weight = weight.contiguous(memory_format=torch.channels_last)
-    return Convolution(weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+    return Convolution(
+        weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups
+    )
 
 
 class Activation(NamedTuple):
@@ -94,11 +96,18 @@ class Activation(NamedTuple):
     def inputs(self) -> list[fx.Node]:
         return node_list((self.x, self.residual))
 
-    def run(self, x: Tensor, mask: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
+    def run(
+        self, x: Tensor, mask: Tensor, residual: Tensor | None, out: Tensor | None
+    ) -> Tensor:
         """x, residual [T, B, ...] or [B, ...], mask [T, ...] -> [T, B, ...]."""
         if residual is not None:
             residual = residual.to(x.dtype)  # under autocast it may be another
-        small = {"scale": self.scale, "shift": self.shift, "residual": residual, "out": out}
+        small = {
+            "scale": self.scale,
+            "shift": self.shift,
+            "residual": residual,
+            "out": out,
+        }
         return masked(x, mask, self.coef, trials=True, **small)
 
 
@@ -127,14 +136,22 @@ class Program(NamedTuple):
     """The steps in order of execution, and facts about their values for one image."""
 
     steps: list[Step]
-    source: list[Any]  # the traced net, whichever sites are emptied: nodes and what they call
+    source: list[
+        Any
+    ]  # the traced net, whichever sites are emptied: nodes and what they call
     placeholder: fx.Node
     output: Any  # one node, or nodes in the structure that the net returns
     constants: dict[fx.Node, Any]  # values that do not depend on the images
     last_uses: list[list[fx.Node]]  # by step: values that nothing reads after it
-    fresh: set[fx.Node]  # values in memory of their own, which an activation may overwrite
-    uniform: bool  # a size of one tensor is used for another: all values need equal batches
-    shapes: dict[fx.Node, tuple[int, ...]]  # of values that are tensors, for a batch of one
+    fresh: set[
+        fx.Node
+    ]  # values in memory of their own, which an activation may overwrite
+    uniform: (
+        bool  # a size of one tensor is used for another: all values need equal batches
+    )
+    shapes: dict[
+        fx.Node, tuple[int, ...]
+    ]  # of values that are tensors, for a batch of one
     tuples: set[fx.Node]  # values that are tuples or lists of tensors
     bytes_per_image: dict[fx.Node, int]
     multiply_adds: dict[fx.Node, int]
@@ -163,24 +180,32 @@ def make_program(net: nn.Module, image: Tensor) -> Program:
     source = [(n.name, n.op, _target(net, n), n.args, n.kwargs) for n in graph.nodes]
     calls = Counter(_target(net, n) for n in graph.nodes)
     if any(calls[module] != 1 for module in sites):
-        raise NotTraceable("a masked activation is called more than once, or not at all")
+        raise NotTraceable(
+            "a masked activation is called more than once, or not at all"
+        )
     drop_emptied(net, graph)
     nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     if len(inputs) != 1:
-        raise NotTraceable(f"it takes {len(inputs)} inputs instead of one batch of images")
+        raise NotTraceable(
+            f"it takes {len(inputs)} inputs instead of one batch of images"
+        )
     _check_writes(nodes)
     survey = _Survey(net, graph)
     survey.run(image)
     output = nodes[-1].args[0]
     for node in node_list(output):
         if survey.shapes.get(node, ())[:1] != image.shape[:1]:
-            raise NotTraceable(f"its output {node.name!r} is not a tensor with one row per image")
+            raise NotTraceable(
+                f"its output {node.name!r} is not a tensor with one row per image"
+            )
     steps = _Steps(survey, sites).made(nodes)
     users = Counter(node for step in steps for node in step.inputs)
     users.update(node_list(output))
     fresh = {
-        s.node for s in steps if users[s.node] == 1 and isinstance(survey.called(s.node), FRESH)
+        s.node
+        for s in steps
+        if users[s.node] == 1 and isinstance(survey.called(s.node), FRESH)
     }
     return Program(
         steps,
@@ -218,7 +243,9 @@ class _Survey(fx.Interpreter):
     def __init__(self, net: nn.Module, graph: fx.Graph) -> None:
         super().__init__(net, garbage_collect_values=False, graph=graph)
         self.extra_traceback = False
-        self.fixed: set[fx.Node] = set()  # parameters, buffers, and what is computed from them
+        self.fixed: set[fx.Node] = (
+            set()
+        )  # parameters, buffers, and what is computed from them
         self.shapes: dict[fx.Node, tuple[int, ...]] = {}
         self.tuples: set[fx.Node] = set()
         self.bytes: dict[fx.Node, int] = {}
@@ -230,7 +257,9 @@ class _Survey(fx.Interpreter):
         self.multiply_adds[n] = counter.get_total_flops() // 2
         inputs = n.all_input_nodes
         function = n.op in ("call_function", "call_method")
-        if n.op == "get_attr" or (function and inputs and self.fixed.issuperset(inputs)):
+        if n.op == "get_attr" or (
+            function and inputs and self.fixed.issuperset(inputs)
+        ):
             self.fixed.add(n)
         if isinstance(value, Tensor):
             self.shapes[n] = tuple(value.shape)
@@ -262,7 +291,9 @@ class _Steps:
         """Last node first, so that an activation absorbs its inputs before they become steps."""
         steps: list[Step] = []
         for node in reversed(nodes):
-            if node in self.absorbed | self.survey.fixed or not node.op.startswith("call_"):
+            if node in self.absorbed | self.survey.fixed or not node.op.startswith(
+                "call_"
+            ):
                 continue
             if self.survey.called(node) in self.site_of:
                 steps.append(self.activation(node))
@@ -281,7 +312,9 @@ class _Steps:
         if coef is not None:
             coef = coef.detach()
         site = self.site_of[module]
-        return Activation(node, site, module, reads.x, reads.residual, scale, shift, coef)
+        return Activation(
+            node, site, module, reads.x, reads.residual, scale, shift, coef
+        )
 
     def operation(self, node: fx.Node) -> Operation:
         run: Any = node.target
@@ -313,12 +346,18 @@ class _Steps:
     def is_norm(self, node: fx.Node) -> bool:
         """A batch norm with running statistics, of one tensor given by position."""
         norm = self.survey.called(node)
-        return isinstance(norm, NORMS) and norm.running_mean is not None and bool(node.args)
+        return (
+            isinstance(norm, NORMS)
+            and norm.running_mean is not None
+            and bool(node.args)
+        )
 
     def is_conv(self, node: Any) -> bool:
         """A plain nn.Conv2d of one tensor given by position."""
         conv = self.survey.called(node)
-        return type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and bool(node.args)
+        return (
+            type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and bool(node.args)
+        )
 
 
 def node_list(arguments: Any) -> list[fx.Node]:
@@ -351,7 +390,12 @@ def _check_writes(nodes: list[fx.Node]) -> None:
         name = str(getattr(node.target, "__name__", node.target))
         unknown = node.op == "call_method" and not hasattr(Tensor, name)
         writes = node.op == "call_function" and name.endswith("_") and name[-2:] != "__"
-        if unknown or writes or name in ("setitem", "ipow", "ior") or "out" in node.kwargs:
+        if (
+            unknown
+            or writes
+            or name in ("setitem", "ipow", "ior")
+            or "out" in node.kwargs
+        ):
             raise NotTraceable(f"node {node.name!r} ({name}) writes into its input")
 
 

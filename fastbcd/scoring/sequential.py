@@ -12,7 +12,9 @@ from torch.utils._pytree import tree_map_only
 from fastbcd.graph.trace import logits_of
 from fastbcd.masking.masks import MaskSet, mask_modules
 
-Change = tuple[Tensor, Tensor]  # a site's mask, and the places in it of the ReLUs removed
+Change = tuple[
+    Tensor, Tensor
+]  # a site's mask, and the places in it of the ReLUs removed
 Outputs = Iterator[tuple[list[int], Any]]  # numbers of hypotheses, and their outputs
 
 
@@ -27,7 +29,9 @@ class Sequential:
         self.masks = [module.mask for module in mask_modules(net).values()]
         self.starts = torch.tensor([site.start for site in masks.sites])
 
-    def prepare(self, removals: dict[int, Tensor], lanes: int) -> dict[int, list[Change]]:
+    def prepare(
+        self, removals: dict[int, Tensor], lanes: int
+    ) -> dict[int, list[Change]]:
         """By number, the sites that a hypothesis changes."""
         return {number: self._changes(ids) for number, ids in removals.items()}
 
@@ -41,7 +45,11 @@ class Sequential:
         return changes
 
     def logits(
-        self, x: Tensor, work: dict[int, list[Change]], base: bool, images: Tensor | None = None
+        self,
+        x: Tensor,
+        work: dict[int, list[Change]],
+        base: bool,
+        images: Tensor | None = None,
     ) -> Outputs:
         """([number], outputs [1, B, ...]) of every hypothesis, and of the base as number -1."""
         if base:
@@ -51,7 +59,9 @@ class Sequential:
             try:
                 for mask, ids in changes:
                     mask.copy_(mask.flatten().index_fill(0, ids, False).view_as(mask))
-                outputs = logits_of(self.net(x.clone()))  # the net may write into its input
+                outputs = logits_of(
+                    self.net(x.clone())
+                )  # the net may write into its input
             finally:
                 for (mask, _), bits in zip(changes, before, strict=True):
                     mask.copy_(bits)

@@ -29,7 +29,9 @@ from fastbcd.scoring.program import Activation, NotTraceable, Operation, Program
 from fastbcd.scoring.sequential import Outputs
 
 BATCH = 32  # images at a time, unless memory or the user says otherwise
-STEP_WORK = 2e7  # multiply-adds of a step beside which the time of its call is small, on a CPU
+STEP_WORK = (
+    2e7  # multiply-adds of a step beside which the time of its call is small, on a CPU
+)
 GPU_ITEMS = 4096  # images times hypotheses that run together on a GPU, if memory allows
 Values = dict[fx.Node, Any]
 SiteMasks = dict[int, Tensor]  # uint8 [lanes, *shape] by site in use
@@ -102,14 +104,18 @@ class Stacked:
 
     def prepare(self, removals: dict[int, Tensor], lanes: int) -> list[LaneGroup]:
         """Hypotheses by number, cut into groups of at most `lanes` that begin near each other."""
-        begin = {k: first_change(self.masks, ids) for k, ids in removals.items() if len(ids)}
+        begin = {
+            k: first_change(self.masks, ids) for k, ids in removals.items() if len(ids)
+        }
         order = sorted(begin, key=lambda k: (begin[k], k))
         groups = []
         for i in range(0, len(order), lanes):
             numbers = order[i : i + lanes]
             ids = [removals[k].to(self.bits.device) for k in numbers]
             count = lane_counts(self.program, [begin[k] for k in numbers])
-            groups.append(LaneGroup(numbers, ids, count, self.reads(count, len(numbers))))
+            groups.append(
+                LaneGroup(numbers, ids, count, self.reads(count, len(numbers)))
+            )
         return groups
 
     def reads(self, count: dict[fx.Node, int], n: int) -> set[fx.Node]:
@@ -122,7 +128,11 @@ class Stacked:
         return reads
 
     def logits(
-        self, x: Tensor, groups: list[LaneGroup], base: bool, images: Tensor | None = None
+        self,
+        x: Tensor,
+        groups: list[LaneGroup],
+        base: bool,
+        images: Tensor | None = None,
     ) -> Outputs:
         """(numbers, outputs [n, B, ...]) of every hypothesis, and of the base as number -1."""
         reads: set[fx.Node] = set()
@@ -141,7 +151,9 @@ class Stacked:
     def base_lanes(self, reads: set[fx.Node]) -> Lanes:
         """One lane of the base; no step runs after the last one that is read."""
         steps = self.program.steps
-        last = max((i for i, step in enumerate(steps) if step.node in reads), default=-1)
+        last = max(
+            (i for i, step in enumerate(steps) if step.node in reads), default=-1
+        )
         count = {step.node: int(i <= last) for i, step in enumerate(steps)}
         count[self.program.placeholder] = 1
         return Lanes(count, self.base_masks, {}, reads)
@@ -191,7 +203,10 @@ class Stacked:
         if of_x < n or step.x not in self.program.fresh or step.x in lanes.keep:
             layout = torch.channels_last if x.ndim == 4 else torch.contiguous_format
             out = torch.empty(
-                (n * batch, *x.shape[1:]), dtype=x.dtype, device=x.device, memory_format=layout
+                (n * batch, *x.shape[1:]),
+                dtype=x.dtype,
+                device=x.device,
+                memory_format=layout,
             )
 
         def part(node: fx.Node, first: int, last: int) -> Tensor:
@@ -202,7 +217,9 @@ class Stacked:
 
         masks = lanes.masks[step.site]
         written = out.unflatten(0, (n, batch))
-        for first, last in pairwise(sorted({0, n, *(count[node] for node in step.inputs)})):
+        for first, last in pairwise(
+            sorted({0, n, *(count[node] for node in step.inputs)})
+        ):
             residual = None
             if step.residual is not None:
                 residual = part(step.residual, first, last)
@@ -217,7 +234,9 @@ class Stacked:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise NotTraceable(f"as a program it fails: {str(error).splitlines()[0]}") from error
+            raise NotTraceable(
+                f"as a program it fails: {str(error).splitlines()[0]}"
+            ) from error
         if not difference <= request.tolerance:
             raise NotTraceable(
                 "as a program it gives other logits than as a module; they may depend on the rest "
@@ -272,7 +291,9 @@ def peak_bytes(program: Program) -> int:
         worst = max(worst, alive)
         alive -= sum(freed.values())
     # Where lanes begin, an activation cannot be in place: the largest such, to be safe.
-    in_place = [sizes[step.node] for step in program.activations if step.x in program.fresh]
+    in_place = [
+        sizes[step.node] for step in program.activations if step.x in program.fresh
+    ]
     return worst + max(in_place, default=0)
 
 

@@ -40,7 +40,10 @@ from fastbcd.training.loop import Session, Trainer
 from fastbcd.training.precision import training_dtype
 from fastbcd.training.rates import cosine
 
-REFRESH, EVERY = 500, 10  # quadratics are refitted every 10th of the first 500 iterations
+REFRESH, EVERY = (
+    500,
+    10,
+)  # quadratics are refitted every 10th of the first 500 iterations
 CALIBRATION = 8  # batches for their first statistics
 MOMENTUM = 0.1  # of the statistics after them
 # λ by budget, as published for ResNet18 on CIFAR-100; above the last budget: 40
@@ -59,12 +62,16 @@ class AutoRepSettings(MaskTraining):
     )
     threshold: float = setting(0.003, "of the hysteresis", least=0)
     scale_x2: float = setting(
-        0.1, "s above (the authors': 0.1 on CIFAR); the c2 of the result is s·c2", least=0
+        0.1,
+        "s above (the authors': 0.1 on CIFAR); the c2 of the result is s·c2",
+        least=0,
     )
 
 
 @with_settings(AutoRepSettings)
-def autorep(net: nn.Module, data: Any, budget: int | Budget, **settings: Any) -> StartingPoint:
+def autorep(
+    net: nn.Module, data: Any, budget: int | Budget, **settings: Any
+) -> StartingPoint:
     """Replace ReLUs by quadratics until exactly `budget` are kept.
 
     Args:
@@ -136,7 +143,9 @@ class IndicatorPoly(MaskedPoly):
         """The activation of x + residual, [B, *shape]."""
         if self.momentum:
             self._measure(x if residual is None else x + residual)
-        return ops.indicator_poly(x, self.mask, self.coefficients(), self.aux, residual=residual)
+        return ops.indicator_poly(
+            x, self.mask, self.coefficients(), self.aux, residual=residual
+        )
 
     def coefficients(self) -> Tensor:
         """c0, c1 and c2, [3, C]."""
@@ -164,7 +173,9 @@ def count_on(act: IndicatorPoly) -> Tensor:
     3.0
     """
     aux = act.aux
-    straight_through = F.softplus(aux.detach()) * (aux - aux.detach())  # 0, with that gradient
+    straight_through = F.softplus(aux.detach()) * (
+        aux - aux.detach()
+    )  # 0, with that gradient
     return act.mask.sum() + straight_through.sum()
 
 
@@ -194,12 +205,16 @@ class Replacement(Method):
         return twin(self.net, indicator)
 
     def begin(self) -> None:
-        published = [value for most, value in PUBLISHED_LAMBDA.items() if self.budget <= most]
+        published = [
+            value for most, value in PUBLISHED_LAMBDA.items() if self.budget <= most
+        ]
         self.penalty = [*published, 40.0][0]
         if self.settings.penalty is not None:
             self.penalty = self.settings.penalty
 
-    def train(self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any) -> None:
+    def train(
+        self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any
+    ) -> None:
         epoch = len(history)
         s = self.settings
         if epoch == 0:
@@ -207,7 +222,11 @@ class Replacement(Method):
         record.lr = cosine(s.lr, epoch, s.epochs, s.lr_end)
         record.notes["lambda"] = self.penalty
         record.loss = session.epoch(
-            epoch, record.lr, penalty=self._penalty, before_batch=self._before_batch, bar=bar
+            epoch,
+            record.lr,
+            penalty=self._penalty,
+            before_batch=self._before_batch,
+            bar=bar,
         )
         self._follow(momentum=0.0)
 
@@ -250,7 +269,9 @@ class Replacement(Method):
         batch_size = trainer.settings.batch_size
         images = self.data.first(min(len(self.data), CALIBRATION * batch_size))
         with eval_mode(trainer.model):
-            for number, (x, _) in enumerate(images.batches(batch_size, dtype=trainer.dtype)):
+            for number, (x, _) in enumerate(
+                images.batches(batch_size, dtype=trainer.dtype)
+            ):
                 for act in self.acts:
                     act.momentum = 1 / (number + 1)
                 trainer.model(x)

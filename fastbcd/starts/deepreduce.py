@@ -64,14 +64,18 @@ class DeepReduceSettings(MaskTraining):
         least=1,
     )
     trial_epochs: int = setting(10, "of each trial", least=1)
-    lr: float = setting(0.01, "at the start of each training; it falls to 0 on a cosine", above=0)
+    lr: float = setting(
+        0.01, "at the start of each training; it falls to 0 on a cosine", above=0
+    )
     discount: float = setting(
         0.07, "w, the power of the number of ReLUs in the criticality", least=0
     )
 
 
 @with_settings(DeepReduceSettings)
-def deepreduce(net: nn.Module, data: Any, budget: int | Budget, **settings: Any) -> StartingPoint:
+def deepreduce(
+    net: nn.Module, data: Any, budget: int | Budget, **settings: Any
+) -> StartingPoint:
     """Linearise whole layers and channels of the net, in place, down to exactly `budget` ReLUs.
 
     Args:
@@ -128,7 +132,9 @@ def criticality(accuracy: float, relus: int, discount: float = 0.07) -> float:
     return accuracy / relus**discount
 
 
-def candidates(m: MaskSet, order: Sequence[int], scores: Tensor, budget: int) -> dict[str, MaskSet]:
+def candidates(
+    m: MaskSet, order: Sequence[int], scores: Tensor, budget: int
+) -> dict[str, MaskSet]:
     """Masks with `budget` ReLUs by name: every culled and thinned net, where it has enough.
 
     order: the numbers of the stages, the least critical first. Equal masks are listed once.
@@ -163,7 +169,9 @@ def reshaped(m: MaskSet, scores: Tensor, budget: int) -> MaskSet:
     """
     counts = list(m.counts().values())
     bits = torch.zeros_like(m.bits)
-    for site, kept, quota in zip(m.sites, m.split(), allocate(budget, counts, counts), strict=True):
+    for site, kept, quota in zip(
+        m.sites, m.split(), allocate(budget, counts, counts), strict=True
+    ):
         values = scores[site.start : site.start + site.numel].view(site.shape)
         bits[site.start + by_channel(values, kept)[:quota]] = True
     return MaskSet(m.sites, bits)
@@ -178,7 +186,9 @@ def by_channel(scores: Tensor, kept: Tensor) -> Tensor:
     means = values.where(kept, 0).sum(1) / kept.sum(1).clamp(min=1)
     ids = kept.flatten().nonzero().flatten()
     channels = ids // kept.shape[1]
-    order = np.lexsort((rounded(values.flatten()[ids]), channels, rounded(means[channels])))
+    order = np.lexsort(
+        (rounded(values.flatten()[ids]), channels, rounded(means[channels]))
+    )
     return ids[torch.from_numpy(order).flip(0)]
 
 
@@ -216,14 +226,19 @@ class Reduction(Method):
         """All trainings in order; those of candidates depend on the accuracies of earlier ones."""
         s = self.settings
         notes = [epoch.notes for epoch in history]
-        reached = {n["training"]: n["train_accuracy"] for n in notes if "train_accuracy" in n}
+        reached = {
+            n["training"]: n["train_accuracy"] for n in notes if "train_accuracy" in n
+        }
         alone = {
             f"stage {number} alone": only(self.start, stage)
             for number, stage in enumerate(stages(self.start), 1)
         }
         for name, kept in alone.items():
             yield Trial(name, kept, s.trial_epochs)
-        value = [criticality(reached[name], m.count(), s.discount) for name, m in alone.items()]
+        value = [
+            criticality(reached[name], m.count(), s.discount)
+            for name, m in alone.items()
+        ]
         order = sorted(range(len(alone)), key=value.__getitem__)
         fits = candidates(self.start, order, self.scores, self.budget)
         for name, kept in fits.items():
@@ -232,7 +247,9 @@ class Reduction(Method):
         spent = (len(alone) + len(fits)) * s.trial_epochs
         yield Trial(f"{best}: the result", fits[best], s.epochs - spent)
 
-    def train(self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any) -> None:
+    def train(
+        self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any
+    ) -> None:
         s = self.settings
         number = len(history)  # of the epoch in its training
         for trial in self.trials(history):
@@ -246,7 +263,9 @@ class Reduction(Method):
         record.notes["training"] = trial.name
         record.lr = cosine(s.lr, number, trial.epochs)
         record.loss = session.epoch(len(history), record.lr, bar=bar)
-        if number + 1 == trial.epochs and len(history) + 1 < s.epochs:  # the end of a trial
+        if (
+            number + 1 == trial.epochs and len(history) + 1 < s.epochs
+        ):  # the end of a trial
             reached = accuracy(session.trainer.model, self.data)
             record.notes["train_accuracy"] = reached
             if trial.name.endswith(" alone"):

@@ -64,7 +64,9 @@ class StartingPoint:
     finetune: list[Epoch] = field(default_factory=list)
 
     def __repr__(self) -> str:
-        steps = ", ".join(f"{name} {value:.2f} %" for name, value in self.accuracy.items())
+        steps = ", ".join(
+            f"{name} {value:.2f} %" for name, value in self.accuracy.items()
+        )
         kept = f"{self.masks.count():,} ReLUs after {len(self.history)} epochs"
         return f"StartingPoint({kept}; on the {self.measured_on} set: {steps})"
 
@@ -101,14 +103,25 @@ class Task(NamedTuple):
 
 
 def train_masks(
-    method: type[Method], net: nn.Module, data: Any, budget: int | Budget, chosen: MaskTraining
+    method: type[Method],
+    net: nn.Module,
+    data: Any,
+    budget: int | Budget,
+    chosen: MaskTraining,
 ) -> StartingPoint:
     """Train the masks, cut them to bits, fine-tune. After an exception the net is as before."""
     task = _task(method, net, data, budget, chosen)
     net = task.problem.net
-    about = {"budget": described(budget), "teacher": snapshots.weights_mark(chosen.teacher)}
+    about = {
+        "budget": described(budget),
+        "teacher": snapshots.weights_mark(chosen.teacher),
+    }
     config = Config.of(
-        method.name, chosen.describe() | about, net, data=task.problem.train, test=task.problem.test
+        method.name,
+        chosen.describe() | about,
+        net,
+        data=task.problem.train,
+        test=task.problem.test,
     )
     opened = journal(
         config,
@@ -138,7 +151,11 @@ def train_masks(
 
 
 def _task(
-    method: type[Method], net: nn.Module, data: Any, budget: int | Budget, chosen: MaskTraining
+    method: type[Method],
+    net: nn.Module,
+    data: Any,
+    budget: int | Budget,
+    chosen: MaskTraining,
 ) -> Task:
     if not isinstance(net, nn.Module):
         raise TypeError(f"net is {net!r:.80}; give a torch.nn.Module")
@@ -148,7 +165,9 @@ def _task(
     limits = limits_of(budget, net)
     counts = counts_of(masks(net))
     if isinstance(budget, Budget) and limits.met(counts):
-        raise ValueError(f"the net as it is costs {limits.value(counts):g}: {budget} is met")
+        raise ValueError(
+            f"the net as it is costs {limits.value(counts):g}: {budget} is met"
+        )
     tuning = chosen.finetune or Finetune(epochs=0)
     check_whole("finetune.epochs", tuning.epochs, 0)
     for settings in (tuning, replace(tuning, batch_size=chosen.batch_size)):
@@ -176,7 +195,9 @@ def _train(task: Task, run: Journal[Epoch]) -> None:
     _fine_tune(task, run, teacher)
 
 
-def _train_masks(task: Task, run: Journal[Epoch], teacher: TeacherLogits | None) -> None:
+def _train_masks(
+    task: Task, run: Journal[Epoch], teacher: TeacherLogits | None
+) -> None:
     """Train the masks to the end and write the bits into the net."""
     problem = task.problem
     chosen = task.chosen
@@ -192,7 +213,9 @@ def _train_masks(task: Task, run: Journal[Epoch], teacher: TeacherLogits | None)
             before = method.start
             if epoch:
                 before = method.masks_of(method.bits())
-            whole = recorded(session, record, test=problem.test, progress=chosen.progress)
+            whole = recorded(
+                session, record, test=problem.test, progress=chosen.progress
+            )
             with whole as shown:
                 method.train(session, record, run.history, shown)
                 _compare(record, before, method.masks_of(method.bits()))
@@ -238,7 +261,10 @@ def _fine_tune(task: Task, run: Journal[Epoch], teacher: TeacherLogits | None) -
             number=len(run.history) + 1,
             phase=FINAL,
             count=decided.count,
-            accuracy={**(decided.accuracy or {}), "final": accuracy(net, task.measured)},
+            accuracy={
+                **(decided.accuracy or {}),
+                "final": accuracy(net, task.measured),
+            },
         )
     )
 

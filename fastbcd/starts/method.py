@@ -47,15 +47,23 @@ class MaskTraining(Settings):
     teacher: nn.Module | None = setting(
         None, "a net to distil from; None: the net as it is given", recorded=False
     )
-    test: object = setting(None, "the test set, if accuracy is to be measured", recorded=False)
+    test: object = setting(
+        None, "the test set, if accuracy is to be measured", recorded=False
+    )
     finetune: Finetune | None = setting(None, TUNED)
     batch_size: int = setting(128, "images of a batch of the mask training", least=1)
     seed: int = setting(0, "of all random numbers", least=0, most=2**63 - 1)
     run_dir: str | os.PathLike[str] | None = setting(
-        None, "where every epoch is saved; the same call resumes from there", recorded=False
+        None,
+        "where every epoch is saved; the same call resumes from there",
+        recorded=False,
     )
-    resume: str | bool = setting("auto", 'as in `bcd`: "auto", "must", "never"', recorded=False)
-    progress: bool = setting(False, "show progress bars and one line per epoch", recorded=False)
+    resume: str | bool = setting(
+        "auto", 'as in `bcd`: "auto", "must", "never"', recorded=False
+    )
+    progress: bool = setting(
+        False, "show progress bars and one line per epoch", recorded=False
+    )
 
 
 class Method:
@@ -72,7 +80,9 @@ class Method:
     slack = 1.0
     settings: Any
 
-    def __init__(self, net: nn.Module, data: ImageData, limits: Limits, settings: Any) -> None:
+    def __init__(
+        self, net: nn.Module, data: ImageData, limits: Limits, settings: Any
+    ) -> None:
         self.net = net
         self.data = data
         self.settings = settings
@@ -90,7 +100,9 @@ class Method:
         """The net whose masks are trained; refuses one that the method cannot take."""
         for name, act in mask_modules(net).items():
             if type(act) is not MaskedReLU:
-                raise ValueError(f"site {name!r} is a {type(act).__name__}; use fastbcd.autorep")
+                raise ValueError(
+                    f"site {name!r} is a {type(act).__name__}; use fastbcd.autorep"
+                )
         return net
 
     def trained_net(self) -> nn.Module:
@@ -100,7 +112,9 @@ class Method:
     def begin(self) -> None:
         """What is measured before the first epoch, on the net as it was at the start."""
 
-    def train(self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any) -> None:
+    def train(
+        self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any
+    ) -> None:
         """Train for an epoch, change bits, and complete the epoch's record."""
         raise NotImplementedError
 
@@ -119,7 +133,8 @@ class Method:
     def values(self) -> Tensor:
         """The value of each unit, [total]; here at random."""
         return torch.rand(
-            self.start.total, generator=torch.Generator().manual_seed(self.settings.seed)
+            self.start.total,
+            generator=torch.Generator().manual_seed(self.settings.seed),
         )
 
     def decide(self) -> MaskSet:
@@ -136,7 +151,9 @@ class Method:
 
     def gather(self, name: str) -> Tensor:
         """A tensor that every activation has, [*shape], by the units' flat ids, on the CPU."""
-        return torch.cat([getattr(act, name).detach().flatten() for act in self.acts]).cpu()
+        return torch.cat(
+            [getattr(act, name).detach().flatten() for act in self.acts]
+        ).cpu()
 
 
 class TrainedMask(MaskedActivation):

@@ -76,9 +76,13 @@ class ReluPrunerSettings(MaskTraining):
     """
 
     epochs: int = setting(150, "of the mask training", least=1)
-    lr: float = setting(0.05, "learning rate of the mask training, which is constant", above=0)
+    lr: float = setting(
+        0.05, "learning rate of the mask training, which is constant", above=0
+    )
     warmup: int = setting(4, "epochs at its start that keep all ReLUs", least=0)
-    interval: int = setting(100, "batches between two choices of the ReLUs that are kept", least=1)
+    interval: int = setting(
+        100, "batches between two choices of the ReLUs that are kept", least=1
+    )
     finetune: Finetune | None = setting(Finetune(epochs=240, lr=0.01), TUNED)
 
     def __post_init__(self) -> None:
@@ -90,7 +94,9 @@ class ReluPrunerSettings(MaskTraining):
 
 
 @with_settings(ReluPrunerSettings)
-def relupruner(net: nn.Module, data: Any, budget: int | Budget, **settings: Any) -> StartingPoint:
+def relupruner(
+    net: nn.Module, data: Any, budget: int | Budget, **settings: Any
+) -> StartingPoint:
     """Linearise the net in place, down to exactly `budget` ReLUs.
 
     Args:
@@ -139,7 +145,12 @@ class WatchedReLU(TrainedMask):
     def __init__(self, mask: Tensor) -> None:
         super().__init__(mask)
         shape = self.mask.shape
-        sizes = {"importance": shape, "fisher": shape, "negative": (BATCHES, *shape), "layer": (2,)}
+        sizes = {
+            "importance": shape,
+            "fisher": shape,
+            "negative": (BATCHES, *shape),
+            "layer": (2,),
+        }
         for name, size in sizes.items():
             self.register_buffer(name, mask.new_zeros(size, dtype=torch.float32))
         self.units = self.fisher.new_zeros(4, *shape, dtype=torch.float64)
@@ -171,7 +182,9 @@ class WatchedReLU(TrainedMask):
         self.negative[number % BATCHES] = negative
         self.fisher.lerp_(g2, 1 - FISHER)
         share = self.negative.sum(0) / min(number + 1, BATCHES)
-        self.importance.lerp_(weight * (product * share + z2 * self.fisher / 2), 1 - SLOW)
+        self.importance.lerp_(
+            weight * (product * share + z2 * self.fisher / 2), 1 - SLOW
+        )
         norm = (norms / count.clamp(min=1e-9)).float()
         self.layer.lerp_(torch.stack([norm, g2.mean()]), 1 - SLOW)
 
@@ -185,7 +198,9 @@ class Pruner(Method):
     def trained_net(self) -> nn.Module:
         return twin(self.net, lambda act: WatchedReLU(act.mask))
 
-    def train(self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any) -> None:
+    def train(
+        self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any
+    ) -> None:
         epoch = len(history)
         batches = len(session.trainer.sizes)
 
@@ -220,7 +235,11 @@ class Pruner(Method):
         """Keep the units with the largest importance, if it is time to choose."""
         s = self.settings
         count = scheduled(
-            epoch, epochs=s.epochs, warmup=s.warmup, count=self.start.count(), budget=self.budget
+            epoch,
+            epochs=s.epochs,
+            warmup=s.warmup,
+            count=self.start.count(),
+            budget=self.budget,
         )
         interval = s.interval
         if count == self.budget:

@@ -95,12 +95,18 @@ class SenetSettings(MaskTraining):
     tolerance: float = setting(
         0.05, "stop when at most this share of the kept ReLUs is new", least=0
     )
-    lr: float = setting(1e-2, "learning rate of the mask training, which is constant", above=0)
-    finetune: Finetune | None = setting(Finetune(epochs=100, lr=1e-2, mismatch=0.1), TUNED)
+    lr: float = setting(
+        1e-2, "learning rate of the mask training, which is constant", above=0
+    )
+    finetune: Finetune | None = setting(
+        Finetune(epochs=100, lr=1e-2, mismatch=0.1), TUNED
+    )
 
 
 @with_settings(SenetSettings)
-def senet(net: nn.Module, data: Any, budget: int | Budget, **settings: Any) -> StartingPoint:
+def senet(
+    net: nn.Module, data: Any, budget: int | Budget, **settings: Any
+) -> StartingPoint:
     """Linearise the net in place, down to exactly `budget` ReLUs; fastbcd/starts/senet.py says how.
 
     Args:
@@ -129,7 +135,9 @@ def relu_sensitivity(net: nn.Module, data: ImageData, density: float) -> list[fl
     sites = list(mask_modules(net).values())
     with noted([*layers, *sites], lambda module, inputs, output: module) as calls:
         first_outputs(net, data, "the net", 1)
-    fed: dict[nn.Module, list[Tensor]] = {}  # the magnitudes of the weights of each site's layers
+    fed: dict[
+        nn.Module, list[Tensor]
+    ] = {}  # the magnitudes of the weights of each site's layers
     recent: list[Tensor] = []
     last: list[Tensor] = []
     for module in calls:
@@ -153,7 +161,9 @@ def relu_sensitivity(net: nn.Module, data: ImageData, density: float) -> list[fl
 
 def weighted(net: nn.Module) -> list[Any]:
     """The net's layers with a weight of two or more dimensions: convolutions, linear layers."""
-    return [m for m in net.modules() if getattr(getattr(m, "weight", None), "ndim", 0) >= 2]
+    return [
+        m for m in net.modules() if getattr(getattr(m, "weight", None), "ndim", 0) >= 2
+    ]
 
 
 def magnitudes(layer: Any) -> Tensor:
@@ -162,7 +172,9 @@ def magnitudes(layer: Any) -> Tensor:
 
 
 @torch.no_grad()
-def differences(net: nn.Module, teacher: TeacherLogits, data: ImageData) -> list[Tensor]:
+def differences(
+    net: nn.Module, teacher: TeacherLogits, data: ImageData
+) -> list[Tensor]:
     """For each site, the mean over images of |a_s - a_t|, float64 [*shape], on the CPU.
 
     a_t: the teacher's outputs of the site. a_s: the net's, if all ReLUs of this site were removed.
@@ -208,12 +220,18 @@ class Sensitive(Method):
     def begin(self) -> None:
         self.images = self.data.first(min(IMAGES, len(self.data)))
         sensitivity = relu_sensitivity(self.net, self.data, self.settings.density)
-        self.counts = allocate(self.budget, sensitivity, list(self.start.counts().values()))
+        self.counts = allocate(
+            self.budget, sensitivity, list(self.start.counts().values())
+        )
         generator = torch.Generator().manual_seed(self.settings.seed)
-        values = [torch.rand(site.shape, generator=generator) for site in self.start.sites]
+        values = [
+            torch.rand(site.shape, generator=generator) for site in self.start.sites
+        ]
         set_masks(self.net, self.largest_by_site(values))
 
-    def train(self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any) -> None:
+    def train(
+        self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any
+    ) -> None:
         s = self.settings
         record.lr = s.lr
         record.loss = session.epoch(len(history), s.lr, bar=bar)
@@ -224,17 +242,26 @@ class Sensitive(Method):
             assert teacher is not None  # as `matched` says
             values = differences(self.net, teacher, self.images)
             set_masks(self.net, self.largest_by_site(values))
-            record.notes["changed"] = int((self.bits() & ~before).sum()) / max(1, self.budget)
+            record.notes["changed"] = int((self.bits() & ~before).sum()) / max(
+                1, self.budget
+            )
 
     def done(self, history: Sequence[Epoch]) -> bool:
-        settled = history and history[-1].notes.get("changed", math.inf) <= self.settings.tolerance
-        return bool(settled) or super().done(history) or self.budget == self.start.count()
+        settled = (
+            history
+            and history[-1].notes.get("changed", math.inf) <= self.settings.tolerance
+        )
+        return (
+            bool(settled) or super().done(history) or self.budget == self.start.count()
+        )
 
     def largest_by_site(self, values: Sequence[Tensor]) -> MaskSet:
         """At each site its count of the units kept at the start, those with the largest values."""
         bits = torch.zeros_like(self.start.bits)
         kept = zip(self.start.sites, self.start.split(), strict=True)
-        for (site, allowed), value, count in zip(kept, values, self.counts, strict=True):
+        for (site, allowed), value, count in zip(
+            kept, values, self.counts, strict=True
+        ):
             value = value.masked_fill(~allowed, -math.inf).flatten()
             order = torch.sort(value, descending=True, stable=True).indices
             bits[site.start + order[:count]] = True

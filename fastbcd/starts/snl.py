@@ -53,7 +53,9 @@ class SnlSettings(MaskTraining):
 
 
 @with_settings(SnlSettings)
-def snl(net: nn.Module, data: Any, budget: int | Budget, **settings: Any) -> StartingPoint:
+def snl(
+    net: nn.Module, data: Any, budget: int | Budget, **settings: Any
+) -> StartingPoint:
     """Linearise the net in place, down to `budget` ReLUs.
 
     Args:
@@ -115,17 +117,27 @@ class Selective(Method):
         dtype = training_dtype(self.net)
         return twin(self.net, lambda act: SoftReLU(act.mask, dtype))
 
-    def train(self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any) -> None:
+    def train(
+        self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any
+    ) -> None:
         counts = [earlier.count or 0 for earlier in history]
         updates = sum(growth(counts, self.start.count()))
         weight = math.prod([self.settings.kappa] * updates, start=self.settings.lambda0)
 
         def penalty() -> Tensor:  # λ·Σ|a| over all units
-            return weight * torch.stack([act.alpha.abs().sum() for act in self.acts]).sum()
+            return (
+                weight * torch.stack([act.alpha.abs().sum() for act in self.acts]).sum()
+            )
 
-        record.loss = session.epoch(len(history), self.settings.lr, penalty=penalty, bar=bar)
+        record.loss = session.epoch(
+            len(history), self.settings.lr, penalty=penalty, bar=bar
+        )
         grew = growth([*counts, int(self.bits().sum())], self.start.count())
-        record.notes |= {"lambda": weight, "lambda_grew": grew[-1], "lambda_updates": sum(grew)}
+        record.notes |= {
+            "lambda": weight,
+            "lambda_grew": grew[-1],
+            "lambda_updates": sum(grew),
+        }
 
     def done(self, history: Sequence[Epoch]) -> bool:
         met = int(self.bits().sum()) <= self.budget

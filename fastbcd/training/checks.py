@@ -18,7 +18,9 @@ from fastbcd.training.teacher import with_sites
 def check_settings(settings: Finetune, data: ImageData, seed: int = 0) -> None:
     """Refuse settings that do not fit the data, or the number of ranks."""
     if not isinstance(settings, Finetune):
-        raise TypeError(f"settings are {type(settings).__name__}; expected fastbcd.Finetune")
+        raise TypeError(
+            f"settings are {type(settings).__name__}; expected fastbcd.Finetune"
+        )
     check_whole("seed", seed, 0, most=2**63 - 1)
     data.check_views(settings.padding, settings.flip)
     smallest = min(len(data), settings.batch_size)
@@ -61,7 +63,9 @@ def check_loss(net: nn.Module, data: ImageData, loss: Loss | None) -> None:
 def check_separate(net: nn.Module, teacher: nn.Module) -> None:
     """Refuse a teacher that training the net would change."""
     trained = set(net.parameters())
-    shared = [name for name, parameter in teacher.named_parameters() if parameter in trained]
+    shared = [
+        name for name, parameter in teacher.named_parameters() if parameter in trained
+    ]
     if shared or teacher is net:
         raise ValueError(
             f"the teacher shares {shared[:1]} with the net; it must stay fixed: copy.deepcopy(net)"

@@ -94,7 +94,9 @@ def train(
     )
     rates = []
     for epoch in range(chosen.epochs):
-        passed = [milestone for milestone in MILESTONES if epoch >= milestone * chosen.epochs]
+        passed = [
+            milestone for milestone in MILESTONES if epoch >= milestone * chosen.epochs
+        ]
         rates.append(chosen.lr / DECAY ** len(passed))
     with opened as run:
         train_epochs(trainer, run, "train", rates, step=0, test=test, progress=progress)

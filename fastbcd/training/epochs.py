@@ -52,7 +52,9 @@ def train_epochs(
         session.load_optimizer(run.extra)
         first = sum(record.phase == phase for record in run.history)
         for epoch in range(first, len(rates)):
-            record = Epoch(number=len(run.history) + 1, epoch=epoch, phase=phase, lr=rates[epoch])
+            record = Epoch(
+                number=len(run.history) + 1, epoch=epoch, phase=phase, lr=rates[epoch]
+            )
             with recorded(session, record, test=test, progress=progress) as shown:
                 record.loss = session.epoch(epoch, rates[epoch], step=step, bar=shown)
             if epoch + 1 < len(rates):

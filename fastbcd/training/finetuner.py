@@ -55,7 +55,9 @@ class Finetuner(Trainer):
         check_number("epochs", epochs, 0)
         shares = epoch_shares(epochs)
         if rates is None:
-            rates = [cosine(self.settings.lr, epoch, epochs) for epoch in range(len(shares))]
+            rates = [
+                cosine(self.settings.lr, epoch, epochs) for epoch in range(len(shares))
+            ]
         batches = sum(batches_of(share, len(self.sizes)) for share in shares)
         batch_bar = bar(progress, total=batches, desc="fine-tune", leave=False)
         begin = time.perf_counter()
@@ -63,6 +65,8 @@ class Finetuner(Trainer):
         algorithms = repeatable(self.data.device, self.seed, step, self.settings.fast)
         with batch_bar, self.session() as session, algorithms:
             for epoch, (share, lr) in enumerate(zip(shares, rates, strict=True)):
-                result["loss"] = session.epoch(epoch, lr, step=step, share=share, bar=batch_bar)
+                result["loss"] = session.epoch(
+                    epoch, lr, step=step, share=share, bar=batch_bar
+                )
         result["seconds"] = time.perf_counter() - begin
         return result

@@ -16,7 +16,9 @@ CHECK_EVERY = 32  # batches: a check waits for the GPU
 class Losses:
     """The losses of an epoch; refuses one that is not finite, and weights that are not."""
 
-    def __init__(self, trained: Parameters, scaler: torch.amp.GradScaler, where: str) -> None:
+    def __init__(
+        self, trained: Parameters, scaler: torch.amp.GradScaler, where: str
+    ) -> None:
         self.trained = trained
         self.scaler = scaler
         self.where = where  # for errors
@@ -44,7 +46,9 @@ class Losses:
         largest = torch.stack(torch._foreach_norm(weights, math.inf)).tolist()
         for name, value in zip(self.trained, largest, strict=True):
             self._check(value, f"weight {name}")
-        weighted = [loss * size for loss, size in zip(self.losses, self.sizes, strict=True)]
+        weighted = [
+            loss * size for loss, size in zip(self.losses, self.sizes, strict=True)
+        ]
         return sum(weighted) / sum(self.sizes)
 
     def _read(self) -> None:

@@ -107,7 +107,9 @@ class Trainer:
             check_trainable(net, self.data, settings, teacher, loss)
         self.teacher = teacher_logits(teacher, self.data, settings)
         self.dtype = precision.training_dtype(net)
-        self.trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
+        self.trained = {
+            name: p for name, p in net.named_parameters() if p.requires_grad
+        }
         self.model, self.memory_format = fused(net)  # on the net's own tensors
         if settings.sync_batch_norm:
             self.model = parallel.synchronised(self.model, net, self.data.device)
@@ -172,10 +174,14 @@ class Session:
             trainer.net, trainer.trained, trainer.settings, trainer.fused_optimizer
         )
         self.quadratics = optimizers.bounded_quadratics(trainer.net, trainer.settings)
-        self.sites: list[nn.Module] = []  # whose activations are compared with the teacher's
+        self.sites: list[
+            nn.Module
+        ] = []  # whose activations are compared with the teacher's
         if trainer.settings.mismatch:
             self.sites = sites_of(trainer.model)
-        self.model = parallel.averaged(trainer.model, unused=trainer.model is trainer.net)
+        self.model = parallel.averaged(
+            trainer.model, unused=trainer.model is trainer.net
+        )
         self.half = precision.autocast_dtype(trainer.settings, trainer.data.device)
 
     def epoch(
@@ -227,7 +233,10 @@ class Session:
     def loss(self, batch: Batch) -> Tensor:
         """The loss of a batch, a tensor []."""
         images = batch.images
-        with precision.mixed(self.half, images.device), site_outputs(self.sites) as activations:
+        with (
+            precision.mixed(self.half, images.device),
+            site_outputs(self.sites) as activations,
+        ):
             outputs = logits_of(self.model(images))
         loss = batch_loss(
             tree_map_only(Tensor, at_least_float32, outputs),
@@ -242,7 +251,9 @@ class Session:
     def state(self) -> dict[str, Tensor]:
         """Copies of the net's and the optimizer's tensors, by name, on the CPU."""
         net = snapshots.take(self.trainer.net)
-        return self.optimizer_state() | {NET + name: tensor for name, tensor in net.items()}
+        return self.optimizer_state() | {
+            NET + name: tensor for name, tensor in net.items()
+        }
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Restore what `state` returned."""

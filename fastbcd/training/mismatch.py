@@ -24,7 +24,9 @@ T = TypeVar("T")
 
 def sites_of(model: nn.Module) -> list[nn.Module]:
     """The masked activations of a net, also of one that `fused` has rewritten."""
-    return [m for m in model.modules() if isinstance(m, MaskedActivation | NormActivation)]
+    return [
+        m for m in model.modules() if isinstance(m, MaskedActivation | NormActivation)
+    ]
 
 
 @contextmanager
@@ -45,7 +47,9 @@ def noted(
         inputs = [value for value in (*args, *kwargs.values()) if value is not None]
         notes.append(use(module, inputs, output))
 
-    handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
+    handles = [
+        module.register_forward_hook(note, with_kwargs=True) for module in modules
+    ]
     try:
         yield notes
     finally:
@@ -86,4 +90,6 @@ def mismatch(activations: list[Tensor], directions: list[Tensor]) -> Tensor:
 
 def _norm(activation: Tensor) -> Tensor:
     """Of each sample, [B, ...] -> [B, 1, ...]; unlike flatten, it copies nothing."""
-    return torch.linalg.vector_norm(activation, dim=tuple(range(1, activation.ndim)), keepdim=True)
+    return torch.linalg.vector_norm(
+        activation, dim=tuple(range(1, activation.ndim)), keepdim=True
+    )

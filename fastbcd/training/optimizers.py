@@ -122,14 +122,18 @@ def state_of(optimizer: Optimizer, trained: Parameters) -> dict[str, Tensor]:
     return tensors
 
 
-def load_state(optimizer: Optimizer, trained: Parameters, tensors: dict[str, Tensor]) -> None:
+def load_state(
+    optimizer: Optimizer, trained: Parameters, tensors: dict[str, Tensor]
+) -> None:
     """Restore what `state_of` returned."""
     for key, value in tensors.items():
         kind, name = key.split(".", 1)
         parameter = trained[name]
         if kind == "step":  # a single number, on the CPU
             value = value.clone()
-        elif value.shape == parameter.shape:  # a moment: it has the parameter's memory format
+        elif (
+            value.shape == parameter.shape
+        ):  # a moment: it has the parameter's memory format
             value = torch.empty_like(parameter, requires_grad=False).copy_(value)
         else:
             value = value.to(parameter.device, copy=True)

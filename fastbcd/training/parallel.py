@@ -46,4 +46,6 @@ def smallest_batch(net: nn.Module) -> int:
 def agree_on_statistics(net: nn.Module) -> None:
     """Average the statistics of batch norm: each rank saw its own images. Frozen ones stay."""
     trained = (module for module in net.modules() if module.training)
-    ranks.agree(buffer for module in trained for buffer in module.buffers(recurse=False))
+    ranks.agree(
+        buffer for module in trained for buffer in module.buffers(recurse=False)
+    )

@@ -17,7 +17,9 @@ _GENERATORS = threading.RLock()
 
 
 @contextmanager
-def repeatable(device: torch.device, seed: int, number: int, fast: bool = False) -> Iterator[None]:
+def repeatable(
+    device: torch.device, seed: int, number: int, fast: bool = False
+) -> Iterator[None]:
     """Seed torch by (seed, number, rank) and use deterministic algorithms; restored on exit.
 
     fast: the fastest convolutions instead.

@@ -49,11 +49,15 @@ class Finetune(Settings):
     momentum: float = setting(0.9, "momentum of SGD", least=0)
     weight_decay: float = setting(5e-4, "weight decay", least=0)
     clip: float = setting(
-        0.0, "largest norm of the gradient, to which a longer one is scaled; 0: no limit", least=0
+        0.0,
+        "largest norm of the gradient, to which a longer one is scaled; 0: no limit",
+        least=0,
     )
     batch_size: int = setting(128, "images of a batch, over all ranks", least=1)
     temperature: float = setting(4.0, "T of the distillation", above=0)
-    distill: float = setting(1.0, "weight of the distillation, if there is a teacher", least=0)
+    distill: float = setting(
+        1.0, "weight of the distillation, if there is a teacher", least=0
+    )
     mismatch: float = setting(
         0.0,
         "β: adds β/2 · Σ over sites of the mean over the batch of ‖a/‖a‖ - t/‖t‖‖ to the loss, "
@@ -74,7 +78,8 @@ class Finetune(Settings):
         choices=(None, True, False, *PRECISIONS),
     )
     fast: bool = setting(
-        False, "let cuDNN choose its fastest algorithms, also ones that give other bits every time"
+        False,
+        "let cuDNN choose its fastest algorithms, also ones that give other bits every time",
     )
     sync_batch_norm: bool = setting(
         False,
@@ -92,4 +97,6 @@ class Finetune(Settings):
         if self.momentum >= 1:
             raise ValueError(f"momentum={self.momentum}; it must be below 1")
         if self.mismatch and self.compile:
-            raise ValueError(f"mismatch={self.mismatch} needs compile=False: it reads activations")
+            raise ValueError(
+                f"mismatch={self.mismatch} needs compile=False: it reads activations"
+            )

@@ -42,7 +42,9 @@ from fastbcd.training.precision import autocast_dtype, mixed
 from fastbcd.training.settings import Finetune
 
 BATCH = 128  # images per batch of the teacher
-LARGE = 2**30  # bytes of an epoch's logits (ImageNet: 5.1 GB): beyond, the teacher runs per batch
+LARGE = (
+    2**30
+)  # bytes of an epoch's logits (ImageNet: 5.1 GB): beyond, the teacher runs per batch
 
 
 class Answer(NamedTuple):
@@ -84,7 +86,10 @@ class FrozenNet:
     @torch.no_grad()
     def of(self, batch: Tensor, use: Callable[[Tensor], Tensor] = direction) -> Answer:
         """The logits of a batch and use(output) of each of its activations."""
-        with mixed(self.half, batch.device), site_outputs(self.sites, use) as activations:
+        with (
+            mixed(self.half, batch.device),
+            site_outputs(self.sites, use) as activations,
+        ):
             outputs = self.model(batch.to(self.dtype, memory_format=self.layout))
         return Answer(logits_of(outputs).float(), activations)
 
@@ -109,7 +114,9 @@ class FrozenNet:
         turned = self.rows(images.flip(0)).flip(0)
         part = self.rows(images[half:])
         same = torch.equal(straight, turned) and torch.equal(straight[half:], part)
-        return same or not straight.isfinite().all()  # which is reported with sample and view
+        return (
+            same or not straight.isfinite().all()
+        )  # which is reported with sample and view
 
 
 class TeacherLogits:
@@ -119,7 +126,12 @@ class TeacherLogits:
     """
 
     def __init__(
-        self, teacher: nn.Module, data: ImageData, settings: Finetune, *, matched: bool = False
+        self,
+        teacher: nn.Module,
+        data: ImageData,
+        settings: Finetune,
+        *,
+        matched: bool = False,
     ) -> None:
         self.data = data
         self.settings = settings
@@ -132,10 +144,17 @@ class TeacherLogits:
         images = next(data.batches(BATCH, dtype=self.net.dtype))[0]
         self.shape = self.net.of(images[:1]).logits.shape[1:]
         self.computed = 0  # images that went through the teacher to be cached
-        self.known: Tensor | None = None  # bool [slots, views], of logits in the cache, below
+        self.known: Tensor | None = (
+            None  # bool [slots, views], of logits in the cache, below
+        )
         self.cache = torch.empty(0)
         large = 4 * len(data) * self.shape.numel() > LARGE
-        if large or settings.mismatch or not settings.distill or settings.augment is not None:
+        if (
+            large
+            or settings.mismatch
+            or not settings.distill
+            or settings.augment is not None
+        ):
             return
         dependent = torch.tensor(int(not self.net.rows_are_independent(images)))
         if ranks.all_sum(dependent):
@@ -147,10 +166,16 @@ class TeacherLogits:
         views = data.view_count(settings.padding)
         slots = math.ceil(len(data) / ranks.world())  # of this rank's samples
         self.known = torch.zeros(slots, views, dtype=torch.bool)
-        fitting = _fitting(slots, views * (4 * self.shape.numel() + 1), settings.teacher_cache)
-        self.cache = torch.empty(fitting, views, *self.shape)  # of which unused parts cost nothing
+        fitting = _fitting(
+            slots, views * (4 * self.shape.numel() + 1), settings.teacher_cache
+        )
+        self.cache = torch.empty(
+            fitting, views, *self.shape
+        )  # of which unused parts cost nothing
 
-    def answers(self, images: int, **numbers: int) -> Callable[[Tensor, Tensor], Answer | None]:
+    def answers(
+        self, images: int, **numbers: int
+    ) -> Callable[[Tensor, Tensor], Answer | None]:
         """A function (batch, its samples) -> Answer for an epoch of so many images.
 
         numbers: seed, step and epoch.
@@ -204,7 +229,9 @@ class TeacherLogits:
         samples = samples.to(self.data.device)
         views = views.to(self.data.device)
         logits = []
-        for part, part_views in zip(samples.split(BATCH), views.split(BATCH), strict=True):
+        for part, part_views in zip(
+            samples.split(BATCH), views.split(BATCH), strict=True
+        ):
             images = self.data.views(
                 part, part_views, padding=self.settings.padding, dtype=self.net.dtype
             )
@@ -228,7 +255,9 @@ def teacher_logits(
 def _fitting(slots: int, each: int, limit: int | None) -> int:
     """How many slots of so many bytes the host's memory has room for."""
     if limit is None:
-        limit = default_memory(torch.device("cpu")) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        limit = default_memory(torch.device("cpu")) // int(
+            os.environ.get("LOCAL_WORLD_SIZE", "1")
+        )
     fitting = min(slots, limit // each)
     if fitting < slots:
         warnings.warn(
@@ -249,7 +278,9 @@ class Distillation(NamedTuple):
     weight: float = Finetune.distill
 
     @classmethod
-    def of(cls, teacher: nn.Module, data: ImageData, settings: Finetune) -> Distillation:
+    def of(
+        cls, teacher: nn.Module, data: ImageData, settings: Finetune
+    ) -> Distillation:
         """The teacher's logits for the images as they are, with the settings' T and weight."""
         net = FrozenNet(teacher, data)
         batches = data.batches(BATCH, dtype=net.dtype)

@@ -39,13 +39,17 @@ def batch_loss(
     if answer is None:
         return loss
     if settings.distill:
-        loss = loss + distillation(outputs, answer.logits, settings.temperature, settings.distill)
+        loss = loss + distillation(
+            outputs, answer.logits, settings.temperature, settings.distill
+        )
     if settings.mismatch:
         loss = loss + settings.mismatch / 2 * mismatch(activations, answer.activations)
     return loss
 
 
-def distillation(outputs: Tensor, logits: Tensor, temperature: float, weight: float) -> Tensor:
+def distillation(
+    outputs: Tensor, logits: Tensor, temperature: float, weight: float
+) -> Tensor:
     """weight · T² · KL(softmax(t/T) ‖ softmax(s/T)), the mean over samples and positions.
 
     >>> logits = torch.tensor([[1.0, 2.0]])

@@ -15,7 +15,9 @@ from .masked import masked_backward, masked_forward
 __all__ = ["DTYPES", "kink", "masked_backward", "masked_forward"]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-TRUSTED = INTERPRETED  # else compared with the reference at first use (fastbcd.ops.selfcheck)
+TRUSTED = (
+    INTERPRETED  # else compared with the reference at first use (fastbcd.ops.selfcheck)
+)
 
 
 def describe() -> str:

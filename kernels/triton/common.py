@@ -37,7 +37,9 @@ from fastbcd.kernels.geometry import Geometry
 ON_CUDA = torch.version.hip is None
 THREADS = 128  # per program, fewer for an item that does not fill them
 WORD = 32  # trials whose bits fit one int32
-MAX_REGISTERS = 128  # per thread; without a bound ptxas aims at 40 in places, and spills
+MAX_REGISTERS = (
+    128  # per thread; without a bound ptxas aims at 40 in places, and spills
+)
 # Arguments whose value does not specialise the code. For `inner` this is necessary: with one
 # element per channel triton would read parameters in vectors, and regroup an unaligned tile
 # through shared memory.
@@ -45,8 +47,13 @@ OPAQUE = ("batch", "trials", "chunk", "span", "inner")
 # (programs, items): a program takes several items only beyond that many programs (a large GPU has
 # 132 processors), up to that many items.
 ELEMENTWISE = (16 * 132, 16)  # what a program reads once is a small part of its traffic
-REDUCING = (16 * 132, 64)  # of one warp; each writes partial sums: fewer programs are better
-PARTIALS = 0.1  # of the bytes of the tensors: what partial sums may move, written and read
+REDUCING = (
+    16 * 132,
+    64,
+)  # of one warp; each writes partial sums: fewer programs are better
+PARTIALS = (
+    0.1  # of the bytes of the tensors: what partial sums may move, written and read
+)
 
 
 @functools.cache
@@ -85,7 +92,9 @@ def plan(g: Geometry, itemsize: int, sums: int = 0, streams: int = 3) -> Plan:
 
 # Calls repeat: computing a plan takes as long as a small call.
 @functools.lru_cache(maxsize=4096)
-def _elementwise(g: Geometry, itemsize: int, limits: tuple[int, int], warp: int) -> Plan:
+def _elementwise(
+    g: Geometry, itemsize: int, limits: tuple[int, int], warp: int
+) -> Plan:
     """A thread takes as many elements as fill a 128-bit access: 4 of fp32, 8 of 16-bit types."""
     n, lead, all_trials = _sizes(g)
     per_warp = 16 // itemsize * warp
@@ -99,7 +108,9 @@ def _elementwise(g: Geometry, itemsize: int, limits: tuple[int, int], warp: int)
 
 
 @functools.lru_cache(maxsize=4096)
-def _reducing(g: Geometry, itemsize: int, least: int, limits: tuple[int, int], warp: int) -> Plan:
+def _reducing(
+    g: Geometry, itemsize: int, least: int, limits: tuple[int, int], warp: int
+) -> Plan:
     """A thread takes 4 elements, the width of its fp32 partial sums.
 
     One width for all operands keeps every value in the thread that loaded it. Accesses of 16-bit
@@ -137,7 +148,12 @@ def _sizes(g: Geometry) -> tuple[int, int, bool]:
 
 
 def launch(
-    kernel: Any, p: Plan, g: Geometry, tensors: tuple[Tensor | None, ...], *sizes: int, **own: Any
+    kernel: Any,
+    p: Plan,
+    g: Geometry,
+    tensors: tuple[Tensor | None, ...],
+    *sizes: int,
+    **own: Any,
 ) -> None:
     """Run a kernel on tensors, of which the optional ones may be None.
 
@@ -155,7 +171,15 @@ def launch(
     n = g.channels * g.inner
     with torch.cuda.device_of(tensors[0]):
         kernel[(p.programs,)](
-            *tensors, n, g.batch, g.trials, p.chunk, g.channels, g.inner, *sizes, **options
+            *tensors,
+            n,
+            g.batch,
+            g.trials,
+            p.chunk,
+            g.channels,
+            g.inner,
+            *sizes,
+            **options,
         )
 
 

@@ -49,5 +49,13 @@ def kink(c: Tensor, a: Tensor, mask: Tensor, fresh: bool) -> None:
     tiles = triton.cdiv(trials, rows) * triton.cdiv(batch, columns)
     with torch.cuda.device_of(c):
         kink_kernel[(n * tiles,)](
-            c, a, mask, trials, batch, FRESH=fresh, ROWS=rows, COLUMNS=columns, num_warps=WARPS
+            c,
+            a,
+            mask,
+            trials,
+            batch,
+            FRESH=fresh,
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=WARPS,
         )

@@ -74,7 +74,10 @@ def mask_offsets(
 @triton.jit
 def load_kept(mask_ptr, mask_offs, valid, t, n):
     """Where trial t keeps its ReLU, from memory."""
-    return tl.load(mask_ptr + tl.cast(t, tl.int64) * n + mask_offs, mask=valid, other=0) != 0
+    return (
+        tl.load(mask_ptr + tl.cast(t, tl.int64) * n + mask_offs, mask=valid, other=0)
+        != 0
+    )
 
 
 @triton.jit
@@ -166,7 +169,11 @@ def masked_backward_kernel(
     ALL_TRIALS: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dz from y, or from z again; dx, dresidual and partial sums by column and by unit from dz."""
-    tiles, rows, chunks = tl.cdiv(width, BLOCK), tl.cdiv(n, width), tl.cdiv(batch, chunk)
+    tiles, rows, chunks = (
+        tl.cdiv(width, BLOCK),
+        tl.cdiv(n, width),
+        tl.cdiv(batch, chunk),
+    )
     slot = tl.program_id(0) // tiles
     columns = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
     in_row = columns < width
@@ -241,7 +248,9 @@ def masked_backward_kernel(
                         if DEGREE == 0:
                             added = tl.where(z > 0, 0.0, -z)
                         else:
-                            added = tl.where(z <= 0, 0.0, z) - replaced(z, c0, c1, c2, DEGREE)
+                            added = tl.where(z <= 0, 0.0, z) - replaced(
+                                z, c0, c1, c2, DEGREE
+                            )
                         effect = grad * added
                         if ABSOLUTE:
                             effect = tl.abs(effect)
@@ -304,7 +313,13 @@ def masked_forward(
 ) -> None:
     """Write y [T, B, n]. It may be x or residual itself, where that is not shared."""
     tensors = (y, x, _as_bytes(mask), coef, scale, shift, residual)
-    launch(masked_forward_kernel, plan(g, x.element_size()), g, tensors, **_constants(mask, coef))
+    launch(
+        masked_forward_kernel,
+        plan(g, x.element_size()),
+        g,
+        tensors,
+        **_constants(mask, coef),
+    )
 
 
 def masked_backward(
@@ -355,4 +370,7 @@ def _as_bytes(mask: Tensor) -> Tensor:
 
 
 def _constants(mask: Tensor, coef: Tensor | None) -> dict[str, int]:
-    return {"DEGREE": 0 if coef is None else len(coef) - 1, "SOFT": mask.is_floating_point()}
+    return {
+        "DEGREE": 0 if coef is None else len(coef) - 1,
+        "SOFT": mask.is_floating_point(),
+    }

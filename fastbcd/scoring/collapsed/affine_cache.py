@@ -25,7 +25,9 @@ class AffineCache:
         self.precision = ""  # of the values
         self.known: dict[int, Known] = {}
         self.bytes = 0
-        self.compared: set[int] = set()  # numbers of images that are known to be of this call
+        self.compared: set[int] = (
+            set()
+        )  # numbers of images that are known to be of this call
 
     def clear(self) -> None:
         """Forget all images."""
@@ -44,11 +46,15 @@ class AffineCache:
         self.limit = limit
         self.compared.clear()
 
-    def values(self, numbers: Tensor, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    def values(
+        self, numbers: Tensor, x: Tensor, compute: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """[R + classes, B] of images x: what is known of them, and what `compute` returns."""
         wanted = numbers.tolist()
         known = [i for i, number in enumerate(wanted) if number in self.known]
-        if not self.compared.issuperset(wanted[i] for i in known):  # comparing waits for a GPU
+        if not self.compared.issuperset(
+            wanted[i] for i in known
+        ):  # comparing waits for a GPU
             images = torch.stack([self.known[wanted[i]].image for i in known])
             if not torch.equal(images, select(x, known)):
                 self.clear()
@@ -72,7 +78,9 @@ class AffineCache:
         """Drop the values of kinks that were removed."""
         for number, (image, values) in self.known.items():
             self.known[number] = Known(image, values.index_select(0, rows))
-        self.bytes = sum(image.nbytes + values.nbytes for image, values in self.known.values())
+        self.bytes = sum(
+            image.nbytes + values.nbytes for image, values in self.known.values()
+        )
 
 
 def select(x: Tensor, indices: list[int]) -> Tensor:

@@ -18,7 +18,14 @@ from torch.utils._pytree import tree_map
 
 from fastbcd.ops import reference
 from fastbcd.scoring.collapsed.linear import NotAffine, linear_parts
-from fastbcd.scoring.collapsed.patches import LARGE, Patch, Value, stored, whole, with_numbers
+from fastbcd.scoring.collapsed.patches import (
+    LARGE,
+    Patch,
+    Value,
+    stored,
+    whole,
+    with_numbers,
+)
 from fastbcd.scoring.program import Activation, Convolution, Program, Step
 
 IMAGE = -1  # the source of impulses in the image itself; sites count from 0
@@ -32,14 +39,20 @@ class AffineNet:
         self.linear = linear_parts(program)
         self.output_shape = program.shapes[program.output][1:]
         self.starts = {IMAGE: program.placeholder}
-        self.off: dict[fx.Node, Tensor] = {}  # masks without bits: the activation is the identity
+        self.off: dict[
+            fx.Node, Tensor
+        ] = {}  # masks without bits: the activation is the identity
         self.lines: dict[fx.Node, Tensor] = {}  # c0 and c1 of each channel, [2, C]
         for site in program.activations:
             self.starts[site.site] = site.node
-            self.off[site.node] = torch.zeros_like(site.module.mask, dtype=torch.uint8).unsqueeze(0)
+            self.off[site.node] = torch.zeros_like(
+                site.module.mask, dtype=torch.uint8
+            ).unsqueeze(0)
             if site.coef is not None:
                 self.lines[site.node] = site.coef[:2]
-        self.site_of = {node: site for site, node in self.starts.items() if site != IMAGE}
+        self.site_of = {
+            node: site for site, node in self.starts.items() if site != IMAGE
+        }
 
     def run(self, x: Tensor) -> Iterator[tuple[Step, Any, Any]]:
         """Images [B, ...] through the affine net: (step, z, y), its values [B, ...].
@@ -50,7 +63,11 @@ class AffineNet:
         program = self.program
         values: dict[fx.Node, Any] = {**program.constants, program.placeholder: x}
         for step, unread in zip(program.steps, program.last_uses, strict=True):
-            z = self._sum(step, values) if isinstance(step, Activation) else step(values)
+            z = (
+                self._sum(step, values)
+                if isinstance(step, Activation)
+                else step(values)
+            )
             y = z
             if step.node in self.lines:
                 c0, c1 = self.lines[step.node].view(2, -1, *(1,) * (z.ndim - 2))
@@ -68,7 +85,9 @@ class AffineNet:
             residual = values[step.residual].unsqueeze(0)
         off = self.off[step.node]
         if x.dtype == torch.float64 and x.device.type != "cpu":  # there is no kernel
-            z = reference.masked(x, off, None, step.scale, step.shift, residual, trials=True)
+            z = reference.masked(
+                x, off, None, step.scale, step.shift, residual, trials=True
+            )
         else:
             out = x if step.x in self.program.fresh else None
             z = step._replace(coef=None).run(x, off, residual, out)
@@ -125,7 +144,9 @@ class AffineNet:
     def multiply_adds(self, source: int, impulse: Value, steps: list[Step]) -> int:
         """Of an impulse, by the numbers that convolutions compute of it."""
         weights = {
-            step.node: step.run.weight for step in steps if isinstance(step.run, Convolution)
+            step.node: step.run.weight
+            for step in steps
+            if isinstance(step.run, Convolution)
         }
         return sum(
             weights[node][0].numel() * stored(value).numel()
@@ -152,7 +173,9 @@ def why_not_affine(program: Program, example: Tensor) -> str:
             anywhere = [int(torch.randint(n, (1,), generator=generator)) for n in size]
             first = [anywhere[0], *(0 for _ in size[1:])]
             last = [n - 1 for n in size]
-            impulses = [_impulse(image, size, position) for position in (anywhere, first, last)]
+            impulses = [
+                _impulse(image, size, position) for position in (anywhere, first, last)
+            ]
             _compare(net, image, source, impulses)
     except NotAffine as reason:
         return str(reason)

@@ -21,20 +21,32 @@ from fastbcd.runtime.show import bar
 from fastbcd.scoring.collapsed.affine_net import IMAGE, AffineNet
 from fastbcd.scoring.collapsed.form import Form
 from fastbcd.scoring.collapsed.linear import NotAffine
-from fastbcd.scoring.collapsed.patches import LARGE, ImpulseBatch, Positions, Value, whole
+from fastbcd.scoring.collapsed.patches import (
+    LARGE,
+    ImpulseBatch,
+    Positions,
+    Value,
+    whole,
+)
 from fastbcd.scoring.compiled import compiled
 from fastbcd.scoring.engine import Request
 from fastbcd.scoring.stacked import peak_bytes
 
 MOST = 1024  # impulses in a batch on a GPU, if an eighth of the memory holds them
-KERNELS = 44 * 2**20  # bytes: oneDNN compiles a kernel for each shape of patch, and keeps it
-BUILD_WEIGHT = 1.3  # time of a multiply-add of impulses, as measured (benchmarks/RESULTS.md)
+KERNELS = (
+    44 * 2**20
+)  # bytes: oneDNN compiles a kernel for each shape of patch, and keeps it
+BUILD_WEIGHT = (
+    1.3  # time of a multiply-add of impulses, as measured (benchmarks/RESULTS.md)
+)
 
 
 class FormBuilder:
     """What is known before any impulse runs: the kept positions, and what they reach."""
 
-    def __init__(self, net: AffineNet, masks: MaskSet, like: Tensor, memory: int = 0) -> None:
+    def __init__(
+        self, net: AffineNet, masks: MaskSet, like: Tensor, memory: int = 0
+    ) -> None:
         """like: a tensor of the dtype and on the device of the values; memory: bytes."""
         self.net = net
         self.like = like
@@ -42,27 +54,42 @@ class FormBuilder:
         if like.device.type != "cpu":
             held = memory // 8 // max(peak_bytes(net.program), 1)
             self.large = max(LARGE, min(MOST, held))
-        self.sites = [Positions(bits, like.device, self.large) for bits in masks.split()]
-        image = torch.ones(net.program.shapes[net.program.placeholder][1:], dtype=torch.bool)
+        self.sites = [
+            Positions(bits, like.device, self.large) for bits in masks.split()
+        ]
+        image = torch.ones(
+            net.program.shapes[net.program.placeholder][1:], dtype=torch.bool
+        )
         # No emptied sites.
-        self.sources = {source: self.sites[source] for source in net.starts if source != IMAGE}
+        self.sources = {
+            source: self.sites[source] for source in net.starts if source != IMAGE
+        }
         self.sources[IMAGE] = Positions(image, like.device, self.large)
         self.steps = {source: net.reached(source) for source in self.sources}
         for source, steps in self.steps.items():
             if any(net.site_of.get(step.node, source) < source for step in steps):
-                raise NotAffine("its masked activations are not numbered in the order of execution")
+                raise NotAffine(
+                    "its masked activations are not numbered in the order of execution"
+                )
         counts = [places.count for places in self.sites]
         self.bounds = [0, *accumulate([*counts, math.prod(net.output_shape)])]
         starts = [site.start for site in masks.sites]
-        flat = [start + places.flat for start, places in zip(starts, self.sites, strict=True)]
+        flat = [
+            start + places.flat
+            for start, places in zip(starts, self.sites, strict=True)
+        ]
         self.ids = torch.cat(flat)
-        self.pairs = sum(low * (high - low) for low, high in pairwise(self.bounds))  # of H
+        self.pairs = sum(
+            low * (high - low) for low, high in pairwise(self.bounds)
+        )  # of H
         self.image_numbers = image.numel() * self.bounds[-1]  # of U
 
     def build(self, with_image: bool) -> Form:
         """Push all impulses; U too if `with_image`."""
         bounds = self.bounds
-        responses = [self.like.new_zeros(high - low, low) for low, high in pairwise(bounds)]
+        responses = [
+            self.like.new_zeros(high - low, low) for low, high in pairwise(bounds)
+        ]
         pixels = self.sources[IMAGE].place
         image = None
         if with_image:
@@ -71,12 +98,18 @@ class FormBuilder:
             impulses = self.sources[source].impulses(batch, self.like)
             for node, value in self.net.push(source, impulses, self.steps[source]):
                 for target, columns, numbers in self.read(node, value):
-                    if image is not None and source == IMAGE:  # in the order of x's memory
+                    if (
+                        image is not None and source == IMAGE
+                    ):  # in the order of x's memory
                         rows = pixels[batch.start : batch.stop]
-                        image[:, bounds[target] : bounds[target + 1]][rows, columns] = numbers
+                        image[:, bounds[target] : bounds[target + 1]][rows, columns] = (
+                            numbers
+                        )
                     else:
                         first = bounds[source] + batch.start
-                        responses[target][columns, first : first + len(numbers)] = numbers.T
+                        responses[target][columns, first : first + len(numbers)] = (
+                            numbers.T
+                        )
         for target, matrix in enumerate(responses):
             responses[target] = all_sum(matrix)
         if image is not None:
@@ -124,13 +157,17 @@ class FormBuilder:
             if with_image or source != IMAGE
         ]
         mine = every[rank() :: world()]
-        return bar(True, mine, desc="collapsing", unit=" batches", delay=2.0, leave=False)
+        return bar(
+            True, mine, desc="collapsing", unit=" batches", delay=2.0, leave=False
+        )
 
 
 class CollapsedCost:
     """Multiply-adds and bytes for one request, given the form if there is one already."""
 
-    def __init__(self, request: Request, builder: FormBuilder, form: Form | None) -> None:
+    def __init__(
+        self, request: Request, builder: FormBuilder, form: Form | None
+    ) -> None:
         self.builder = builder
         self.form = form
         self.images = request.images
@@ -169,7 +206,11 @@ class CollapsedCost:
         """Multiply-adds of the impulses."""
         if self.form is not None:
             return 0
-        sources = [source for source in self.builder.sources if self.with_image or source != IMAGE]
+        sources = [
+            source
+            for source in self.builder.sources
+            if self.with_image or source != IMAGE
+        ]
         return sum(self.of_impulses(source) for source in sources)
 
     @cached_property

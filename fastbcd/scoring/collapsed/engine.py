@@ -61,12 +61,18 @@ class Collapsed:
         return groups
 
     def logits(
-        self, x: Tensor, groups: list[TrialGroup], base: bool, images: Tensor | None = None
+        self,
+        x: Tensor,
+        groups: list[TrialGroup],
+        base: bool,
+        images: Tensor | None = None,
     ) -> Iterator[tuple[list[int], Tensor]]:
         """(numbers, logits [n, B, ...]) of every hypothesis, and of the base as number -1."""
         affine = self.affine_part(x, images)
         if base:
-            everything = torch.ones(self.form.kinks, 1, dtype=torch.uint8, device=x.device)
+            everything = torch.ones(
+                self.form.kinks, 1, dtype=torch.uint8, device=x.device
+            )
             yield [-1], self.run(affine, everything)
         for numbers, masks in groups:
             yield numbers, self.run(affine, masks)

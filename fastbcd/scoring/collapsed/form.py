@@ -28,12 +28,20 @@ class Form:
     """Numbers of site s are bounds[s] .. bounds[s+1]-1; the logits follow the last site's."""
 
     ids: Tensor  # LongTensor[R], the flat id of each kink's ReLU
-    places: Tensor  # LongTensor[R], where its z is in the channels_last memory of its site
+    places: (
+        Tensor  # LongTensor[R], where its z is in the channels_last memory of its site
+    )
     bounds: list[int]
-    responses: list[Tensor]  # Hᵀ by target: what each earlier kink adds, [n_s, bounds[s]]
+    responses: list[
+        Tensor
+    ]  # Hᵀ by target: what each earlier kink adds, [n_s, bounds[s]]
     constant: Tensor  # u [R + classes]
-    image: Tensor | None  # U [P, R + classes], P numbers in an image; None: run the affine net
-    lines: Tensor | None  # c0 and 1 - c1 of each kink, [2, R]; None: all are the identity
+    image: (
+        Tensor | None
+    )  # U [P, R + classes], P numbers in an image; None: run the affine net
+    lines: (
+        Tensor | None
+    )  # c0 and 1 - c1 of each kink, [2, R]; None: all are the identity
 
     @property
     def kinks(self) -> int:
@@ -66,7 +74,15 @@ class Form:
         if lines is not None:
             lines = lines[:, kinks]
         ids = self.ids[kinks.to(self.ids.device)]
-        return Form(ids, self.places[kinks], bounds, responses, self.constant[kept], image, lines)
+        return Form(
+            ids,
+            self.places[kinks],
+            bounds,
+            responses,
+            self.constant[kept],
+            image,
+            lines,
+        )
 
 
 def find(ids: Tensor, wanted: Tensor) -> Tensor:

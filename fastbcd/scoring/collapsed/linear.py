@@ -16,13 +16,29 @@ from torch.utils._pytree import tree_map
 
 from fastbcd.graph.trace import FunctionalBatchNorm
 from fastbcd.masking.activations import MaskedPoly
-from fastbcd.scoring.collapsed.patches import Patch, common_box, convolve, stored, subsample, whole
+from fastbcd.scoring.collapsed.patches import (
+    Patch,
+    common_box,
+    convolve,
+    stored,
+    subsample,
+    whole,
+)
 from fastbcd.scoring.program import Activation, Convolution, Program, Step
 
 Values = dict[fx.Node, Any]
 # These can do the same at all positions of an image.
 ALIKE = {
-    *(operator.add, operator.sub, operator.neg, torch.add, torch.sub, torch.neg, "add", "sub"),
+    *(
+        operator.add,
+        operator.sub,
+        operator.neg,
+        torch.add,
+        torch.sub,
+        torch.neg,
+        "add",
+        "sub",
+    ),
     *(torch.cat, F.pad, F.batch_norm, F.dropout, nn.BatchNorm2d, FunctionalBatchNorm),
     *(nn.Identity, nn.Dropout, nn.Dropout2d, "contiguous", "clone"),
 }
@@ -38,7 +54,9 @@ def linear_parts(program: Program) -> dict[fx.Node, LinearPart]:
     parts = {}
     for step in program.steps:
         if isinstance(step, Activation) and isinstance(step.module, MaskedPoly):
-            raise NotAffine(f"removed ReLUs of site {str(step.node.target)!r} are quadratics")
+            raise NotAffine(
+                f"removed ReLUs of site {str(step.node.target)!r} are quadratics"
+            )
         inputs = [node for node in step.inputs if node in varies]
         if inputs and (step.node in program.shapes or step.node in program.tuples):
             parts[step.node] = LinearPart(program, step, inputs)
@@ -132,7 +150,9 @@ class LinearPart(NamedTuple):
             return False
         shapes = [self.program.shapes[node] for node in (step.node, *self.inputs)]
         others = [self.program.constants.get(node) for node in step.inputs]
-        small = all(t.ndim < 2 or t.shape[-2:] == (1, 1) for t in others if t is not None)
+        small = all(
+            t.ndim < 2 or t.shape[-2:] == (1, 1) for t in others if t is not None
+        )
         return small and len({shape[2:] for shape in shapes}) == 1
 
     def strides(self) -> list[int] | None:
@@ -140,7 +160,11 @@ class LinearPart(NamedTuple):
         if self.step.node.target is not operator.getitem:
             return None
         index: Any = self.step.node.args[1]
-        if not isinstance(index, tuple) or len(index) != 4 or index[:2] != (slice(None),) * 2:
+        if (
+            not isinstance(index, tuple)
+            or len(index) != 4
+            or index[:2] != (slice(None),) * 2
+        ):
             return None
         steps = [getattr(part, "step", None) for part in index[2:]]
         if [slice(None, None, step) for step in steps] != list(index[2:]):

@@ -41,7 +41,9 @@ class Patch(NamedTuple):
         """The numbers in another box: cropped, or extended with zeros."""
         if box == self.box:
             return self.value
-        edges: list[int] = []  # of columns, then rows: how many to add, or to cut if negative
+        edges: list[
+            int
+        ] = []  # of columns, then rows: how many to add, or to cut if negative
         for here, wanted in zip(self.box, box, strict=True):
             if wanted.stop <= here.start or here.stop <= wanted.start:
                 return self.value.new_zeros(*self.value.shape[:2], *map(len, box))
@@ -92,7 +94,11 @@ def bounding(lines: Sequence[range]) -> range:
 
 def convolve(x: Value, conv: Convolution) -> Patch:
     """conv2d without a bias, on the box and its surroundings only."""
-    if not isinstance(x, Patch) or x.box == full_box(x.size) or isinstance(conv.padding, str):
+    if (
+        not isinstance(x, Patch)
+        or x.box == full_box(x.size)
+        or isinstance(conv.padding, str)
+    ):
         y = conv(whole(x))
         height, width = y.shape[2:]
         return Patch(y, full_box((height, width)), (height, width))
@@ -105,7 +111,9 @@ def convolve(x: Value, conv: Convolution) -> Patch:
 def subsample(x: Patch, rows: int, columns: int) -> Patch:
     """x[:, :, ::rows, ::columns]."""
     none = (0, 0)
-    return _windowed(x, lambda v: v[:, :, ::rows, ::columns], (rows, columns), none, none)
+    return _windowed(
+        x, lambda v: v[:, :, ::rows, ::columns], (rows, columns), none, none
+    )
 
 
 def _windowed(x: Patch, run: Any, *windows: Sequence[int]) -> Patch:
@@ -116,13 +124,17 @@ def _windowed(x: Patch, run: Any, *windows: Sequence[int]) -> Patch:
     inputs: Any = []
     outputs: Any = []
     size: Any = []
-    for here, length, stride, reach, padding in zip(x.box, x.size, *windows, strict=True):
+    for here, length, stride, reach, padding in zip(
+        x.box, x.size, *windows, strict=True
+    ):
         count = (length + 2 * padding - reach - 1) // stride + 1
         first = max(0, -(-(here.start + padding - reach) // stride))
         # Strides can step over the box: then one output is left, of zeros.
         last = min(count - 1, max(first, (here.stop - 1 + padding) // stride))
         first = min(first, last)
-        inputs.append(range(first * stride - padding, last * stride - padding + reach + 1))
+        inputs.append(
+            range(first * stride - padding, last * stride - padding + reach + 1)
+        )
         outputs.append(range(first, last + 1))
         size.append(count)
     return Patch(run(x.within(tuple(inputs))), tuple(outputs), tuple(size))
@@ -155,10 +167,14 @@ class Positions:
         place = (y * width + x) * self.channels + c  # in channels_last memory
         order = torch.argsort(tile * bits.numel() + place)
         self.flat = flat[order]
-        self.c, self.y, self.x, self.place = torch.stack([c, y, x, place])[:, order].to(device)
+        self.c, self.y, self.x, self.place = torch.stack([c, y, x, place])[:, order].to(
+            device
+        )
         tiles = tile[order]
         rows = torch.arange(height + 1) * width
-        self.row_starts = torch.searchsorted(tiles, rows).tolist()  # before each row of tiles
+        self.row_starts = torch.searchsorted(
+            tiles, rows
+        ).tolist()  # before each row of tiles
         self.batches = list(self._batches(tiles, large))
 
     def _batches(self, tiles: Tensor, large: int) -> Iterator[ImpulseBatch]:

@@ -28,7 +28,9 @@ class ImportReport:
     arch: str = ""
     kept: int = 0
     total: int = 0
-    ignored: list[str] = field(default_factory=list)  # entries that the net does not use
+    ignored: list[str] = field(
+        default_factory=list
+    )  # entries that the net does not use
     notes: list[str] = field(default_factory=list)  # what a user should know
 
     def __str__(self) -> str:
@@ -103,14 +105,20 @@ def recognise(weights: files.State, path: str) -> dict[str, Any]:
     else:
         arch |= {"name": "resnet18", "width": stem[0]}
         if "layer4.0.conv1.weight" not in weights:
-            blocks = [name for name in weights if re.match(r"layer1\.\d+\.conv1\.weight$", name)]
+            blocks = [
+                name
+                for name in weights
+                if re.match(r"layer1\.\d+\.conv1\.weight$", name)
+            ]
             arch |= {"name": "resnet20", "blocks": max(1, len(blocks))}
         head = "linear.weight"
     arch["num_classes"] = _shape(weights, head, 2, path)[0]
     return arch
 
 
-def _shape(weights: files.State, name: str, dimensions: int, path: str) -> tuple[int, ...]:
+def _shape(
+    weights: files.State, name: str, dimensions: int, path: str
+) -> tuple[int, ...]:
     names = files.listed(weights, files.SHOWN)
     files.require(name in weights, f"{path}: {name} is missing: it holds {names}")
     shape = tuple(weights[name].shape)
@@ -129,7 +137,9 @@ def _blank(arch: dict[str, Any]) -> nn.Module:
 
 def _title(arch: dict[str, Any]) -> str:
     """A network in words: resnet18 (width 4, 5 classes)."""
-    options = [f"{key} {arch[key]}" for key in ("width", "factor", "blocks") if key in arch]
+    options = [
+        f"{key} {arch[key]}" for key in ("width", "factor", "blocks") if key in arch
+    ]
     options += [option for option in ONE_MORE.values() if option in arch]
     return f"{arch['name']} ({', '.join(options)}, {arch['num_classes']} classes)"
 

@@ -75,13 +75,17 @@ def state_of(
 
     Prefixes of DataParallel and torch.compile are taken off.
     """
-    entry = next((key for key in entries if isinstance(content.get(key), Mapping)), None)
+    entry = next(
+        (key for key in entries if isinstance(content.get(key), Mapping)), None
+    )
     state = content
     others: list[str] = []
     if entry is not None:
         state = content[entry]
         others = [str(name) for name in content if name != entry]
-    tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    tensors = {
+        str(name): value for name, value in state.items() if isinstance(value, Tensor)
+    }
     require(
         bool(tensors) and (entry is not None or len(tensors) == len(state)),
         f"{path} has no state_dict: it holds {listed(map(str, content), 8)}; expected one under "
@@ -122,7 +126,9 @@ def check_shape(state: State, name: str, shape: Iterable[int], path: str) -> Non
     expected = tuple(shape)
     require(name in state, f"{path}: {name} is missing, expected {expected}")
     actual = tuple(state[name].shape)
-    require(actual == expected, f"{path}: {name} has shape {actual}, expected {expected}")
+    require(
+        actual == expected, f"{path}: {name} has shape {actual}, expected {expected}"
+    )
     finite = bool(state[name].isfinite().all())
     require(finite, f"{path}: {name} holds values that are not finite")
 
@@ -141,7 +147,10 @@ def check_state(expected: State, state: State, path: str, net: str) -> None:
     """Refuse a state_dict whose names or shapes differ from those of the net."""
     # Batch norm's counter is in no formula here, and not in every file.
     needed = {name for name in expected if name in state or not name.endswith(COUNTER)}
-    differences = {"missing": needed - state.keys(), "not expected": state.keys() - needed}
+    differences = {
+        "missing": needed - state.keys(),
+        "not expected": state.keys() - needed,
+    }
     texts = [
         f"{len(names)} {kind}: {listed(sorted(names), SHOWN)}"
         for kind, names in differences.items()

@@ -117,7 +117,9 @@ class Activations:
 
     def mask(self, name: str) -> Tensor:
         """A tensor [C, H, W], which may lie as [1, C, H, W]."""
-        files.require(name in self.tensors, f"{self.path}: {name} is missing; sites need one each")
+        files.require(
+            name in self.tensors, f"{self.path}: {name} is missing; sites need one each"
+        )
         shape = tuple(self.tensors[name].shape)
         plain = shape[-3:]
         files.require(
@@ -168,7 +170,9 @@ class SnlFormat(ForeignFormat):
         return sites
 
     def notes(self, activations: Activations) -> list[str]:
-        soft = sum(int(((a != 0) & (a != 1)).sum()) for a in activations.tensors.values())
+        soft = sum(
+            int(((a != 0) & (a != 1)).sum()) for a in activations.tensors.values()
+        )
         if not soft:
             return []
         return [
@@ -184,7 +188,10 @@ class ReluPrunerFormat(ForeignFormat):
     loader = "load_relupruner"
     entries = ("model", "state_dict")
     activation = r"(masks\[\d+\])"
-    renamed: ClassVar[dict[str, str]] = {r"\bconv_sc\.": "shortcut.0.", r"\bbn_sc\.": "shortcut.1."}
+    renamed: ClassVar[dict[str, str]] = {
+        r"\bconv_sc\.": "shortcut.0.",
+        r"\bbn_sc\.": "shortcut.1.",
+    }
 
     def sites(self, activations: Activations) -> dict[str, SiteTensors]:
         sites = {}
@@ -218,22 +225,30 @@ class AutoRepFormat(ForeignFormat):
             aux = activations.take(f"alpha_aux_{number}_0", tuple(mask.shape))
             bits = torch.where(mask > 0.5, aux > -self.threshold, aux > self.threshold)
             c0, c1, c2 = (
-                activations.take(f"poly_para_{number}_{degree}", (1, len(mask), 1, 1)).flatten()
+                activations.take(
+                    f"poly_para_{number}_{degree}", (1, len(mask), 1, 1)
+                ).flatten()
                 for degree in range(3)
             )
             if self.clip2 is not None:
                 c2 = c2.clamp(-self.clip2, self.clip2)
-            sites[str(number)] = SiteTensors(bits, torch.stack([c0, c1, self.scale_x2 * c2]))
+            sites[str(number)] = SiteTensors(
+                bits, torch.stack([c0, c1, self.scale_x2 * c2])
+            )
         return sites
 
     def notes(self, activations: Activations) -> list[str]:
-        return ["the indicators alpha_aux are dropped: a ReLU that is removed stays removed"]
+        return [
+            "the indicators alpha_aux are dropped: a ReLU that is removed stays removed"
+        ]
 
 
 FORMATS: tuple[type[ForeignFormat], ...] = (SnlFormat, AutoRepFormat, ReluPrunerFormat)
 
 
-def load_foreign(path: Path, form: ForeignFormat, expected: dict[str, Any]) -> nn.Module:
+def load_foreign(
+    path: Path, form: ForeignFormat, expected: dict[str, Any]
+) -> nn.Module:
     """The net of a checkpoint of this format; expected: what the caller knows of it, or None."""
     where = str(path)
     content = files.read(path)
@@ -245,14 +260,18 @@ def load_foreign(path: Path, form: ForeignFormat, expected: dict[str, Any]) -> n
     weights, activations = _separated(state, form, where)
     sites = form.sites(activations)
     if not sites:
-        raise files.CheckpointError(f"{where} has no masks of {form.name}{_advice(state)}")
+        raise files.CheckpointError(
+            f"{where} has no masks of {form.name}{_advice(state)}"
+        )
     report = ImportReport(where, form.name)
     report.ignored = [*ignored, *sorted(activations.left)]
     report.notes = form.notes(activations)
     return build_net(report, weights, sites, expected)
 
 
-def _separated(state: State, form: ForeignFormat, path: str) -> tuple[State, Activations]:
+def _separated(
+    state: State, form: ForeignFormat, path: str
+) -> tuple[State, Activations]:
     """The weights, and the activations' tensors without prefixes and repetitions."""
     weights: State = {}
     tensors: State = {}
