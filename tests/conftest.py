@@ -17,15 +17,11 @@ from helpers.saved_runs import cut_short, finished, stages  # noqa: F401  # fixt
 
 # Processes that tests start find `helpers`, too.
 HERE = Path(__file__).parent
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [str(HERE), os.environ.get("PYTHONPATH")])
-)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
 
 # Workers of pytest-xdist (`make test`) and the processes they start share the cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
-    THREADS = max(
-        1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    )
+    THREADS = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
     torch.set_num_threads(THREADS)
 

@@ -23,9 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 600  # seconds at least, before a mutant that runs on counts as caught
-LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv", "build", "*.egg-info", "__pycache__", ".*_cache"
-)
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__", ".*_cache")
 
 # By room: a folder and its files, and the tests, the quickest first.
 ROOMS = {
@@ -48,9 +46,7 @@ ROOMS = {
     "kernels": ("kernels", "geometry triton/*", "kernels/test_interpreter"),
 }  # fmt: skip
 PAIRS = "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, Add Sub, Mult Div, And Or, min max, any all"
-SWAPS = {
-    a: b for pair in PAIRS.split(", ") for a, b in (pair.split(), pair.split()[::-1])
-}
+SWAPS = {a: b for pair in PAIRS.split(", ") for a, b in (pair.split(), pair.split()[::-1])}
 
 # By what is changed: why no test can notice.
 EQUIVALENT = {
@@ -103,28 +99,14 @@ def mutant(path: Path, number: int) -> tuple[str, str] | None:
         return None
     line = code.splitlines()[node.lineno - 1].strip()  # type: ignore[attr-defined]
     change = (
-        f"{before} -> {ast.unparse(node)}"
-        if isinstance(node, ast.expr)
-        else "not, or left out"
+        f"{before} -> {ast.unparse(node)}" if isinstance(node, ast.expr) else "not, or left out"
     )
     return f"{path.relative_to(ROOT)} {function}: {line}  [{change}]", ast.unparse(tree)
 
 
 def passes(tree: Path, tests: list[Path], seconds: float | None = None) -> bool:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-qx",
-        "-m",
-        "not long",
-        *map(str, tests),
-    ]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(tree),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
+    command = [sys.executable, "-m", "pytest", "-qx", "-m", "not long", *map(str, tests)]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
             command, cwd=tree, env=environment, timeout=seconds, capture_output=True
@@ -137,25 +119,13 @@ def passes(tree: Path, tests: list[Path], seconds: float | None = None) -> bool:
 def survivors(tree: Path, room: str, count: int, seed: int) -> list[bool]:
     """For each of some mutants of a room: did it survive?"""
     folder, names, globs = ROOMS[room]
-    files = [
-        path
-        for name in names.split()
-        for path in sorted((ROOT / folder).glob(f"{name}.py"))
-    ]
-    tests = [
-        path
-        for name in globs.split()
-        for path in sorted((tree / "tests").glob(f"{name}.py"))
-    ]
+    files = [path for name in names.split() for path in sorted((ROOT / folder).glob(f"{name}.py"))]
+    tests = [path for name in globs.split() for path in sorted((tree / "tests").glob(f"{name}.py"))]
     begin = time.monotonic()
     if not passes(tree, tests):
         sys.exit(f"the tests of {room} fail without any mutant: {globs}")
     seconds = max(PATIENCE, 10 * (time.monotonic() - begin))
-    every = [
-        (path, i)
-        for path in files
-        for i, _ in enumerate(places(ast.parse(path.read_text())))
-    ]
+    every = [(path, i) for path in files for i, _ in enumerate(places(ast.parse(path.read_text())))]
     random.Random(seed).shuffle(every)
     results: list[bool] = []
     for path, number in every:
@@ -173,20 +143,14 @@ def survivors(tree: Path, room: str, count: int, seed: int) -> list[bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rooms", nargs="+", choices=ROOMS, default=list(ROOMS))
-    parser.add_argument(
-        "--count", type=int, default=10, help="of each room (%(default)s)"
-    )
+    parser.add_argument("--count", type=int, default=10, help="of each room (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     o = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=LEFT_OUT)
-        (tree / "fastbcd" / "kernels").symlink_to(
-            "../kernels"
-        )  # not the installed ones
-        results = [
-            one for room in o.rooms for one in survivors(tree, room, o.count, o.seed)
-        ]
+        (tree / "fastbcd" / "kernels").symlink_to("../kernels")  # not the installed ones
+        results = [one for room in o.rooms for one in survivors(tree, room, o.count, o.seed)]
     caught = results.count(False)
     print(f"caught {caught} of {len(results)}, {100 * caught / len(results):.0f} %")
     sys.exit(caught < 0.85 * len(results))

@@ -39,9 +39,7 @@ def test_devices_do_not_mix(gpu) -> None:
     assert (x + torch.tensor(1.0)).tolist() == [2, 2, 2]  # a number may be on the CPU
     assert x[torch.tensor([0, 1])].tolist() == [1, 1]  # and the indices of a tensor
     for other in (torch.ones(3), torch.ones(3, device="cuda:1")):
-        with pytest.raises(
-            RuntimeError, match="Expected all tensors to be on the same device"
-        ):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
             x + other
     with pytest.raises(RuntimeError, match="same device"):
         torch.arange(3)[torch.tensor([0], device="cuda")]

@@ -25,10 +25,7 @@ def actual() -> dict[str, Any]:
     """What the runs give now, in a process of their own with one thread."""
     command = [sys.executable, str(HELPERS / "golden_runs.py")]
     done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

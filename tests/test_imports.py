@@ -19,26 +19,15 @@ LAYERS = (
     ("fastbcd.report",),
     ("fastbcd.starts", "fastbcd.descent", "fastbcd.private"),
     ("fastbcd.training", "fastbcd.scoring"),
-    (
-        "fastbcd.graph",
-        "fastbcd.masking",
-        "fastbcd.models",
-        "fastbcd.data",
-        "fastbcd.runs",
-    ),
+    ("fastbcd.graph", "fastbcd.masking", "fastbcd.models", "fastbcd.data", "fastbcd.runs"),
     ("fastbcd.ops",),
     ("fastbcd.kernels", "fastbcd.runtime"),
 )
 NAMESPACES = ("ops", "models", "private", "report")  # these list public names
 
-FILES = {
-    **modules(ROOT / "fastbcd", "fastbcd"),
-    **modules(ROOT / "kernels", "fastbcd.kernels"),
-}
+FILES = {**modules(ROOT / "fastbcd", "fastbcd"), **modules(ROOT / "kernels", "fastbcd.kernels")}
 GRAPH = import_graph(FILES)
-ROOMS = sorted(
-    {name.split(".")[1] for name in FILES if name.count(".") > 1} - {"kernels"}
-)
+ROOMS = sorted({name.split(".")[1] for name in FILES if name.count(".") > 1} - {"kernels"})
 
 
 def test_imports_go_down() -> None:
@@ -50,9 +39,7 @@ def test_no_cycles() -> None:
 
 
 def test_kernels_import_only_kernels_and_runtime() -> None:
-    targets = {
-        t for m in GRAPH if layer(m, LAYERS) == len(LAYERS) - 1 for t in GRAPH[m]
-    }
+    targets = {t for m in GRAPH if layer(m, LAYERS) == len(LAYERS) - 1 for t in GRAPH[m]}
     assert {t for t in targets if not t.startswith(LAYERS[-1])} == set()
 
 

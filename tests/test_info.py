@@ -43,9 +43,7 @@ def test_check_passes(capsys) -> None:
     assert "all kernels agree" in capsys.readouterr().out
 
 
-KERNELS = [
-    n for n in vars(kernels.CPU.module) if n.endswith(("_forward", "_backward", "kink"))
-]
+KERNELS = [n for n in vars(kernels.CPU.module) if n.endswith(("_forward", "_backward", "kink"))]
 
 
 def broken(name: str, monkeypatch) -> None:
@@ -134,9 +132,7 @@ print(len(messages), messages[0])
 def copied_package(tmp_path: Path) -> Path:
     """The sources as a plain package, without the compiled extension."""
     package = tmp_path / "fastbcd"
-    shutil.copytree(
-        ROOT / "fastbcd", package, ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(ROOT / "fastbcd", package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(
         ROOT / "kernels", package / "kernels",
         ignore=shutil.ignore_patterns("*.so", "build.json", "__pycache__"),
@@ -147,20 +143,14 @@ def copied_package(tmp_path: Path) -> Path:
 def run_python(code: str, path: Path, **env: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(path), **env}
     return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=path,
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=path
     )
 
 
 def test_without_the_extension_the_reference_runs_and_says_so_once(tmp_path) -> None:
     package = copied_package(tmp_path)
     reason = "compiling failed (command 'g++' failed)"
-    (package / "kernels" / "cpu" / "build.json").write_text(
-        json.dumps({"reason": reason})
-    )
+    (package / "kernels" / "cpu" / "build.json").write_text(json.dumps({"reason": reason}))
     done = run_python(WITHOUT_EXTENSION, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("1 ")
@@ -229,7 +219,5 @@ def test_everything_is_installed(tmp_path) -> None:
     assert (built / "py.typed").exists()
     (metadata,) = source.glob("*.dist-info/METADATA")
     assert "License-Expression: MIT" in metadata.read_text()
-    licences = [
-        p.name for p in (metadata.parent / "licenses").rglob("*") if p.is_file()
-    ]
+    licences = [p.name for p in (metadata.parent / "licenses").rglob("*") if p.is_file()]
     assert sorted(licences) == ["LICENSE", "NOTICE-fashion-mnist.txt"]

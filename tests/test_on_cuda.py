@@ -18,9 +18,7 @@ from helpers.start_cases import write_images
 ENGINES = ("sequential", "stacked", "collapsed")
 SHORT = Finetune(epochs=1, lr=0.01, padding=1, batch_size=32, amp=False)
 # CUDA has no kernel for float64, in which collapsed is checked.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:fastbcd runs its slow reference on cuda tensors"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:fastbcd runs its slow reference on cuda tensors")
 
 
 def removals(net, k: int = 4, d: int = 20) -> torch.Tensor:
@@ -54,13 +52,9 @@ def test_data_goes_to_the_net(gpu) -> None:
     net = make("mlp").cuda()
     x, labels = images(30)
     expected = fastbcd.score(net, removals(net, d=5), as_data((x, labels)).to("cuda"))
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(x, labels), batch_size=8
-    )
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, labels), batch_size=8)
     for data in ((x, labels), loader, as_data((x, labels))):
-        assert torch.equal(
-            fastbcd.score(net, removals(net, d=5), data).loss, expected.loss
-        )
+        assert torch.equal(fastbcd.score(net, removals(net, d=5), data).loss, expected.loss)
 
 
 def test_a_net_in_float64_is_scored(gpu) -> None:
@@ -113,10 +107,7 @@ def test_a_run_records_its_precision(gpu, tmp_path, monkeypatch, precision) -> N
     options = {"drc": 10, "rt": 2, "finetune": None}
     net = make("resnet").cuda()
     budget = fastbcd.masks(net).count() - 20
-    for name, engine in (
-        ("low", fastbcd.Engine(precision=precision)),
-        ("full", "auto"),
-    ):
+    for name, engine in (("low", fastbcd.Engine(precision=precision)), ("full", "auto")):
         run = fastbcd.bcd(
             make("resnet").cuda(), images(40), budget, run_dir=tmp_path / name, engine=engine,
             **options,
@@ -170,32 +161,22 @@ def test_scoring_leaves_its_memory_to_the_training(gpu, engine) -> None:
     data = as_data(images(64)).to("cuda")
     before, count = gpu.allocated[0], fastbcd.masks(net).count()
     noted = lambda net, step: seen.append(gpu.allocated[0] - before)  # noqa: E731
-    run = fastbcd.bcd(
-        net, data, count - 20, drc=10, rt=2, engine=engine, finetune=noted
-    )
+    run = fastbcd.bcd(net, data, count - 20, drc=10, rt=2, engine=engine, finetune=noted)
     assert [step.engine for step in run.history] == [engine] * 2
     assert seen == [0, 0]
 
 
 @pytest.mark.parametrize(
     ("optimizer", "amp", "dtype"),
-    [
-        ("sgd", None, torch.bfloat16),
-        ("adam", None, torch.bfloat16),
-        ("sgd", "fp16", torch.float16),
-    ],
+    [("sgd", None, torch.bfloat16), ("adam", None, torch.bfloat16), ("sgd", "fp16", torch.float16)],
 )
 def test_bcd_in_mixed_precision(gpu, optimizer, amp, dtype) -> None:
     """The default on CUDA is bfloat16; weights stay in float32."""
-    tune = Finetune(
-        epochs=1, lr=0.01, padding=1, batch_size=32, optimizer=optimizer, amp=amp
-    )
+    tune = Finetune(epochs=1, lr=0.01, padding=1, batch_size=32, optimizer=optimizer, amp=amp)
     net = make("resnet").cuda()
     seen = []
     net.get_submodule("0").register_forward_hook(lambda m, a, y: seen.append(y.dtype))
-    run = two_steps(
-        net, finetune=tune, teacher=make("resnet").cuda(), engine="sequential"
-    )
+    run = two_steps(net, finetune=tune, teacher=make("resnet").cuda(), engine="sequential")
     assert dtype in seen
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
     assert all(p.isfinite().all() for p in run.model.parameters())
@@ -216,9 +197,7 @@ def test_an_epoch_waits_no_more_often_with_more_batches(gpu, method) -> None:
         elif method == "snl":
             fastbcd.snl(net, data, 50, batch_size=16, finetune=tune, teacher=teacher)
         elif method == "senet":  # masks are relearned in batches of 32 images
-            fastbcd.senet(
-                net, data, 20, epochs=2, batch_size=16, finetune=tune, teacher=teacher
-            )
+            fastbcd.senet(net, data, 20, epochs=2, batch_size=16, finetune=tune, teacher=teacher)
         else:
             fastbcd.autorep(net, data, 50, epochs=2, batch_size=16, teacher=teacher)
         counts.append({kind: gpu.counts[kind] for kind in ("sync", "h2d", "d2h")})
@@ -256,13 +235,7 @@ def test_snl(gpu) -> None:
 
 
 def test_autorep(gpu) -> None:
-    options = {
-        "epochs": 3,
-        "lr": 0.1,
-        "penalty": 20.0,
-        "batch_size": 32,
-        "finetune": SHORT,
-    }
+    options = {"epochs": 3, "lr": 0.1, "penalty": 20.0, "batch_size": 32, "finetune": SHORT}
     start = fastbcd.autorep(make("mlp").cuda(), images(64), 48, **options)
     expected = fastbcd.autorep(make("mlp"), images(64), 48, **options)
     assert start.masks.count() == 48
@@ -282,9 +255,7 @@ def test_senet(gpu) -> None:
 
 def test_train(gpu, tmp_path) -> None:
     options = {"epochs": 2, "lr": 0.01, "padding": 1, "amp": False, "test": images(20)}
-    found = fastbcd.train(
-        make("resnet").cuda(), images(64), run_dir=tmp_path, **options
-    )
+    found = fastbcd.train(make("resnet").cuda(), images(64), run_dir=tmp_path, **options)
     expected = fastbcd.train(make("resnet"), images(64), **options)
     for a, b in zip(found.history, expected.history, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-3)
@@ -298,15 +269,11 @@ def test_train(gpu, tmp_path) -> None:
 def test_private(gpu) -> None:
     net, (x, _) = thinned(make("resnet")).cuda(), images(8)
     whole = private.cost(net)
-    assert (
-        whole.activations.bytes == private.cost(fastbcd.masks(net)).bytes < whole.bytes
-    )
+    assert whole.activations.bytes == private.cost(fastbcd.masks(net)).bytes < whole.bytes
     small = private.gather_form(net)
     check_device(small)
     assert torch.equal(small(x.cuda()), net(x.cuda()))
-    there, here = (
-        private.activation_ranges(n, images(16)) for n in (net, thinned(make("resnet")))
-    )
+    there, here = (private.activation_ranges(n, images(16)) for n in (net, thinned(make("resnet"))))
     for a, b in zip(there.sites, here.sites, strict=True):
         assert (a.low, a.high) == pytest.approx((b.low, b.high), rel=1e-4)
 

@@ -24,11 +24,7 @@ FILES = ("load_snl", "load_autorep", "load_relupruner", "report.write")
 
 def public(module: types.ModuleType = fastbcd) -> Iterator[tuple[str, Any]]:
     """Every public callable by name, in the package and in its public namespaces."""
-    own = [
-        n
-        for n, v in vars(module).items()
-        if getattr(v, "__module__", "") == module.__name__
-    ]
+    own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
     for name in getattr(module, "__all__", [n for n in own if not n.startswith("_")]):
         value = getattr(module, name)
         if isinstance(value, types.ModuleType):
@@ -48,26 +44,16 @@ def test_documented_by_an_example(name) -> None:
     examples = doctest.DocTestParser().get_examples(text)
     assert examples, f"{name} has no example"
     if not name.endswith(FILES):
-        assert any(doctest.SKIP not in e.options for e in examples), (
-            f"{name}: none runs"
-        )
+        assert any(doctest.SKIP not in e.options for e in examples), f"{name}: none runs"
 
 
 @pytest.mark.parametrize("name", [n for n, v in PUBLIC.items() if inspect.isclass(v)])
 def test_methods_are_documented(name) -> None:
     owner = PUBLIC[name]
     for method, value in vars(owner).items():
-        is_method = isinstance(
-            value, types.FunctionType | property | classmethod | staticmethod
-        )
-        if (
-            is_method
-            and not method.startswith("_")
-            and not hasattr(torch.nn.Module, method)
-        ):
-            assert inspect.getdoc(getattr(owner, method)), (
-                f"{name}.{method} has no docstring"
-            )
+        is_method = isinstance(value, types.FunctionType | property | classmethod | staticmethod)
+        if is_method and not method.startswith("_") and not hasattr(torch.nn.Module, method):
+            assert inspect.getdoc(getattr(owner, method)), f"{name}.{method} has no docstring"
 
 
 @pytest.mark.parametrize("settings", [fastbcd.Engine, fastbcd.Finetune])
@@ -79,9 +65,7 @@ def test_help_documents_every_setting(settings) -> None:
 
 @pytest.mark.parametrize("op", OPS, ids=fastbcd.ops.__all__)
 def test_ops_document_their_shapes(op) -> None:
-    text = op.__doc__ + fastbcd.ops.masked_relu.__doc__ * (
-        "as in `masked_relu`" in op.__doc__
-    )
+    text = op.__doc__ + fastbcd.ops.masked_relu.__doc__ * ("as in `masked_relu`" in op.__doc__)
     for tensor, parameter in inspect.signature(op).parameters.items():
         if parameter.annotation == "Tensor":
             documented = re.search(rf"\b{tensor}\b(: | is )\[[^]]+\]", text)
@@ -92,11 +76,7 @@ def test_ops_document_their_shapes(op) -> None:
 def test_ops_equal_their_documented_formula(op) -> None:
     """The line "Equivalent to:" is evaluated."""
     torch.manual_seed(0)
-    x, residual, alpha = (
-        torch.randn(5, 3, 4, 4),
-        torch.randn(5, 3, 4, 4),
-        torch.rand(3, 4, 4),
-    )
+    x, residual, alpha = torch.randn(5, 3, 4, 4), torch.randn(5, 3, 4, 4), torch.rand(3, 4, 4)
     scale, shift, coef = torch.rand(3), torch.randn(3), torch.randn(3, 3)
     tensors = {"x": x, "mask": alpha > 0.5, "coef": coef, "alpha": alpha, "aux": alpha,
                "residual": residual, "scale": scale, "shift": shift}  # fmt: skip
@@ -104,12 +84,7 @@ def test_ops_equal_their_documented_formula(op) -> None:
     z = x * scale.view(3, 1, 1) + shift.view(3, 1, 1) if "scale" in asked else x
     if op is fastbcd.ops.masked_line:
         asked["coef"] = coef[:2]
-    names = {
-        **tensors,
-        "torch": torch,
-        "masked_poly": fastbcd.ops.masked_poly,
-        "z": z + residual,
-    }
+    names = {**tensors, "torch": torch, "masked_poly": fastbcd.ops.masked_poly, "z": z + residual}
     names.update(zip(("c0", "c1", "c2"), coef.view(3, 3, 1, 1), strict=True))
     text = re.search(r"^ *Equivalent to: (.*)$", op.__doc__, re.MULTILINE)
     assert text, f'{op.__name__} has no line "Equivalent to:"'
@@ -173,13 +148,9 @@ def find(path: str) -> Any:
 
 @pytest.mark.parametrize("name", PROMISED)
 def test_signatures(name) -> None:
-    promised = inspect.signature(
-        eval(f"lambda {PROMISED[name]}: 0", {"fastbcd": fastbcd})
-    )
+    promised = inspect.signature(eval(f"lambda {PROMISED[name]}: 0", {"fastbcd": fastbcd}))
     mine = dict(inspect.signature(find(name)).parameters)
-    by_place = [
-        p.name for p in promised.parameters.values() if p.kind is not p.KEYWORD_ONLY
-    ]
+    by_place = [p.name for p in promised.parameters.values() if p.kind is not p.KEYWORD_ONLY]
     places = [p.name for p in mine.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert places[: len(by_place)] == by_place
     for parameter in promised.parameters.values():
@@ -192,9 +163,7 @@ def test_signatures(name) -> None:
         assert optional, f"{name} also requires {extra.name}"
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, v in PUBLIC.items() if inspect.isfunction(v)]
-)
+@pytest.mark.parametrize("name", [n for n, v in PUBLIC.items() if inspect.isfunction(v)])
 def test_beyond_three_arguments_calls_are_by_keyword(name) -> None:
     """Except for operators on tensors, and for `engine` in the promised signature of `score`."""
     found = inspect.signature(PUBLIC[name]).parameters.values()
@@ -213,9 +182,5 @@ def test_attributes() -> None:
 
 def test_all_is_sorted_and_complete() -> None:
     assert fastbcd.__all__ == sorted(fastbcd.__all__)
-    promised = {name.split(".")[0] for name in PROMISED} | {
-        "ImageData",
-        "ops",
-        "models",
-    }
+    promised = {name.split(".")[0] for name in PROMISED} | {"ImageData", "ops", "models"}
     assert promised <= set(fastbcd.__all__)

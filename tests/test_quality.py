@@ -32,10 +32,7 @@ LINT = re.findall(
 def test_clean(command) -> None:
     """The lines of `make lint`."""
     done = subprocess.run(
-        [sys.executable, "-m", *command.split()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -50,21 +47,14 @@ def test_lint_is_all_three() -> None:
 def test_examples(name) -> None:
     module = importlib.import_module(name)
     names = {"torch": torch, "nn": torch.nn, "fastbcd": fastbcd}
-    result = doctest.testmod(
-        module, extraglobs=names, optionflags=doctest.NORMALIZE_WHITESPACE
-    )
+    result = doctest.testmod(module, extraglobs=names, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.failed == 0
 
 
 def test_benchmarks_and_docs_import() -> None:
     """They use internal names, which mypy and the other tests do not check."""
     folders = [ROOT / "benchmarks", ROOT / "docs"]
-    names = [
-        p.stem
-        for f in folders
-        for p in f.glob("*.py")
-        if not p.stem.startswith("test_")
-    ]
+    names = [p.stem for f in folders for p in f.glob("*.py") if not p.stem.startswith("test_")]
     code = f"""
 import sys, pytest
 sys.path[:0] = {[str(folder) for folder in folders]}
@@ -72,9 +62,7 @@ import {", ".join(sorted(names))}
 options = ["--collect-only", "--benchmark-disable", "-p", "no:cacheprovider"]
 sys.exit(pytest.main([*options, "benchmarks"]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

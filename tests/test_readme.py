@@ -42,18 +42,11 @@ COMMANDS = [
 
 # What each page with Python code must have printed; None is a page that prints nothing of note.
 PRINTED = {
-    "README.md": [
-        "MaskSet: 20,000 of 47,104 ReLUs kept",
-        "step 2: 19,500 → 19,000 ReLUs",
-    ],
+    "README.md": ["MaskSet: 20,000 of 47,104 ReLUs kept", "step 2: 19,500 → 19,000 ReLUs"],
     "docs/metrics.md": [" % of the pixels", "drops in percentage points", "3000 ReLUs"],
     "docs/parts.md": ["AutoReP", "30000 2\n", "Run(10,000 of "],
     "docs/private-cost.md": ["crypten, 1.00 Gbit/s"],
-    "docs/training-code.md": [
-        "% of 64 images",
-        "step 1: ",
-        "1700 ReLUs in the average",
-    ],
+    "docs/training-code.md": ["% of 64 images", "step 1: ", "1700 ReLUs in the average"],
 }
 
 
@@ -104,14 +97,10 @@ def test_terms_are_defined_before_they_are_used() -> None:
 def test_the_headline_is_in_the_results() -> None:
     """The speed-ups of the first table, rounded to two digits."""
     results = (ROOT / "benchmarks/RESULTS.md").read_text()
-    said = re.search(
-        r"^\| faster than the authors' code \|(.*)\|$", README, re.MULTILINE
-    )
+    said = re.search(r"^\| faster than the authors' code \|(.*)\|$", README, re.MULTILINE)
     assert said
     measured = [
-        re.search(
-            rf"image: resnet18, {count} ReLUs, D = 100 +[\d.]+ +([\d.]+)x", results
-        )
+        re.search(rf"image: resnet18, {count} ReLUs, D = 100 +[\d.]+ +([\d.]+)x", results)
         for count in ("6,000", "15,000", "30,000")
     ]
     assert all(measured)
@@ -132,11 +121,7 @@ def test_every_command_is_shown() -> None:
 
 
 def test_scripts_exist() -> None:
-    named = {
-        name
-        for text in PAGES.values()
-        for name in re.findall(r"\bbenchmarks/\w+\.py", text)
-    }
+    named = {name for text in PAGES.values() for name in re.findall(r"\bbenchmarks/\w+\.py", text)}
     assert len(named) > 3
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
@@ -160,9 +145,7 @@ def test_ci_runs_make_test() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_the_links_lead_somewhere(page) -> None:
     for link in re.findall(r"(?:\]\(|<img src=\")([^)#\"]+)", PAGES[page]):
-        assert (
-            link.startswith("https://") or (ROOT / page).parent.joinpath(link).exists()
-        ), link
+        assert link.startswith("https://") or (ROOT / page).parent.joinpath(link).exists(), link
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -176,9 +159,7 @@ def test_the_pages_name_files_that_exist(page) -> None:
 
 
 def test_the_table_of_ops_is_that_of_their_docstrings() -> None:
-    rows = re.findall(
-        r"^\| `(\w+)\((.*?)\)` \| `(.*?)`", PAGES["docs/parts.md"], re.MULTILINE
-    )
+    rows = re.findall(r"^\| `(\w+)\((.*?)\)` \| `(.*?)`", PAGES["docs/parts.md"], re.MULTILINE)
     assert sorted(name for name, _, _ in rows) == fastbcd.ops.__all__
     for name, arguments, equivalent in rows:
         op = getattr(fastbcd.ops, name)
@@ -210,14 +191,8 @@ def test_the_map_lists_every_room() -> None:
 
 def test_the_walk_never_goes_back_up() -> None:
     """Each file exists, is imported by one before it, and is in no higher layer than those."""
-    files = re.findall(
-        r"^(\w+/[\w/]+\.\w+) ", section("A tensor through bcd"), re.MULTILINE
-    )
-    python = [
-        f"fastbcd.{name[:-3].replace('/', '.')}"
-        for name in files
-        if name.endswith(".py")
-    ]
+    files = re.findall(r"^(\w+/[\w/]+\.\w+) ", section("A tensor through bcd"), re.MULTILINE)
+    python = [f"fastbcd.{name[:-3].replace('/', '.')}" for name in files if name.endswith(".py")]
     assert len(python) > 5
     assert [name for name in python if name not in FILES] == []
     layers = [layer(name, LAYERS) for name in python]
@@ -225,9 +200,7 @@ def test_the_walk_never_goes_back_up() -> None:
     imported = set()
     for earlier, name in pairwise(python):
         namespaces = GRAPH[earlier] & {"fastbcd.ops"}
-        imported |= GRAPH[earlier].union(
-            *(GRAPH[namespace] for namespace in namespaces)
-        )
+        imported |= GRAPH[earlier].union(*(GRAPH[namespace] for namespace in namespaces))
         assert name in imported, name
     assert files[-1].startswith("kernels/cpu/")
     assert (ROOT / files[-1]).exists()

@@ -20,55 +20,11 @@ FULL = {
 }
 # name: B_ref, budget, DRC, ADT, RT, epochs, optimizer, lr, start's accuracy, BCD's
 EXPECTED = {
-    "resnet18-cifar100-15k": (
-        30_000,
-        15_000,
-        100,
-        0.3,
-        50,
-        20,
-        "sgd",
-        1e-3,
-        67.17,
-        68.85,
-    ),
+    "resnet18-cifar100-15k": (30_000, 15_000, 100, 0.3, 50, 20, "sgd", 1e-3, 67.17, 68.85),
     "resnet18-tiny-59.1k": (80_000, 59_100, 100, 0.3, 50, 5, "sgd", 1e-3, 54.24, 56.6),
-    "wrn22-8-cifar10-240k": (
-        400_000,
-        240_000,
-        100,
-        0.1,
-        50,
-        20,
-        "adam",
-        3.5e-5,
-        94.24,
-        95.29,
-    ),
-    "wrn22-8-tiny-488.8k": (
-        570_000,
-        488_800,
-        300,
-        0.1,
-        50,
-        5,
-        "adam",
-        3.5e-5,
-        64.42,
-        65.04,
-    ),
-    "resnet18-cifar100-autorep-6k": (
-        30_000,
-        6_000,
-        100,
-        0.1,
-        50,
-        20,
-        "adam",
-        3.5e-5,
-        71.63,
-        72.94,
-    ),
+    "wrn22-8-cifar10-240k": (400_000, 240_000, 100, 0.1, 50, 20, "adam", 3.5e-5, 94.24, 95.29),
+    "wrn22-8-tiny-488.8k": (570_000, 488_800, 300, 0.1, 50, 5, "adam", 3.5e-5, 64.42, 65.04),
+    "resnet18-cifar100-autorep-6k": (30_000, 6_000, 100, 0.1, 50, 20, "adam", 3.5e-5, 71.63, 72.94),
     "ablation-drc-500": (30_000, 15_000, 500, 0.3, 50, 20, "sgd", 1e-3, 67.17, 62.68),
 }
 
@@ -127,12 +83,8 @@ def test_the_plan_and_the_list(capsys) -> None:
         paper.main(["resnet18-cifar100-16k"])
 
 
-@pytest.mark.filterwarnings(
-    "ignore:after 1 epochs:RuntimeWarning"
-)  # SNL ends above its budget
-@pytest.mark.parametrize(
-    "name", ["resnet18-cifar100-15k", "resnet18-cifar100-autorep-15k"]
-)
+@pytest.mark.filterwarnings("ignore:after 1 epochs:RuntimeWarning")  # SNL ends above its budget
+@pytest.mark.parametrize("name", ["resnet18-cifar100-15k", "resnet18-cifar100-autorep-15k"])
 def test_the_stages(name, tmp_path, capsys, monkeypatch) -> None:
     """Dense training, start and BCD; the same command resumes after an interruption."""
     row = ROWS[name]
@@ -153,11 +105,7 @@ def test_the_stages(name, tmp_path, capsys, monkeypatch) -> None:
     assert "3 of 3: bcd to 1,600 ReLUs" in capsys.readouterr().out
     folders = ["1-dense", f"2-{row.start}", "3-bcd"]
     assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == folders
-    cut, whole = (
-        fastbcd.load_run(tmp_path / folder / "3-bcd") for folder in ("cut", "whole")
-    )
+    cut, whole = (fastbcd.load_run(tmp_path / folder / "3-bcd") for folder in ("cut", "whole"))
     assert [step.before for step in whole.history] == [1_700, 1_640]
     assert whole.masks.count() == 1_600
-    assert all(
-        torch.equal(cut.weights[name], tensor) for name, tensor in whole.weights.items()
-    )
+    assert all(torch.equal(cut.weights[name], tensor) for name, tensor in whole.weights.items())

@@ -50,9 +50,7 @@ def coloured():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(2704, 10))
 """
 BCD = "bcd --model my_nets:small --data tiny.npz --budget 30 --drc 60 --rt 2 --epochs 1"
-LINEARIZE = (
-    "linearize --model my_nets:small --data tiny.npz --budget 30 --epochs 3 --rt 2"
-)
+LINEARIZE = "linearize --model my_nets:small --data tiny.npz --budget 30 --epochs 3 --rt 2"
 TRAIN = "train --model my_nets:small --data tiny.npz --epochs 3 --run-dir dense"
 
 
@@ -62,10 +60,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     (tmp_path / "my_nets.py").write_text(NET)
     data = fastbcd.load("fashion-mnist-mini")
     arrays = {}
-    for split, part in (
-        ("train", data.first(64)),
-        ("test", data.shard(1, 2).first(32)),
-    ):
+    for split, part in (("train", data.first(64)), ("test", data.shard(1, 2).first(32))):
         arrays[f"{split}_images"], arrays[f"{split}_labels"] = (
             part.images.numpy(),
             part.labels.numpy(),
@@ -85,10 +80,7 @@ def weights(run_dir: str) -> dict:
 
 
 def records(run_dir: str) -> list[dict]:
-    return [
-        json.loads(line)
-        for line in (Path(run_dir) / "history.jsonl").read_text().splitlines()
-    ]
+    return [json.loads(line) for line in (Path(run_dir) / "history.jsonl").read_text().splitlines()]
 
 
 def interrupted_at(call: int, real: Callable) -> Callable:
@@ -127,17 +119,12 @@ def test_train_then_bcd(capsys) -> None:
 # ------------------------------------------------------------------------------- bcd
 
 
-def test_ctrl_c_leaves_a_resumable_run_and_says_how_to_go_on(
-    monkeypatch, capsys
-) -> None:
+def test_ctrl_c_leaves_a_resumable_run_and_says_how_to_go_on(monkeypatch, capsys) -> None:
     monkeypatch.setattr(Journal, "finish", interrupted_at(2, Journal.finish))
     assert fastbcd_(f"{BCD} --quiet") == 130
     run_dir = "runs/bcd-my_nets.small-tiny.npz-30"
     out = capsys.readouterr().out
-    assert (
-        f"finished steps are saved, and the same command resumes:\n  fastbcd {BCD}"
-        in out
-    )
+    assert f"finished steps are saved, and the same command resumes:\n  fastbcd {BCD}" in out
     assert len(read_state(Path(run_dir)).history) == 1
     assert fastbcd_(f"{BCD} --quiet") == 0
     assert fastbcd_(f"{BCD} --quiet --run-dir whole") == 0
@@ -182,9 +169,7 @@ def test_weights_of_many_kinds() -> None:
 
 
 def test_an_official_checkpoint_is_a_net_of_ones_own() -> None:
-    torch.save(
-        {"state_dict": published_nets.snl("wide_resnet22_8").state_dict()}, "snl.pth"
-    )
+    torch.save({"state_dict": published_nets.snl("wide_resnet22_8").state_dict()}, "snl.pth")
     code = 'import fastbcd\n\ndef net():\n    return fastbcd.load_snl("snl.pth")\n'
     Path("official.py").write_text(code)
     data = write_images(Path("own.npz"))
@@ -215,11 +200,7 @@ def test_saliency_and_a_share_run_and_resume(monkeypatch, capsys) -> None:
     assert all(torch.equal(cut[name], tensor) for name, tensor in whole.items())
     assert [r["after"] for r in records("cut")] == [118, 71, 43, 30]
     settings = json.loads(Path("cut/config.json").read_text())["settings"]
-    assert settings["proposal"] == {
-        "name": "saliency",
-        "temperature": 0.25,
-        "kind": "mean_abs",
-    }
+    assert settings["proposal"] == {"name": "saliency", "temperature": 0.25, "kind": "mean_abs"}
     capsys.readouterr()
     for other, message in (
         ("--proposal uniform", "now; name another run_dir"),
@@ -241,12 +222,8 @@ def test_every_setting_of_the_fine_tuning_is_an_option(capsys) -> None:
     capsys.readouterr()
     with pytest.raises(SystemExit):
         fastbcd_("bcd --help")
-    options = set(
-        re.findall(r"^  --([a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE)
-    )
-    fields = {
-        field.name.replace("_", "-") for field in dataclasses.fields(fastbcd.Finetune)
-    }
+    options = set(re.findall(r"^  --([a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE))
+    fields = {field.name.replace("_", "-") for field in dataclasses.fields(fastbcd.Finetune)}
     assert fields - options == {"augment"}
 
 
@@ -267,11 +244,7 @@ def test_settings_of_the_engine_are_options(monkeypatch) -> None:
 def test_an_adaptive_drc_follows_adt() -> None:
     line = f"{BCD} --quiet --epochs 0 --drc adaptive"
     assert fastbcd_(f"{line} --adt=-100 --run-dir none-met") == 0
-    assert [r["after"] for r in records("none-met")] == [
-        96,
-        46,
-        30,
-    ]  # 100, 50, 25 and the rest
+    assert [r["after"] for r in records("none-met")] == [96, 46, 30]  # 100, 50, 25 and the rest
     assert fastbcd_(f"{line} --budget 10 --adt 100 --run-dir all-met") == 0
     assert [r["after"] for r in records("all-met")] == [96, 10]  # 100, 125 and the rest
 
@@ -286,23 +259,11 @@ def test_an_adaptive_drc_follows_adt() -> None:
         (BCD.replace("my_nets:small", "my_nets"), "write MODULE:FUNCTION"),
         (BCD.replace("my_nets:small", "my_nets:large"), "has no attribute 'large'"),
         (BCD.replace("my_nets:small", "no_nets:small"), "No module named 'no_nets'"),
-        (
-            BCD.replace("my_nets:small", "bad_nets:small"),
-            "bad_nets:small: ZeroDivisionError",
-        ),
+        (BCD.replace("my_nets:small", "bad_nets:small"), "bad_nets:small: ZeroDivisionError"),
         (BCD.replace("my_nets:small", "my_nets:nn"), "'module' object is not callable"),
-        (
-            BCD.replace("my_nets:small", "my_nets:broken"),
-            "my_nets:broken: KeyError: 'stem",
-        ),
-        (
-            BCD.replace("my_nets:small", "my_nets:missing"),
-            "my_nets:missing: AttributeError: ",
-        ),
-        (
-            BCD.replace("my_nets:small", "my_nets:sized"),
-            "TypeError: sized() missing 1 required",
-        ),
+        (BCD.replace("my_nets:small", "my_nets:broken"), "my_nets:broken: KeyError: 'stem"),
+        (BCD.replace("my_nets:small", "my_nets:missing"), "my_nets:missing: AttributeError: "),
+        (BCD.replace("my_nets:small", "my_nets:sized"), "TypeError: sized() missing 1 required"),
         (BCD.replace("my_nets:small", "my_nets:coloured"), "to have 3 channels"),
         (f"{BCD} --weights bad.safetensors", "bad.safetensors is no checkpoint"),
         (
@@ -312,25 +273,16 @@ def test_an_adaptive_drc_follows_adt() -> None:
         (f"{BCD} --seed {10**20}", f"seed={10**20}"),
         (f"{BCD} --device cuda", "(FASTBCD_TRACEBACK=1 shows where)"),
         (f"{BCD} --device abacus", "abacus"),
-        (
-            f"{BCD} --arch resnet18",
-            "--arch resnet18 and --model my_nets:small: give one of them",
-        ),
+        (f"{BCD} --arch resnet18", "--arch resnet18 and --model my_nets:small: give one of them"),
         (BCD.replace("tiny.npz", "none.npz"), "there is no file none.npz"),
         ("bcd --budget 3 --root none", "none"),
-        (
-            BCD.replace("my_nets:small", "my_nets:number"),
-            "returned a int, no nn.Module",
-        ),
+        (BCD.replace("my_nets:small", "my_nets:number"), "returned a int, no nn.Module"),
         (BCD.replace("tiny.npz", "cifar7"), "no data is called 'cifar7'"),
         (f"{BCD} --resume must --run-dir new", "there is no run in new"),
         (f"{BCD} --resume --run-dir new", "there is no run in new"),
         ("bcd --arch resnet17 --budget 3 --data tiny.npz", "no network 'resnet17'"),
         ("bcd --arch resnet20", "give --budget, --seconds, --bytes or --rounds"),
-        (
-            "bcd --budget 3 --rtt 40ms",
-            "--rtt goes with --seconds, --bytes or --rounds; leave",
-        ),
+        ("bcd --budget 3 --rtt 40ms", "--rtt goes with --seconds, --bytes or --rounds; leave"),
         ("bcd --seconds 1 --rounds 9", "seconds and rounds was given"),
         ("bcd --seconds 1 --rtt 40", "rtt='40'; give it with its unit, such as '40ms'"),
         ("bcd --seconds 1 --bandwidth 100", "bandwidth='100'; give it with its unit"),
@@ -397,12 +349,7 @@ def test_linearize(capsys) -> None:
     assert (settings["finetune"]["padding"], settings["finetune"]["flip"]) == (1, False)
     assert settings["finetune"]["clip"] == 0
     for more, clip in (("", 5.0), (" --clip 2", 2.0)):
-        assert (
-            fastbcd_(
-                f"{line} --replacement poly{more} --run-dir poly{clip:.0f} --quiet"
-            )
-            == 0
-        )
+        assert fastbcd_(f"{line} --replacement poly{more} --run-dir poly{clip:.0f} --quiet") == 0
         config = json.loads(Path(f"poly{clip:.0f}/config.json").read_text())
         assert config["settings"]["finetune"]["clip"] == clip
     assert fastbcd_(f"{line} --run-dir made --quiet") == 0
@@ -429,15 +376,12 @@ def test_weights_decide_what_removed_relus_are(kind) -> None:
     assert all(len(t) == rows for name, t in first.items() if name.endswith("coef"))
     assert any(name.endswith("coef") for name in first) == (kind != "identity")
     line = (
-        "bcd --model my_nets:small --data tiny.npz --budget 20 --drc 10 --rt 1 "
-        "--epochs 0 --quiet"
+        "bcd --model my_nets:small --data tiny.npz --budget 20 --drc 10 --rt 1 --epochs 0 --quiet"
     )
     assert fastbcd_(f"{line} --weights first --run-dir second") == 0
     second = fastbcd.load_run("second").weights
     assert second.keys() == first.keys()
-    assert all(
-        torch.equal(t, second[name]) for name, t in first.items() if "mask" not in name
-    )
+    assert all(torch.equal(t, second[name]) for name, t in first.items() if "mask" not in name)
 
 
 TARGETED = {
@@ -452,9 +396,7 @@ TARGETED = {
 @pytest.mark.parametrize("command", TARGETED)
 def test_a_cost_is_a_budget(command) -> None:
     """30 ReLUs are 30 · 464 bytes under CrypTen, and the squares of AutoReP 16 bytes each."""
-    line = (
-        f"{command} --model my_nets:small --data tiny.npz --quiet {TARGETED[command]}"
-    )
+    line = f"{command} --model my_nets:small --data tiny.npz --quiet {TARGETED[command]}"
     assert (
         fastbcd_(
             f"{line} --bytes 20kB --protocol crypten --activations-only --rtt 40ms --budget 40"
@@ -482,9 +424,7 @@ def test_the_net_of_the_demo_is_worth_linearising() -> None:
     assert fastbcd.accuracy(demo.trained_resnet(), test) >= 88
 
 
-def test_the_demo_shows_its_result_and_a_page_and_is_then_done(
-    monkeypatch, capsys
-) -> None:
+def test_the_demo_shows_its_result_and_a_page_and_is_then_done(monkeypatch, capsys) -> None:
     """On few images."""
     line = "demo --run-dir demo --images 64 --tests 40 --epochs 4"
     assert fastbcd_(line) == 0
@@ -499,8 +439,7 @@ def test_the_demo_shows_its_result_and_a_page_and_is_then_done(
     again = capsys.readouterr().out
     assert " steps, 1,000 ReLUs kept" in again
     results = [
-        re.findall("^(?:test|ReLUs|private).*→.*", text, re.MULTILINE)
-        for text in (first, again)
+        re.findall("^(?:test|ReLUs|private).*→.*", text, re.MULTILINE) for text in (first, again)
     ]
     assert results[0] == results[1]
     assert "pip install 'fastbcd[plot]'" in again, "it does without matplotlib"

@@ -59,22 +59,14 @@ def fastbcd_(line: str) -> int:
 def test_cost_command(run, capsys) -> None:
     assert fastbcd_("cost out --json --bandwidth 100Mbit --rtt 40ms") == 0
     found = json.loads(capsys.readouterr().out)
-    expected = private.cost(
-        run, "crypten", bandwidth="100Mbit", rtt="40ms", activations_only=True
-    )
+    expected = private.cost(run, "crypten", bandwidth="100Mbit", rtt="40ms", activations_only=True)
     assert found == json.loads(json.dumps(expected.as_dict()))
-    assert [s["name"] for s in found["sites"]] == [
-        s.name for s in fastbcd.masks(run).sites
-    ]
+    assert [s["name"] for s in found["sites"]] == [s.name for s in fastbcd.masks(run).sites]
     assert found["total"]["squares"] == 116
     assert fastbcd_("cost masks.safetensors --protocol delphi-gc") == 0
-    assert capsys.readouterr().out.strip() == str(
-        private.cost(fastbcd.masks(run), "delphi-gc")
-    )
+    assert capsys.readouterr().out.strip() == str(private.cost(fastbcd.masks(run), "delphi-gc"))
     assert fastbcd_("cost out") == 0
-    assert capsys.readouterr().out.strip() == str(
-        private.cost(run, activations_only=True)
-    )
+    assert capsys.readouterr().out.strip() == str(private.cost(run, activations_only=True))
 
 
 def test_cost_of_an_unfinished_start(tmp_path, monkeypatch, capsys) -> None:
@@ -95,9 +87,7 @@ def test_output_that_nobody_reads(run) -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "fastbcd", "cost", "out"]
-    done = subprocess.run(
-        command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=600
-    )
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=600)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -120,25 +110,17 @@ def check_recorded(net: nn.Module, name: str, model: str, capsys) -> None:
 
 
 @pytest.mark.parametrize("replacement", ["identity", "line", "poly"])
-def test_a_run_of_a_known_net_needs_no_options(
-    replacement, tmp_path, monkeypatch, capsys
-) -> None:
+def test_a_run_of_a_known_net_needs_no_options(replacement, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     data = fastbcd.load("fashion-mnist-mini").first(16)
-    net = fastbcd.models.resnet20(
-        10, 28, in_channels=1, width=2, blocks=1, replacement=replacement
-    )
-    fastbcd.bcd(
-        net, data, budget=7000, drc=100, rt=1, finetune=None, run_dir="recorded"
-    )
+    net = fastbcd.models.resnet20(10, 28, in_channels=1, width=2, blocks=1, replacement=replacement)
+    fastbcd.bcd(net, data, budget=7000, drc=100, rt=1, finetune=None, run_dir="recorded")
     check_recorded(net, "name resnet20", "", capsys)
 
 
 @pytest.mark.parametrize("command", ["bcd --drc 58 --epochs 0", "linearize --epochs 1"])
 @pytest.mark.parametrize("replacement", ["identity", "line", "poly"])
-def test_a_run_of_an_own_net_names_it(
-    run, command, replacement, monkeypatch, capsys
-) -> None:
+def test_a_run_of_an_own_net_names_it(run, command, replacement, monkeypatch, capsys) -> None:
     """Its function is called only if it is named again."""
     data = fastbcd.load("fashion-mnist-mini").first(16)
     monkeypatch.setattr(inputs.Job, "split", lambda job, split: data)
@@ -152,9 +134,7 @@ def test_a_run_of_an_own_net_names_it(
     monkeypatch.delattr(module, "small")
     assert fastbcd_("export recorded --out net.pt2") == 2
     error = capsys.readouterr().err
-    assert (
-        "is a run of my_nets:small, which cannot be built from the run alone" in error
-    )
+    assert "is a run of my_nets:small, which cannot be built from the run alone" in error
     assert "on the command line --model MODULE:FUNCTION" in error
 
 
@@ -196,10 +176,7 @@ def test_a_recorded_net_that_is_none(run, arch, message, capsys) -> None:
         ("cost my_nets.py", "is not a readable safetensors file"),
         ("export out --model my_nets:small --out a.txt", "must end in"),
         ("export out --model my_nets:other", "does not fit"),
-        (
-            "export out",
-            "is a run of a net of its own, which cannot be built from the run alone",
-        ),
+        ("export out", "is a run of a net of its own, which cannot be built from the run alone"),
         ("cost out --bandwidth fast", "bandwidth='fast'; give it with its unit"),
         ("cost out --bandwidth 0", "bandwidth='0'"),
         ("cost out --rtt soon", "rtt='soon'"),

@@ -36,10 +36,7 @@ def test_array_layouts(kind):
     assert torch.equal(ImageData.from_arrays(square, y).images, torch.as_tensor(square))
     # The layout of floats is not guessed.
     assert (
-        ImageData.from_arrays(
-            kind(np.zeros((2, 8, 3, 3), np.float32)), y[:2]
-        ).images.shape[1]
-        == 8
+        ImageData.from_arrays(kind(np.zeros((2, 8, 3, 3), np.float32)), y[:2]).images.shape[1] == 8
     )
 
 
@@ -59,9 +56,7 @@ def test_bytes_are_normalised_only_by_what_is_given():
     assert (half.mean, half.std) == (MEAN, (1.0,) * 3)
 
 
-@pytest.mark.parametrize(
-    "name", ["ToTensor", "scaled by 1/255", "Normalize", "random floats"]
-)
+@pytest.mark.parametrize("name", ["ToTensor", "scaled by 1/255", "Normalize", "random floats"])
 def test_float_datasets_are_used_as_they_are(name):
     """In `as_data`, `score` and `bcd`: the net sees the floats of the Dataset."""
     random = torch.randn(12, 3, 6, 5, generator=torch.Generator().manual_seed(0))
@@ -70,17 +65,11 @@ def test_float_datasets_are_used_as_they_are(name):
     items = Items(images, RAW.labels, transform)
     floats = torch.stack([transform(image) for image in images])
     torch.manual_seed(0)
-    net = torch.nn.Sequential(
-        torch.nn.Flatten(), torch.nn.Linear(90, 4), fastbcd.MaskedReLU(4)
-    )
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(90, 4), fastbcd.MaskedReLU(4))
     correct = int((net(floats).argmax(1) == RAW.labels).sum())
     removals = torch.tensor([[0], [3]])
     expected = fastbcd.score(net, removals, (floats, RAW.labels))
-    for data in (
-        items,
-        DataLoader(items, batch_size=5, shuffle=True),
-        Subset(items, range(12)),
-    ):
+    for data in (items, DataLoader(items, batch_size=5, shuffle=True), Subset(items, range(12))):
         read = as_data(data)
         assert torch.equal(next(read.batches(12))[0], floats)
         scores = fastbcd.score(net, removals, data)
@@ -108,40 +97,15 @@ X = np.zeros((3, 3, 4, 4), np.uint8)
         (X, [0, -1, -2], {}, "label -1 of image 1 is out of range"),
         (X, [0, 1], {}, "labels are torch.int64 \\[2\\] beside 3 images"),
         (X, ["a", "b", "c"], {}, "labels are <U1; they must be real numbers"),
-        (
-            X,
-            torch.zeros(3, dtype=torch.complex64),
-            {},
-            "labels are torch.complex64; .* real",
-        ),
-        (
-            X,
-            torch.zeros(3),
-            {"classes": 2},
-            r"float32 \[3\], not class indices, .*classes=2 must",
-        ),
+        (X, torch.zeros(3, dtype=torch.complex64), {}, "labels are torch.complex64; .* real"),
+        (X, torch.zeros(3), {"classes": 2}, r"float32 \[3\], not class indices, .*classes=2 must"),
         (X, torch.tensor(3), {}, r"labels are torch.int64 \[\] beside 3 images"),
-        (
-            X.astype(np.int64),
-            [0, 1, 2],
-            {},
-            "images are torch.int64; they must be uint8",
-        ),
+        (X.astype(np.int64), [0, 1, 2], {}, "images are torch.int64; they must be uint8"),
         (X[:, 0, 0, 0], [0, 1, 2], {}, r"images have shape \[3\], not \[N,C,H,W\]"),
         (X, [0, 1, 2], {"mean": (0.5,)}, "mean has 1 values for 3 channels"),
-        (
-            X,
-            [0, 1, 2],
-            {"std": (0.1, 0.0, 1.0)},
-            r"std is \(0.1, 0.0, 1.0\); .* above 0",
-        ),
+        (X, [0, 1, 2], {"std": (0.1, 0.0, 1.0)}, r"std is \(0.1, 0.0, 1.0\); .* above 0"),
         (X, [0, 1, 2], {"mean": (0.1, float("nan"), 1.0)}, "mean is .*finite"),
-        (
-            X,
-            [0, 1, 2],
-            {"mean": "x"},
-            "mean='x'; it must have a number for each channel",
-        ),
+        (X, [0, 1, 2], {"mean": "x"}, "mean='x'; it must have a number for each channel"),
         (X, [0, 1, 2], {"std": 3}, "std has 1 values for 3 channels"),
         (X, [0, 1, 2], {"classes": 10**70}, "classes=1000.*at most"),
         (X, [0, 1, 2], {"classes": 2.5}, "classes=2.5; it must be a whole number"),
@@ -164,18 +128,8 @@ X = np.zeros((3, 3, 4, 4), np.uint8)
             {},
             "labels are torch.int64, .*on the device meta",
         ),
-        (
-            X,
-            torch.tensor([0, 1, 2]).to_sparse(),
-            {},
-            "labels are torch.int64, torch.sparse_coo",
-        ),
-        (
-            torch.zeros(3, 3, 4, 4, dtype=torch.complex64),
-            [0, 1, 2],
-            {},
-            "images are torch.complex",
-        ),
+        (X, torch.tensor([0, 1, 2]).to_sparse(), {}, "labels are torch.int64, torch.sparse_coo"),
+        (torch.zeros(3, 3, 4, 4, dtype=torch.complex64), [0, 1, 2], {}, "images are torch.complex"),
     ],
 )
 def test_arrays_refused(images, labels, options, message):
@@ -282,21 +236,12 @@ class Stream(IterableDataset):
             refuse(images=[RAW.images[0], RAW.images[1, :, 1:]]),
             r"item 1 .*uint8 \(3, 5, 5\)', .*, those of item 0 \['uint8 \(3, 6",
         ),
-        (
-            refuse(labels=["cat"] * 12),
-            "label of item 0 .* are <U3; they must be real numbers",
-        ),
+        (refuse(labels=["cat"] * 12), "label of item 0 .* are <U3; they must be real numbers"),
         (refuse(lambda x: x.to("meta")), "item 0 .*on the device meta"),
-        (
-            refuse(lambda x: x.float().to_sparse()),
-            "item 0 .*torch.sparse_coo.*to_dense",
-        ),
+        (refuse(lambda x: x.float().to_sparse()), "item 0 .*torch.sparse_coo.*to_dense"),
         (refuse(lambda x: x.long()), r"item 0 .*int64 \[3, 6, 5\]"),
         (refuse(lambda x: None), "item 0 .*NoneType"),
-        (
-            refuse(lambda x: Picture(x[0].numpy(), "P")),
-            r"item 0 .*mode 'P'.*convert\('RGB'\)",
-        ),
+        (refuse(lambda x: Picture(x[0].numpy(), "P")), r"item 0 .*mode 'P'.*convert\('RGB'\)"),
         (refuse(images=[]), "no items"),
         (lambda: as_data(Stream()), "Stream has no length"),
         (lambda: ImageData.from_dataset([1, 2]), "item 0 of the dataset is a int"),
@@ -345,12 +290,7 @@ def test_as_data_keeps_image_data():
 def test_inputs_of_any_shape_stay_as_they_are(shape):
     x = torch.randn(6, *shape)
     items = Items(x, [0, 1, 2, 0, 1, 2])
-    for data in (
-        (x, torch.arange(6) % 3),
-        (x.numpy(), items.labels),
-        items,
-        DataLoader(items),
-    ):
+    for data in ((x, torch.arange(6) % 3), (x.numpy(), items.labels), items, DataLoader(items)):
         read = as_data(data)
         assert read.images.shape == x.shape
         ((batch, labels),) = read.batches(6, memory_format=torch.channels_last)
@@ -367,9 +307,7 @@ def test_bytes_of_any_shape_are_normalised_per_channel():
     expected = [(x[:, :1] / 255 - 0.5) / 0.1, (x[:, 1:] / 255 - 0.25) / 2]
     torch.testing.assert_close(next(read.batches(4))[0], torch.cat(expected, 1))
     flat = ImageData.from_arrays(x.flatten(1), torch.arange(4), mean=(0.5,), std=(0.1,))
-    torch.testing.assert_close(
-        next(flat.batches(4))[0], (x.flatten(1) / 255 - 0.5) / 0.1
-    )
+    torch.testing.assert_close(next(flat.batches(4))[0], (x.flatten(1) / 255 - 0.5) / 0.1)
 
 
 def test_grey_images_are_bytes():
@@ -377,12 +315,8 @@ def test_grey_images_are_bytes():
     assert as_data((grey, RAW.labels)).images.shape == (12, 1, 6, 5)
     assert as_data(Items(grey, RAW.labels)).images.shape == (12, 1, 6, 5)
     assert as_data((grey / 255, RAW.labels)).images.shape == (12, 6, 5)
-    net = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(24, 4)
-    )
-    with pytest.raises(
-        ValueError, match=r"images of shape \[6, 5\].*images.unsqueeze\(1\)"
-    ):
+    net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(24, 4))
+    with pytest.raises(ValueError, match=r"images of shape \[6, 5\].*images.unsqueeze\(1\)"):
         fastbcd.accuracy(net, (grey / 255, RAW.labels))
 
 
@@ -398,12 +332,7 @@ TARGETS = {
 @pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
 def test_targets_of_any_shape(targets):
     items = Items(RAW.images, targets)
-    for data in (
-        (RAW.images, targets),
-        (RAW.images, targets.numpy()),
-        items,
-        DataLoader(items),
-    ):
+    for data in ((RAW.images, targets), (RAW.images, targets.numpy()), items, DataLoader(items)):
         read = as_data(data)
         assert read.classes is None
         assert read.labels.dtype == targets.dtype
@@ -411,12 +340,8 @@ def test_targets_of_any_shape(targets):
         assert torch.equal(read.shard(1, 2).labels, targets[6:])
         assert torch.equal(torch.cat([y for _, y in read.batches(5)]), targets)
     assert f"targets {'×'.join(map(str, targets.shape[1:])) or 1} " in repr(read)
-    net = torch.nn.Sequential(
-        torch.nn.Flatten(), fastbcd.MaskedReLU(90), torch.nn.Linear(90, 4)
-    )
-    message = (
-        rf"needs class indices, but the labels are {targets.dtype} \[12.*argmax.*metric"
-    )
+    net = torch.nn.Sequential(torch.nn.Flatten(), fastbcd.MaskedReLU(90), torch.nn.Linear(90, 4))
+    message = rf"needs class indices, but the labels are {targets.dtype} \[12.*argmax.*metric"
     with pytest.raises(ValueError, match=message):
         fastbcd.accuracy(net, data)
     with pytest.raises(ValueError, match=r"cross-entropy needs logits .*pass loss="):
@@ -428,30 +353,22 @@ def test_targets_that_are_pictures_or_lists():
     pictures = as_data(Items(RAW.images, [Picture(m.numpy(), "P") for m in masks]))
     assert torch.equal(pictures.labels, masks.long())
     assert as_data(Items(RAW.images, [[0.5, 1.5]] * 12)).labels.shape == (12, 2)
-    with pytest.raises(
-        ValueError, match=r"target of item 1 .*\(2,\).* of item 0 .*\(1,\)"
-    ):
+    with pytest.raises(ValueError, match=r"target of item 1 .*\(2,\).* of item 0 .*\(1,\)"):
         as_data(Items(RAW.images, [np.zeros(1), *[np.zeros(2)] * 11]))
 
 
 def test_crops_and_flips_are_for_images():
     epoch = {"seed": 0, "step": 0, "epoch": 0}
     signals = as_data((torch.randn(4, 3, 64), torch.arange(4)))
-    with pytest.raises(
-        ValueError, match=r"flip=True is for images .*\[4, 3, 64\]: .*flip=False"
-    ):
+    with pytest.raises(ValueError, match=r"flip=True is for images .*\[4, 3, 64\]: .*flip=False"):
         signals.train_batches(2, **epoch, padding=0)
     with pytest.raises(ValueError, match=r"padding=4, flip=False is for images"):
         signals.train_batches(2, **epoch, flip=False)
     maps = as_data((RAW.images, TARGETS["maps"]))
-    with pytest.raises(
-        ValueError, match=r"but not their targets \[12, 6, 5\]: use padding=0"
-    ):
+    with pytest.raises(ValueError, match=r"but not their targets \[12, 6, 5\]: use padding=0"):
         maps.train_batches(2, **epoch)
     assert len(list(maps.train_batches(6, **epoch, padding=0, flip=False))) == 2
-    assert (
-        len(list(as_data((RAW.images, torch.randn(12))).train_batches(6, **epoch))) == 2
-    )
+    assert len(list(as_data((RAW.images, torch.randn(12))).train_batches(6, **epoch))) == 2
 
 
 @pytest.mark.parametrize(
@@ -475,18 +392,10 @@ def test_bcd_on_inputs_of_any_shape(shape, layer, tmp_path):
         scores = fastbcd.score(net, torch.tensor([[0], [1]]), data, engine)
         assert scores.base_correct == int((dense(x).argmax(1) == data[1]).sum())
     plain = {"epochs": 1, "padding": 0, "flip": False, "batch_size": 8}
-    options = {
-        "budget": size - 4,
-        "drc": 2,
-        "rt": 2,
-        "teacher": dense,
-        "run_dir": tmp_path / "run",
-    }
+    options = {"budget": size - 4, "drc": 2, "rt": 2, "teacher": dense, "run_dir": tmp_path / "run"}
     for _ in range(2):  # the second resumes
         run = fastbcd.bcd(net, data, finetune=fastbcd.Finetune(**plain), **options)
         assert run.masks.count() == size - 4
     with pytest.raises(ValueError, match="padding=4, flip=True is for images"):
         fastbcd.bcd(net, data, **{**options, "run_dir": None, "budget": 1})
-    assert fastbcd.load_run(tmp_path / "run", model=net).config.data.shape == list(
-        shape
-    )
+    assert fastbcd.load_run(tmp_path / "run", model=net).config.data.shape == list(shape)

@@ -29,10 +29,7 @@ def naive_view(image, view, padding):
     out = np.zeros_like(image)
     for y in range(height):
         for x in range(width):
-            row, column = (
-                y + top - padding,
-                (width - 1 - x if flip else x) + left - padding,
-            )
+            row, column = y + top - padding, (width - 1 - x if flip else x) + left - padding
             if 0 <= row < height and 0 <= column < width:
                 out[:, y, x] = image[:, row, column]
     return out
@@ -46,11 +43,7 @@ def naive_normalise(images, mean, std):
 def close(x, expected, dtype=torch.float32):
     limit = {torch.float64: 1e-13, torch.float32: 2e-6}.get(dtype, 2e-2)
     torch.testing.assert_close(
-        x.cpu().double(),
-        torch.as_tensor(expected),
-        rtol=limit,
-        atol=limit,
-        check_dtype=False,
+        x.cpu().double(), torch.as_tensor(expected), rtol=limit, atol=limit, check_dtype=False
     )
 
 
@@ -58,9 +51,7 @@ def close(x, expected, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [*SHAPES, (0, 3, 4, 4)])
 def test_normalise(shape, dtype, memory_format, device):
     n, channels, height, width = shape
@@ -94,9 +85,7 @@ def test_floats_pass_as_they_are():
     corner = held.views(torch.arange(4), torch.zeros(4, dtype=torch.long), padding=1)
     assert torch.equal(corner[:, :, 1:, 1:], x[:, :, :-1, :-1])
     assert not corner[:, :, 0].any()
-    scaled = ImageData.from_arrays(
-        x.double(), [0, 1, 2, 1], mean=(0.5,) * 3, std=(2.0,) * 3
-    )
+    scaled = ImageData.from_arrays(x.double(), [0, 1, 2, 1], mean=(0.5,) * 3, std=(2.0,) * 3)
     ((batch, _),) = scaled.batches(4, dtype=torch.float64)
     torch.testing.assert_close(batch, (x.double() - 0.5) / 2)
 
@@ -112,9 +101,7 @@ def test_batches_in_order(n, size, sizes):
     images = make(n)
     batches = list(images.batches(size))
     assert [len(y) for _, y in batches] == [len(x) for x, _ in batches] == sizes
-    assert torch.equal(
-        torch.cat([images.labels[:0], *(y for _, y in batches)]), images.labels
-    )
+    assert torch.equal(torch.cat([images.labels[:0], *(y for _, y in batches)]), images.labels)
     trained = list(images.train_batches(size, **EPOCH))
     assert [len(x) for x, *_ in trained] == sizes
 
@@ -156,9 +143,7 @@ def test_all_views_of_torchvision(torchvision):
         crop = tv.crop(padded, view // 2 // 9, view // 2 % 9, 8, 8)
         crop = tv.hflip(crop) if view % 2 else crop
         expected = tv.normalize(tv.convert_image_dtype(crop), images.mean, images.std)
-        close(
-            images.views(torch.tensor([0]), torch.tensor([view]))[0], expected.double()
-        )
+        close(images.views(torch.tensor([0]), torch.tensor([view]))[0], expected.double())
 
 
 def test_no_views_at_all():
@@ -180,14 +165,10 @@ def test_a_padding_larger_than_the_image_is_refused(padding):
 def test_large_seeds():
     images = make(8)
     seeds = [2 * 10**13, 2**62, 2**63 - 1]
-    orders = {
-        tuple(images.order(seed=seed, step=0, epoch=0).tolist()) for seed in seeds
-    }
+    orders = {tuple(images.order(seed=seed, step=0, epoch=0).tolist()) for seed in seeds}
     assert len(orders) == 3
     for seed in (2**63, 2e13, "1"):
-        with pytest.raises(
-            (ValueError, TypeError), match=r"seed=.*(below 2\^63|whole number)"
-        ):
+        with pytest.raises((ValueError, TypeError), match=r"seed=.*(below 2\^63|whole number)"):
             images.train_batches(4, seed=seed, step=0, epoch=0)
 
 
@@ -213,14 +194,7 @@ def test_random_numbers_are_functions_of_the_sample_alone(device):
 
 def test_random_numbers_differ_by_seed_step_and_epoch():
     images = make(200)
-    keys = [
-        (0, 0, 0),
-        (1, 0, 0),
-        (0, 1, 0),
-        (0, 0, 1),
-        (2**63 - 1, 0, 0),
-        (0, 2**40, 0),
-    ]
+    keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (2**63 - 1, 0, 0), (0, 2**40, 0)]
     for draw in (images.view_ids, images.order):
         drawn = {tuple(draw(seed=a, step=b, epoch=c).tolist()) for a, b, c in keys}
         assert len(drawn) == len(keys)
@@ -284,10 +258,7 @@ def test_train_batches_are_the_same_for_any_number_of_ranks(world):
     if world > 2:
         alone.pop()  # two samples are too few for these ranks
     ranks = [
-        [
-            i.tolist()
-            for _, _, i, _ in images.train_batches(8, **EPOCH, rank=r, world=world)
-        ]
+        [i.tolist() for _, _, i, _ in images.train_batches(8, **EPOCH, rank=r, world=world)]
         for r in range(world)
     ]
     joined = [[i for part in parts for i in part] for parts in zip(*ranks, strict=True)]

@@ -60,9 +60,7 @@ def pack(source, path, **options):
 )
 def test_a_packed_dataset_is_that_in_memory(source, tmp_path) -> None:
     state = torch.get_rng_state()
-    packed = pack(
-        source, tmp_path / "new" / "folder", mean=(0.5,) * 3, std=(0.2, 0.3, 0.4)
-    )
+    packed = pack(source, tmp_path / "new" / "folder", mean=(0.5,) * 3, std=(0.2, 0.3, 0.4))
     assert torch.equal(torch.get_rng_state(), state)
     memory = ImageData.from_dataset(Made(), mean=(0.5,) * 3, std=(0.2, 0.3, 0.4))
     assert torch.equal(packed.images, memory.images)
@@ -83,9 +81,7 @@ def test_parts_floats_and_other_targets(tmp_path) -> None:
     assert pack(Made(), tmp_path / "more", classes=9).classes == 9
 
 
-def test_what_does_not_fit_into_memory_is_refused_with_the_way_out(
-    tmp_path, monkeypatch
-) -> None:
+def test_what_does_not_fit_into_memory_is_refused_with_the_way_out(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sources, "default_memory", lambda device: 1500)
     for source in (Made(), DataLoader(Made(), 7)):
         with pytest.raises(
@@ -133,9 +129,7 @@ def test_a_killed_process_leaves_nothing_that_looks_finished(tmp_path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, here, str(tmp_path)])
     assert done.returncode == -9
     assert [path.name for path in tmp_path.iterdir()] == ["images.bin"]
-    with pytest.raises(
-        ValueError, match=f"{tmp_path} is not a complete folder of fastbcd.pack"
-    ):
+    with pytest.raises(ValueError, match=f"{tmp_path} is not a complete folder of fastbcd.pack"):
         ImageData.open(tmp_path)
     packed = pack(Made(), tmp_path)
     assert torch.equal(packed.images, ImageData.from_dataset(Made()).images)
@@ -150,26 +144,16 @@ def test_a_complete_folder_is_kept_unless_overwrite_is_said(tmp_path) -> None:
     with pytest.raises(ValueError, match="not a complete folder"):
         ImageData.open(tmp_path)
     assert len(pack(Made(5), tmp_path, overwrite=True)) == 5
-    assert torch.equal(
-        before.images, ImageData.from_dataset(Made()).images
-    )  # still mapped
+    assert torch.equal(before.images, ImageData.from_dataset(Made()).images)  # still mapped
 
 
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
         (Made(), {"mean": (0.5,)}, "mean has 1 values for 3 channels"),
-        (
-            Made(),
-            {"classes": 3},
-            "label 3 of image 3 is out of range: the data has 3 classes",
-        ),
+        (Made(), {"classes": 3}, "label 3 of image 3 is out of range: the data has 3 classes"),
         (Made(0), {}, "no items"),
-        (
-            [(np.zeros((3, 4, 4), np.uint8), 0), (np.zeros((3, 5, 4), np.uint8), 0)],
-            {},
-            "item 1",
-        ),
+        ([(np.zeros((3, 4, 4), np.uint8), 0), (np.zeros((3, 5, 4), np.uint8), 0)], {}, "item 1"),
     ],
 )
 def test_refused(source, options, message, tmp_path) -> None:
@@ -186,15 +170,10 @@ def test_damaged_and_foreign_folders_are_refused_by_name(tmp_path) -> None:
     damages = [(path, raw[:length]) for path, raw in whole.items()
                for length in (0, 1, len(raw) // 2, len(raw) - 1)]  # fmt: skip
     fastbcd.masks(fastbcd.MaskedReLU(4)).save(tmp_path / "masks")
-    damages += [
-        (images, whole[images] + b"x"),
-        (meta, (tmp_path / "masks").read_bytes()),
-    ]
+    damages += [(images, whole[images] + b"x"), (meta, (tmp_path / "masks").read_bytes())]
     for path, raw in damages:
         path.write_bytes(raw)
-        with pytest.raises(
-            ValueError, match=f"{folder} is not a complete folder of fastbcd.pack"
-        ):
+        with pytest.raises(ValueError, match=f"{folder} is not a complete folder of fastbcd.pack"):
             ImageData.open(folder)
         path.write_bytes(whole[path])
     for missing in (tmp_path / "nowhere", images):

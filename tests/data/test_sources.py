@@ -15,17 +15,12 @@ from fastbcd.data.npz import load_npz
 from fastbcd.data.sources import as_data, load
 from helpers.image_cases import make
 
-EMBEDDED = [
-    "1ed5c7bf87e37567",
-    "6e8f8a41ac407232",
-]  # sha256 of images and labels, train and test
+EMBEDDED = ["1ed5c7bf87e37567", "6e8f8a41ac407232"]  # sha256 of images and labels, train and test
 X = np.zeros((3, 3, 4, 4), np.uint8)
 
 
 def digest(data):
-    return hashlib.sha256(
-        data.images.numpy().tobytes() + data.labels.numpy().tobytes()
-    ).hexdigest()
+    return hashlib.sha256(data.images.numpy().tobytes() + data.labels.numpy().tobytes()).hexdigest()
 
 
 def test_embedded_data_is_whole():
@@ -36,31 +31,18 @@ def test_embedded_data_is_whole():
 
 
 def test_load_refuses(tmp_path, monkeypatch):
-    with pytest.raises(
-        ValueError, match=r"no data is called 'cifar11'; there are .*, cifar100"
-    ):
+    with pytest.raises(ValueError, match=r"no data is called 'cifar11'; there are .*, cifar100"):
         load("cifar11")
-    with pytest.raises(
-        ValueError, match="split is 'val'; cifar10 has 'train' and 'test'"
-    ):
+    with pytest.raises(ValueError, match="split is 'val'; cifar10 has 'train' and 'test'"):
         load("cifar10", "val")
     monkeypatch.setenv("FASTBCD_DATA", str(tmp_path))
-    with pytest.raises(
-        FileNotFoundError, match=f"no whole Tiny ImageNet in {tmp_path}.*unpack"
-    ):
+    with pytest.raises(FileNotFoundError, match=f"no whole Tiny ImageNet in {tmp_path}.*unpack"):
         load("tiny-imagenet")
 
 
 def test_the_name_stays_with_parts_of_the_data() -> None:
     data = load("fashion-mnist-mini", "test")
-    parts = (
-        data,
-        data.first(5),
-        data.rest(5),
-        data.shard(0, 2),
-        data.subset([1, 2]),
-        data.to("cpu"),
-    )
+    parts = data, data.first(5), data.rest(5), data.shard(0, 2), data.subset([1, 2]), data.to("cpu")
     assert {part.name for part in parts} == {"fashion-mnist-mini"}
     assert as_data((data.images[:5], data.labels[:5])).name is None
 
@@ -94,27 +76,15 @@ def test_npz_splits_are_treated_alike(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        (
-            {"train_images": X},
-            r"own.npz has no array 'train_labels'; it has train_images",
-        ),
+        ({"train_images": X}, r"own.npz has no array 'train_labels'; it has train_images"),
         ({"x": X}, r"own.npz has no array 'train_images'; it has x"),
-        (
-            {"images": X, "labels": [0, 1, -4]},
-            r"own.npz, split 'train': label -4 of image 2",
-        ),
+        ({"images": X, "labels": [0, 1, -4]}, r"own.npz, split 'train': label -4 of image 2"),
         (
             {"images": X.astype(float), "labels": [[0]]},
             r"own.npz, split 'train': labels are torch.int64 \[1, 1\] beside 3",
         ),
-        (
-            {"images": X.astype(np.int16), "labels": [0] * 3},
-            "own.npz.*images are torch.int16",
-        ),
-        (
-            {"images": np.array([{}]), "labels": [0]},
-            r"own.npz: the array 'images' cannot be read",
-        ),
+        ({"images": X.astype(np.int16), "labels": [0] * 3}, "own.npz.*images are torch.int16"),
+        ({"images": np.array([{}]), "labels": [0]}, r"own.npz: the array 'images' cannot be read"),
     ],
 )
 def test_npz_refused(tmp_path, arrays, message):
@@ -129,9 +99,7 @@ def test_damaged_npz(tmp_path):
         load(path)
     np.savez(path, images=np.arange(1000), labels=np.arange(10))
     whole = path.read_bytes()
-    damaged = [
-        whole[:length] for length in (0, 1, 100, len(whole) // 2, len(whole) - 1)
-    ]
+    damaged = [whole[:length] for length in (0, 1, 100, len(whole) // 2, len(whole) - 1)]
     damaged.append(whole[:2000] + b"\xff" + whole[2001:])
     np.save(tmp_path / "one.npy", np.zeros(10, np.uint8))
     one = (tmp_path / "one.npy").read_bytes()
@@ -155,11 +123,7 @@ def cifar(root, monkeypatch, datasets):
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (6, 3, 32, 32), dtype=np.uint8)
     batch = {"data": pixels.reshape(6, -1), "labels": [0, 3, 9, 1, 2, 5]}
-    contents = {
-        "train": batch,
-        "test": batch,
-        "meta": {"label_names": list("0123456789")},
-    }
+    contents = {"train": batch, "test": batch, "meta": {"label_names": list("0123456789")}}
     marks = {}
     for name, content in contents.items():
         raw = pickle.dumps(content)
@@ -178,11 +142,7 @@ def test_cifar(tmp_path, monkeypatch, torchvision):
         data = load("cifar10", split, tmp_path)
         assert np.array_equal(data.images, pixels)
         assert data.labels.tolist() == labels
-        assert (data.classes, data.std, data.name) == (
-            10,
-            (0.2023, 0.1994, 0.2010),
-            "cifar10",
-        )
+        assert (data.classes, data.std, data.name) == (10, (0.2023, 0.1994, 0.2010), "cifar10")
 
 
 class Attack:
@@ -196,21 +156,12 @@ class Attack:
 def test_other_cifar_files_are_refused_and_not_run(tmp_path, monkeypatch, torchvision):
     folder, *_ = cifar(tmp_path, monkeypatch, torchvision.datasets)
     whole = (folder / "train").read_bytes()
-    for raw in (
-        whole[:-1],
-        whole + b" ",
-        b"",
-        pickle.dumps({"data": Attack(tmp_path / "run")}),
-    ):
+    for raw in (whole[:-1], whole + b" ", b"", pickle.dumps({"data": Attack(tmp_path / "run")})):
         (folder / "train").write_bytes(raw)
-        with pytest.raises(
-            FileNotFoundError, match=f"no cifar10 in {tmp_path}, or .*damaged"
-        ):
+        with pytest.raises(FileNotFoundError, match=f"no cifar10 in {tmp_path}, or .*damaged"):
             load("cifar10", root=tmp_path)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(
-        FileNotFoundError, match=rf"no cifar100 in {tmp_path}.*download=True"
-    ):
+    with pytest.raises(FileNotFoundError, match=rf"no cifar100 in {tmp_path}.*download=True"):
         load("cifar100", root=tmp_path)
 
 
@@ -233,17 +184,12 @@ def tiny(tmp_path, torchvision):
 
     def write(path, grey):
         path.parent.mkdir(parents=True, exist_ok=True)
-        pil.new(
-            "L" if grey % 2 else "RGB", (8, 8), grey if grey % 2 else (grey,) * 3
-        ).save(path)
+        pil.new("L" if grey % 2 else "RGB", (8, 8), grey if grey % 2 else (grey,) * 3).save(path)
 
     root = tmp_path / "tiny-imagenet-200"
     for wnid in ("n03", "n01", "n02"):
         for i in range(2):
-            write(
-                root / "train" / wnid / "images" / f"{wnid}_{i}.JPEG",
-                10 * int(wnid[1:]) + i,
-            )
+            write(root / "train" / wnid / "images" / f"{wnid}_{i}.JPEG", 10 * int(wnid[1:]) + i)
     for i in range(2):
         write(root / "val" / "images" / f"val_{i}.JPEG", 100 + i)
     table = "val_1.JPEG\tn02\t0\t0\t62\t57\nval_0.JPEG\tn03\t0\t0\t62\t57\n"
@@ -261,9 +207,7 @@ def test_tiny_imagenet(tiny):
         for split, (greys, labels) in expected.items():
             data = load("tiny-imagenet", split, root)
             assert data.images.shape[1:] == (3, 8, 8)
-            assert (
-                data.images[:, :, 4, 4].int() - torch.tensor(greys)[:, None]
-            ).abs().max() <= 2
+            assert (data.images[:, :, 4, 4].int() - torch.tensor(greys)[:, None]).abs().max() <= 2
             assert data.labels.tolist() == labels
             assert data.classes == 200
 
@@ -277,15 +221,13 @@ DAMAGES = {
     "no whole Tiny ImageNet.*val_annotations.txt": lambda tiny: (
         tiny / "val" / "val_annotations.txt"
     ).unlink(),
-    "no whole Tiny ImageNet.*'n77'": lambda tiny: (
-        tiny / "val" / "val_annotations.txt"
-    ).write_text("val_0.JPEG\tn77\n"),
+    "no whole Tiny ImageNet.*'n77'": lambda tiny: (tiny / "val" / "val_annotations.txt").write_text(
+        "val_0.JPEG\tn77\n"
+    ),
     "no whole Tiny ImageNet.*not enough values": lambda tiny: (
         tiny / "val" / "val_annotations.txt"
     ).write_text("val_0.JPEG\n"),
-    "No such file .*val_1.JPEG": lambda tiny: (
-        tiny / "val" / "images" / "val_1.JPEG"
-    ).unlink(),
+    "No such file .*val_1.JPEG": lambda tiny: (tiny / "val" / "images" / "val_1.JPEG").unlink(),
     "cannot identify image file .*n02_1.JPEG": lambda tiny: (
         tiny / "train" / "n02" / "images" / "n02_1.JPEG"
     ).write_bytes(b"x"),

@@ -48,9 +48,7 @@ def pair(request, tmp_path, monkeypatch):
 def same(batches, others) -> None:
     for batch, other in zip(batches, others, strict=True):
         assert all(map(torch.equal, batch, other))
-        assert all(
-            one.device == two.device for one, two in zip(batch, other, strict=True)
-        )
+        assert all(one.device == two.device for one, two in zip(batch, other, strict=True))
 
 
 def test_batches_are_those_of_memory(pair) -> None:
@@ -75,14 +73,9 @@ def test_batches_are_those_of_memory(pair) -> None:
         for name, tensor in one.identity(10).items():
             assert torch.equal(tensor, two.identity(10)[name])
     split = {"rank": 1, "world": 2}
-    same(
-        memory.train_batches(8, **EPOCH, **split),
-        other.train_batches(8, **EPOCH, **split),
-    )
+    same(memory.train_batches(8, **EPOCH, **split), other.train_batches(8, **EPOCH, **split))
     where = torch.tensor([4, 1], device=memory.device)
-    assert torch.equal(
-        memory.views(where, where, padding=1), other.views(where, where, padding=1)
-    )
+    assert torch.equal(memory.views(where, where, padding=1), other.views(where, where, padding=1))
     back = other.subset(picks).to("cpu")
     same(back.batches(8), memory.subset(picks).to("cpu").batches(8))
 
@@ -134,23 +127,14 @@ def test_a_run_on_mapped_images_is_that_on_images_in_memory(tmp_path) -> None:
     budget = fastbcd.masks(make("mlp")).count() - 10
     runs = []
     for folder, data in (("one", (x, labels)), ("two", packed), ("two", (x, labels))):
-        more = {
-            **options,
-            "teacher": make("mlp"),
-            "test": data,
-            "run_dir": tmp_path / folder,
-        }
+        more = {**options, "teacher": make("mlp"), "test": data, "run_dir": tmp_path / folder}
         runs.append(fastbcd.bcd(make("mlp"), data, budget, **more))
     memory, other, resumed = runs
     assert resumed.masks == other.masks
     assert other.masks == memory.masks
-    for one, two in zip(
-        memory.model.parameters(), other.model.parameters(), strict=True
-    ):
+    for one, two in zip(memory.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(one, two)
-    assert [step.images for step in memory.history] == [
-        step.images for step in other.history
-    ]
+    assert [step.images for step in memory.history] == [step.images for step in other.history]
 
 
 def test_large_data_takes_constant_memory(tmp_path) -> None:
@@ -173,6 +157,4 @@ def test_large_data_takes_constant_memory(tmp_path) -> None:
         assert len(next(part.batches(100))[1]) == 100
         assert len(next(part.train_batches(100, **EPOCH))[1]) == 100
         assert len(part.identity(50)["images"]) < 102
-    assert (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    ) * 1024 < 1 << 30
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 1 << 30

@@ -52,9 +52,7 @@ def algorithm_1(net, data, *, budget, drc, rt, adt, seed, train, when):
     @torch.no_grad()
     def evaluate():
         logits = net(x)
-        return int((logits.argmax(1) == labels).sum()), F.cross_entropy(
-            logits.double(), labels
-        )
+        return int((logits.argmax(1) == labels).sum()), F.cross_entropy(logits.double(), labels)
 
     record, t = [], 0
     while (count := fastbcd.masks(net).count()) > budget:
@@ -64,17 +62,13 @@ def algorithm_1(net, data, *, budget, drc, rt, adt, seed, train, when):
         accuracy, _ = evaluate()
         n, found, best = 0, False, None
         while n < rt and not found:
-            fastbcd.set_masks(
-                net, m.without(m.sample(size, seed=seed, step=t, trial=n))
-            )
+            fastbcd.set_masks(net, m.without(m.sample(size, seed=seed, step=t, trial=n)))
             correct, loss = evaluate()
             correct_enough = 100.0 * (accuracy - correct) / len(x) < adt
             if correct_enough or best is None or better((correct, loss), best[1:]):
                 found, best = correct_enough, (n, correct, loss)
             n += 1
-        fastbcd.set_masks(
-            net, m.without(m.sample(size, seed=seed, step=t, trial=best[0]))
-        )
+        fastbcd.set_masks(net, m.without(m.sample(size, seed=seed, step=t, trial=best[0])))
         if train and (when == "every_step" or not found):
             train(net, t)
         record.append((best[0], found, n, fastbcd.masks(net).count()))
@@ -103,20 +97,7 @@ def can_score(name: str, engine: str) -> bool:
 )  # fmt: skip
 @settings(max_examples=25, deadline=None)
 def test_the_decisions_are_those_of_algorithm_1(
-    engine,
-    name,
-    n,
-    noise,
-    removed,
-    parts,
-    schedule,
-    rt,
-    adt,
-    seed,
-    wave,
-    batch,
-    when,
-    train,
+    engine, name, n, noise, removed, parts, schedule, rt, adt, seed, wave, batch, when, train
 ) -> None:
     if not can_score(name, engine):
         engine = "auto"
@@ -172,12 +153,8 @@ def test_the_record_of_a_step() -> None:
 def test_the_samples_are_the_first_train_images() -> None:
     net, (x, labels) = problem("mlp", 40)
     other = copy.deepcopy(net)
-    few = fastbcd.bcd(
-        net, (x, labels), 10, drc=3, rt=4, adt=1.0, finetune=None, samples=15
-    )
-    cut = fastbcd.bcd(
-        other, (x[:15], labels[:15]), 10, drc=3, rt=4, adt=1.0, finetune=None
-    )
+    few = fastbcd.bcd(net, (x, labels), 10, drc=3, rt=4, adt=1.0, finetune=None, samples=15)
+    cut = fastbcd.bcd(other, (x[:15], labels[:15]), 10, drc=3, rt=4, adt=1.0, finetune=None)
     assert few.masks == cut.masks
     assert [s.base_loss for s in few.history] == [s.base_loss for s in cut.history]
 
@@ -203,20 +180,12 @@ def test_real_fine_tuning_takes_part_and_repeats() -> None:
     first, second, teacher = net, copy.deepcopy(net), copy.deepcopy(net)
     options = {"drc": 500, "rt": 2, "adt": 0.0, "teacher": teacher}
     runs = [
-        fastbcd.bcd(
-            n,
-            data,
-            fastbcd.masks(n).count() - 900,
-            finetune=Finetune(epochs=1),
-            **options,
-        )
+        fastbcd.bcd(n, data, fastbcd.masks(n).count() - 900, finetune=Finetune(epochs=1), **options)
         for n in (first, second)
     ]
     weight = next(first.parameters())
     assert not torch.equal(weight, next(teacher.parameters())), "it was trained"
-    for a, b in zip(
-        first.state_dict().values(), second.state_dict().values(), strict=True
-    ):
+    for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True):
         assert torch.equal(a, b)
     assert all(math.isfinite(s.train_loss) for s in runs[0].history)
 
@@ -270,19 +239,11 @@ def test_a_budget_that_is_met_is_done_at_once(capsys) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("finetune", [None, Finetune(epochs=1)])
-def test_bad_input_is_refused_before_any_work(
-    options, error, message, finetune, tmp_path
-) -> None:
+def test_bad_input_is_refused_before_any_work(options, error, message, finetune, tmp_path) -> None:
     net, data = problem("mlp")
     before = snapshots.take(net)
     run_dir = tmp_path / "run"
-    options = {
-        "budget": 5,
-        "drc": 2,
-        "finetune": finetune,
-        "run_dir": run_dir,
-        **options,
-    }
+    options = {"budget": 5, "drc": 2, "finetune": finetune, "run_dir": run_dir, **options}
     with pytest.raises(error, match=message):
         fastbcd.bcd(net, data, **options)
     assert not run_dir.exists()

@@ -42,9 +42,7 @@ def test_no_other_set_saves_as_much_for_less_loss(sites, data) -> None:
     value = lost - worth * saved
     best = value.min()
     for x in range(len(sites)):
-        assert np.isclose(
-            value[emptied[:, x]].min(), best + max(beyond[x], 0.0), atol=1e-9
-        )
+        assert np.isclose(value[emptied[:, x]].min(), best + max(beyond[x], 0.0), atol=1e-9)
 
 
 def test_a_site_that_saves_nothing_is_never_emptied() -> None:

@@ -26,14 +26,7 @@ def net_and_data(n: int = 400):
 
 def run(net, data, **settings):
     budget = fastbcd.masks(net).count() - 12
-    given = {
-        "drc": 3,
-        "rt": 3,
-        "adt": 4.0,
-        "finetune": None,
-        "confidence": 0.9,
-        **settings,
-    }
+    given = {"drc": 3, "rt": 3, "adt": 4.0, "finetune": None, "confidence": 0.9, **settings}
     return fastbcd.bcd(copy.deepcopy(net), data, budget, **given)
 
 
@@ -87,12 +80,7 @@ def test_what_is_recorded(tmp_path) -> None:
 def test_the_test_set_is_measured_every_n_steps_and_at_the_end() -> None:
     net, data = net_and_data(60)
     history = run(net, data, test=data, test_every=3, confidence=None).history
-    assert [step.test_accuracy is not None for step in history] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    assert [step.test_accuracy is not None for step in history] == [False, False, True, True]
     with pytest.raises(ValueError, match="test_every=0"):
         run(net, data, test_every=0)
 

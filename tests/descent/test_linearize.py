@@ -19,10 +19,7 @@ from fastbcd.training.finetuner import Finetuner
 from fastbcd.training.loop import Session
 from helpers.run_cases import contents
 
-BUDGET, EPOCHS = (
-    8,
-    5,
-)  # of `short`: nine steps down from 98 ReLUs, two epochs after them
+BUDGET, EPOCHS = 8, 5  # of `short`: nine steps down from 98 ReLUs, two epochs after them
 
 
 def plain_net(relu: nn.Module | None = None) -> nn.Module:
@@ -46,16 +43,9 @@ def images(n: int = 48) -> fastbcd.ImageData:
     return fastbcd.load("fashion-mnist-mini").first(n)
 
 
-def short(
-    model: nn.Module | None = None,
-    budget: int = BUDGET,
-    epochs: int = EPOCHS,
-    **options,
-):
+def short(model: nn.Module | None = None, budget: int = BUDGET, epochs: int = EPOCHS, **options):
     options = {"progress": False, "rt": 2, "batch_size": 16, **options}
-    return fastbcd.linearize(
-        model or plain_net(), images(), budget, epochs=epochs, **options
-    )
+    return fastbcd.linearize(model or plain_net(), images(), budget, epochs=epochs, **options)
 
 
 @pytest.fixture
@@ -65,9 +55,7 @@ def rates(monkeypatch) -> list[float]:
     epoch = Session.epoch
 
     def counted(self, number, lr, **options):
-        return epoch(
-            self, number, lr, before_batch=lambda batch: seen.append(lr), **options
-        )
+        return epoch(self, number, lr, before_batch=lambda batch: seen.append(lr), **options)
 
     monkeypatch.setattr(Session, "epoch", counted)
     return seen
@@ -91,18 +79,10 @@ def test_it_ends_at_the_budget_after_exactly_the_epochs(
     assert all(step.train_loss is not None for step in run.history)
 
 
-@pytest.mark.parametrize(
-    ("images_", "batch"), [(48, 5), (48, 16), (48, 48), (47, 9), (3, 25)]
-)
+@pytest.mark.parametrize(("images_", "batch"), [(48, 5), (48, 16), (48, 48), (47, 9), (3, 25)])
 def test_parts_of_an_epoch_are_whole_batches(images_, batch, rates) -> None:
     run = fastbcd.linearize(
-        plain_net(),
-        images(images_),
-        8,
-        epochs=3,
-        batch_size=batch,
-        rt=1,
-        progress=False,
+        plain_net(), images(images_), 8, epochs=3, batch_size=batch, rt=1, progress=False
     )
     batches = len(images(images_).sizes(batch, 2))
     assert len(rates) == 3 * batches
@@ -112,14 +92,9 @@ def test_parts_of_an_epoch_are_whole_batches(images_, batch, rates) -> None:
 
 
 @pytest.mark.parametrize(("epochs", "lr"), [(1, 0.02), (4, 0.1)])
-def test_the_learning_rate_is_constant_and_then_falls_on_a_cosine(
-    epochs, lr, rates
-) -> None:
+def test_the_learning_rate_is_constant_and_then_falls_on_a_cosine(epochs, lr, rates) -> None:
     short(epochs=epochs, lr=lr)
-    down, n = (
-        round(1.8 * epochs),
-        3 * epochs,
-    )  # batches; a step on the way down has one of them
+    down, n = round(1.8 * epochs), 3 * epochs  # batches; a step on the way down has one of them
     begins = [i if i < down else max(down, i // 3 * 3) for i in range(n)]
     final = (max(0.0, (i - down) / (n - down)) for i in begins)
     truth = [lr * (1 + math.cos(math.pi * share)) / 2 for share in final]
@@ -129,9 +104,7 @@ def test_the_learning_rate_is_constant_and_then_falls_on_a_cosine(
 def test_proposals_know_the_teacher(tmp_path) -> None:
     for distill in (0.0, 1.0):
         short(run_dir=tmp_path / str(distill), distill=distill)
-        settings = json.loads((tmp_path / str(distill) / "config.json").read_text())[
-            "settings"
-        ]
+        settings = json.loads((tmp_path / str(distill) / "config.json").read_text())["settings"]
         assert settings["proposal"].get("distilled", False) == bool(distill)
 
 
@@ -225,17 +198,13 @@ def test_removed_relus_become_lines_unless_asked_otherwise() -> None:
         short(short(masked_net()).model, budget=4, replacement="identity")
     lines = short(masked_net(), epochs=1)
     again = short(lines.model, budget=4, epochs=1, lr=1e-9)
-    torch.testing.assert_close(
-        again.model[2].coef, lines.model[2].coef
-    )  # not fitted again
+    torch.testing.assert_close(again.model[2].coef, lines.model[2].coef)  # not fitted again
 
 
 def test_lines_keep_a_lower_loss_than_the_identity() -> None:
     model = trained_resnet()
     line, plain = (
-        fastbcd.linearize(
-            model, images(300), 5_000, epochs=7, rt=1, replacement=r, progress=False
-        )
+        fastbcd.linearize(model, images(300), 5_000, epochs=7, rt=1, replacement=r, progress=False)
         for r in ("line", "identity")
     )
     assert line.masks.count() == plain.masks.count() == 5_000
@@ -257,17 +226,12 @@ def test_quadratics() -> None:
 def test_quadratics_from_a_dense_net_stay_finite() -> None:
     """Without lines they begin as the identity; training with a large learning rate moves them."""
     model = trained_resnet()
-    nets = [
-        fastbcd.models.build(**{**model.arch, "replacement": r})
-        for r in ("identity", "poly")
-    ]
+    nets = [fastbcd.models.build(**{**model.arch, "replacement": r}) for r in ("identity", "poly")]
     x = next(images(20).batches(20))[0]
     for net in nets:
         net.load_state_dict(model.state_dict(), strict=False)
         kept = fastbcd.masks(net)
-        fastbcd.set_masks(
-            net, kept.without(kept.sample(20_000, seed=0, step=0, trial=0))
-        )
+        fastbcd.set_masks(net, kept.without(kept.sample(20_000, seed=0, step=0, trial=0)))
     assert torch.equal(*(net.eval()(x) for net in nets))
     run, plain = (
         fastbcd.linearize(model, images(300), 5_000, epochs=7, lr=0.01, rt=1, replacement=r,
@@ -329,9 +293,7 @@ def test_bcd_warns_of_many_epochs(monkeypatch) -> None:
 
 def test_a_plan_abbreviates() -> None:
     assert "remove 7, 6, 5, …, 1 ReLUs" in str(Plan([7, 6, 5, 4, 3, 2, 1], 7, 4))
-    assert "1,684 steps that remove 100, 100, 100, …, 16" in str(
-        Plan([100] * 1683 + [16], 9, 50)
-    )
+    assert "1,684 steps that remove 100, 100, 100, …, 16" in str(Plan([100] * 1683 + [16], 9, 50))
     assert str(Plan([], 0, 50)) == "plan: 0 steps\n      0 epochs of training"
 
 

@@ -61,9 +61,7 @@ def run(run_dir: Path | None, stop: int = 0, engine: Any = "auto") -> None:
 
 def outcome(run_dir: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     left_out = ("seconds", "digest")  # seconds differ, and digests are of seconds, too
-    history = [
-        {k: v for k, v in r.items() if k not in left_out} for r in records(run_dir)
-    ]
+    history = [{k: v for k, v in r.items() if k not in left_out} for r in records(run_dir)]
     return history, read_state(run_dir).tensors
 
 
@@ -76,16 +74,12 @@ def test_a_run_keeps_its_plans_when_free_memory_changes(machine, tmp_path) -> No
     killed = len(machine.plans)
     run(tmp_path / "busy")
     assert machine.plans == quiet[:killed] + quiet[killed - 1 :]  # step 3 is made again
-    (history, tensors), (others, theirs) = map(
-        outcome, (tmp_path / "quiet", tmp_path / "busy")
-    )
+    (history, tensors), (others, theirs) = map(outcome, (tmp_path / "quiet", tmp_path / "busy"))
     assert history == others
     assert all(torch.equal(tensors[name], theirs[name]) for name in tensors)
     machine.plans.clear()
     run(None)  # with less memory, the plans are other ones
-    assert {plan[1:3] for plan in machine.plans}.isdisjoint(
-        {plan[1:3] for plan in quiet}
-    )
+    assert {plan[1:3] for plan in machine.plans}.isdisjoint({plan[1:3] for plan in quiet})
     assert len({plan[3] for plan in machine.plans}) == 1
 
 

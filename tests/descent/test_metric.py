@@ -19,14 +19,7 @@ import fastbcd
 from fastbcd import Finetune, Finetuner, MaskedReLU
 from helpers.nets import images, make
 from helpers.run_cases import contents, records
-from helpers.shapes import (
-    NO_VIEWS,
-    pixel_accuracy,
-    pixel_loss,
-    segmentation_run,
-    shapes,
-    small_net,
-)
+from helpers.shapes import NO_VIEWS, pixel_accuracy, pixel_loss, segmentation_run, shapes, small_net
 
 HELPERS = Path(__file__).parent.parent / "helpers"
 KILLED = """
@@ -74,9 +67,7 @@ def test_a_killed_run_resumes_to_the_same_bits(whole, tmp_path) -> None:
     run_dir = tmp_path / "killed"
     threads = str(torch.get_num_threads())
     child = [sys.executable, "-c", KILLED, threads, str(run_dir)]
-    ended = subprocess.run(
-        child, cwd=HELPERS.parent, timeout=600, capture_output=True, text=True
-    )
+    ended = subprocess.run(child, cwd=HELPERS.parent, timeout=600, capture_output=True, text=True)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert len(records(run_dir)) == 2
     assert len(segmentation_run(run_dir).history) == 4
@@ -150,9 +141,7 @@ def test_the_fine_tuning_takes_the_loss() -> None:
     """One batch of SGD is a step against the gradient of the loss; [B] counts as its mean."""
     torch.manual_seed(0)
     x, targets, net = torch.randn(8, 3, 2, 2), torch.randn(8, 2), TwoHeads().double()
-    settings = Finetune(
-        epochs=1, lr=0.1, momentum=0.0, weight_decay=0.0, batch_size=8, **NO_VIEWS
-    )
+    settings = Finetune(epochs=1, lr=0.1, momentum=0.0, weight_decay=0.0, batch_size=8, **NO_VIEWS)
     mine, each = copy.deepcopy(net), copy.deepcopy(net)
     absolute(mine(x.double()), targets).backward()
     with torch.no_grad():
@@ -165,9 +154,7 @@ def test_the_fine_tuning_takes_the_loss() -> None:
     for tuned, loss in ((net, absolute), (each, per_sample)):
         Finetuner(tuned, (x, targets), settings, loss=loss).run(step=0)
         for name, p in mine.named_parameters():
-            torch.testing.assert_close(
-                tuned.get_parameter(name), p, rtol=1e-9, atol=1e-12
-            )
+            torch.testing.assert_close(tuned.get_parameter(name), p, rtol=1e-9, atol=1e-12)
 
 
 def test_multi_label_and_tuples() -> None:
@@ -189,16 +176,10 @@ def test_multi_label_and_tuples() -> None:
     torch.manual_seed(0)
     data = torch.randn(40, 3, 2, 2), (torch.rand(40, 4) < 0.5).float()
     tuned = Finetune(epochs=1, batch_size=20, padding=0)
-    run = fastbcd.bcd(
-        Pair(), data, 5, drc=8, rt=2, metric=exact, loss=bce, finetune=tuned
-    )
+    run = fastbcd.bcd(Pair(), data, 5, drc=8, rt=2, metric=exact, loss=bce, finetune=tuned)
     assert run.masks.count() == 5
-    with pytest.raises(
-        ValueError, match=r"the teacher Pair cannot be distilled from: that needs"
-    ):
-        fastbcd.bcd(
-            Pair(), data, 5, metric=exact, loss=bce, finetune=tuned, teacher=Pair()
-        )
+    with pytest.raises(ValueError, match=r"the teacher Pair cannot be distilled from: that needs"):
+        fastbcd.bcd(Pair(), data, 5, metric=exact, loss=bce, finetune=tuned, teacher=Pair())
     with pytest.raises(ValueError, match="pass loss=, a callable"):
         fastbcd.bcd(Pair(), data, 5, metric=exact, finetune=tuned)
 
@@ -207,9 +188,7 @@ def test_the_saliency_of_a_loss_is_its_first_order_effect() -> None:
     """Twice the loss has twice the saliency, and cross-entropy given as a loss changes nothing."""
     net, data = make("mlp"), images(30)
     given = fastbcd.saliency(net, data)
-    same = fastbcd.saliency(
-        net, data, loss=lambda logits, y: F.cross_entropy(logits.double(), y)
-    )
+    same = fastbcd.saliency(net, data, loss=lambda logits, y: F.cross_entropy(logits.double(), y))
     twice = fastbcd.saliency(
         net, data,
         loss=lambda logits, y: 2 * F.cross_entropy(logits.double(), y, reduction="none"),
@@ -245,12 +224,8 @@ def test_distillation_on_maps_is_a_mean_over_pixels() -> None:
     with torch.no_grad():
         for p in teacher.parameters():
             p += 0.1
-    settings = Finetune(
-        epochs=1, lr=0.0, batch_size=8, temperature=2.0, distill=0.5, **NO_VIEWS
-    )
-    found = Finetuner(net, (x, maps), settings, teacher, loss=pixel_loss).run(step=0)[
-        "loss"
-    ]
+    settings = Finetune(epochs=1, lr=0.0, batch_size=8, temperature=2.0, distill=0.5, **NO_VIEWS)
+    found = Finetuner(net, (x, maps), settings, teacher, loss=pixel_loss).run(step=0)["loss"]
     student, given = net.train()(x.double()), teacher.eval()(x.double())
     p, q = (F.log_softmax(t / 2, 1) for t in (given, student))
     divergence = (p.exp() * (p - q)).sum(1).mean()
@@ -262,15 +237,9 @@ def test_distillation_on_maps_is_a_mean_over_pixels() -> None:
     ("options", "message"),
     [
         ({"metric": 3}, "metric=3; it must be a callable"),
-        (
-            {"metric": lambda logits, maps: logits.mean()},
-            r"one value per sample, a tensor \[2\]",
-        ),
+        ({"metric": lambda logits, maps: logits.mean()}, r"one value per sample, a tensor \[2\]"),
         ({"loss": lambda logits, maps: logits}, "the loss returns float32"),
-        (
-            {"finetune": Finetune(epochs=1)},
-            "would move the images but not their targets",
-        ),
+        ({"finetune": Finetune(epochs=1)}, "would move the images but not their targets"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(options, message, tmp_path) -> None:

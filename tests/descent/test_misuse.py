@@ -23,12 +23,7 @@ def model(relu: type = nn.ReLU, *sizes: int) -> nn.Module:
     torch.manual_seed(0)
     first, second = (relu(n) if relu is not nn.ReLU else relu() for n in (30, 20))
     return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(16, 30),
-        first,
-        nn.Linear(30, 20),
-        second,
-        nn.Linear(20, 3),
+        nn.Flatten(), nn.Linear(16, 30), first, nn.Linear(30, 20), second, nn.Linear(20, 3)
     )
 
 
@@ -82,37 +77,13 @@ def test_a_step_that_diverges_is_undone_and_not_saved(way, number, tmp_path) -> 
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (
-            lambda: fastbcd.linearize(Net, DATA, 8),
-            TypeError,
-            "model is the class Net; give a",
-        ),
-        (
-            lambda: fastbcd.linearize(DATA, model(), 8),
-            TypeError,
-            "model is a tuple; give a torch",
-        ),
-        (
-            lambda: fastbcd.bcd(DATA, masked(), 8),
-            TypeError,
-            "net is a tuple; give a torch",
-        ),
+        (lambda: fastbcd.linearize(Net, DATA, 8), TypeError, "model is the class Net; give a"),
+        (lambda: fastbcd.linearize(DATA, model(), 8), TypeError, "model is a tuple; give a torch"),
+        (lambda: fastbcd.bcd(DATA, masked(), 8), TypeError, "net is a tuple; give a torch"),
         (lambda: fastbcd.bcd(masked(), 8, DATA), TypeError, "data is a int"),
-        (
-            lambda: fastbcd.linearize(model(), (X[:0], DATA[1][:0]), 8),
-            ValueError,
-            "no images",
-        ),
-        (
-            lambda: fastbcd.linearize(model(), DATA, 8, learning_rate=0.1),
-            TypeError,
-            "mean 'lr'",
-        ),
-        (
-            lambda: fastbcd.bcd(masked(), DATA, "8"),
-            TypeError,
-            "budget='8'; it must be a whole",
-        ),
+        (lambda: fastbcd.linearize(model(), (X[:0], DATA[1][:0]), 8), ValueError, "no images"),
+        (lambda: fastbcd.linearize(model(), DATA, 8, learning_rate=0.1), TypeError, "mean 'lr'"),
+        (lambda: fastbcd.bcd(masked(), DATA, "8"), TypeError, "budget='8'; it must be a whole"),
     ],
 )
 def test_arguments_of_the_wrong_kind(call, error, words) -> None:
@@ -124,23 +95,15 @@ def test_a_budget_may_be_a_tensor(tmp_path) -> None:
     for way in (fastbcd.bcd, fastbcd.linearize):
         folder = tmp_path / way.__name__
         options = {"drc": 30, "finetune": None} if way is fastbcd.bcd else {"epochs": 1}
-        run = way(
-            masked(), DATA, torch.tensor(20), run_dir=folder, progress=False, **options
-        )
+        run = way(masked(), DATA, torch.tensor(20), run_dir=folder, progress=False, **options)
         assert run.masks.count() == 20
-        assert (
-            json.loads((folder / "config.json").read_text())["settings"]["budget"] == 20
-        )
+        assert json.loads((folder / "config.json").read_text())["settings"]["budget"] == 20
 
 
 def test_a_loss_that_is_no_number_is_refused() -> None:
     net = masked()
-    with pytest.raises(
-        TypeError, match=r"step\.train_loss='0\.5'; it must be a number"
-    ):
-        fastbcd.bcd(
-            net, DATA, 20, drc=30, rt=1, finetune=lambda net, step: {"loss": "0.5"}
-        )
+    with pytest.raises(TypeError, match=r"step\.train_loss='0\.5'; it must be a number"):
+        fastbcd.bcd(net, DATA, 20, drc=30, rt=1, finetune=lambda net, step: {"loss": "0.5"})
     assert fastbcd.masks(net).count() == 50
     for step in fastbcd.steps(net, DATA, 20, drc=30, rt=1):
         step.train_loss = torch.tensor(0.5)
@@ -156,16 +119,8 @@ def test_a_loss_that_is_no_number_is_refused() -> None:
         ({"lr": 0.5}, "finetune.lr is 0.003 there and 0.5 now"),
     ],
 )
-def test_a_change_is_refused_by_the_name_that_the_user_changed(
-    changed, name, tmp_path
-) -> None:
-    options = {
-        "budget": 8,
-        "epochs": 3,
-        "run_dir": tmp_path,
-        "padding": 0,
-        "progress": False,
-    }
+def test_a_change_is_refused_by_the_name_that_the_user_changed(changed, name, tmp_path) -> None:
+    options = {"budget": 8, "epochs": 3, "run_dir": tmp_path, "padding": 0, "progress": False}
     fastbcd.linearize(model(), DATA, **options)
     with pytest.raises(ValueError, match=f"holds another run: {name}"):
         fastbcd.linearize(model(), DATA, **(options | changed))
@@ -215,12 +170,7 @@ def test_a_resumed_run_plans_what_is_left(capsys, tmp_path) -> None:
         if step.number == 3:
             raise KeyboardInterrupt
 
-    options: dict[str, Any] = {
-        "drc": 10,
-        "rt": 1,
-        "run_dir": tmp_path,
-        "finetune": stop,
-    }
+    options: dict[str, Any] = {"drc": 10, "rt": 1, "run_dir": tmp_path, "finetune": stop}
     with pytest.raises(KeyboardInterrupt):
         fastbcd.bcd(masked(), DATA, 7, **options)
     plan = "30 ReLUs, budget 7\nplan: 3 steps that remove 10, 10, 3 ReLUs"

@@ -107,9 +107,7 @@ def test_ranking_minds_neither_the_last_bits_nor_removed_units() -> None:
 def test_hypothesis_0_has_the_smallest_saliency() -> None:
     net, data = problem("resnet")
     s = fastbcd.saliency(net, data)
-    draw = fastbcd.Saliency()(
-        net, fastbcd.data.sources.as_data(data), 25, seed=0, step=1
-    )
+    draw = fastbcd.Saliency()(net, fastbcd.data.sources.as_data(data), 25, seed=0, step=1)
     rest = torch.ones(len(s), dtype=torch.bool)
     rest[draw(0)] = False
     assert s[draw(0)].max() <= s[rest].min() * (1 + 1e-5)
@@ -149,9 +147,7 @@ def test_the_saliency_of_the_loss_with_the_teacher(tmp_path, monkeypatch) -> Non
         "finetune": fastbcd.Finetune(epochs=1, temperature=2.0, distill=0.5, padding=0),
     }  # fmt: skip
     proposal = fastbcd.Saliency(distilled=True)
-    with pytest.raises(
-        ValueError, match=r"distilled=True\) needs teacher= and finetune=Finetune"
-    ):
+    with pytest.raises(ValueError, match=r"distilled=True\) needs teacher= and finetune=Finetune"):
         fastbcd.bcd(net, data, 4, proposal=proposal, **options)
     with pytest.raises(ValueError, match="needs bcd with a teacher"):
         proposal(net, data, 3, seed=0, step=1)
@@ -168,28 +164,20 @@ def test_the_saliency_of_the_loss_with_the_teacher(tmp_path, monkeypatch) -> Non
 @pytest.mark.parametrize("name", ["mlp", "resnet", "mixture"])
 def test_decisions_depend_neither_on_waves_nor_on_engines(name) -> None:
     found = []
-    for engine, wave, batch in (
-        ("sequential", 1, 7),
-        ("stacked", 3, None),
-        ("auto", 8, 16),
-    ):
+    for engine, wave, batch in (("sequential", 1, 7), ("stacked", 3, None), ("auto", 8, 16)):
         net, data = problem(name)
         run = fastbcd.bcd(
             net, data, 5, drc=fastbcd.Fraction(0.4), rt=5, adt=0.5, finetune=None,
             proposal="saliency", engine=fastbcd.Engine(engine, wave=wave, batch_size=batch),
         )  # fmt: skip
-        found.append(
-            (run.masks.bits.tolist(), [(s.chosen, s.accepted) for s in run.history])
-        )
+        found.append((run.masks.bits.tolist(), [(s.chosen, s.accepted) for s in run.history]))
     assert found[0] == found[1] == found[2]
 
 
 def test_greedy_tries_one_hypothesis() -> None:
     net, data = problem("mlp")
     greedy = fastbcd.Saliency(temperature=0)
-    run = fastbcd.bcd(
-        net, data, 5, drc=10, rt=9, adt=-100.0, finetune=None, proposal=greedy
-    )
+    run = fastbcd.bcd(net, data, 5, drc=10, rt=9, adt=-100.0, finetune=None, proposal=greedy)
     assert {(s.chosen, s.tried, len(s.drops)) for s in run.history} == {(0, 1, 1)}
 
 
@@ -219,11 +207,7 @@ def test_what_config_says(tmp_path) -> None:
     given = fastbcd.Saliency(temperature=2), fastbcd.Adaptive(20, most=40)
     small_run(tmp_path / "a", proposal=given[0], drc=given[1])
     settings = json.loads((tmp_path / "a" / "config.json").read_text())["settings"]
-    assert settings["proposal"] == {
-        "name": "saliency",
-        "temperature": 2.0,
-        "kind": "mean_abs",
-    }
+    assert settings["proposal"] == {"name": "saliency", "temperature": 2.0, "kind": "mean_abs"}
     assert settings["drc"] == {
         "schedule": "Adaptive", "start": 20, "grow": 1.25, "shrink": 0.5, "least": 1, "most": 40,
     }  # fmt: skip
@@ -236,11 +220,7 @@ def test_what_config_says(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        (
-            {"temperature": -1},
-            ValueError,
-            "temperature=-1; it must be finite and at least 0",
-        ),
+        ({"temperature": -1}, ValueError, "temperature=-1; it must be finite and at least 0"),
         ({"temperature": math.nan}, ValueError, "temperature=nan"),
         ({"temperature": "hot"}, TypeError, "temperature='hot'"),
         ({"kind": "max"}, ValueError, "kind='max'; choose from"),
@@ -265,20 +245,9 @@ def step(chosen: int, accepted: bool) -> fastbcd.Step:
 def test_adaptive_follows_the_history() -> None:
     schedule = fastbcd.Adaptive(10, grow=1.5, shrink=0.5, least=4, most=40)
     easy, hard, none = step(0, True), step(3, True), step(2, False)
-    histories = (
-        [],
-        [easy],
-        [easy] * 2,
-        [easy] * 9,
-        [hard],
-        [none],
-        [none] * 9,
-        [none, easy],
-    )
+    histories = ([], [easy], [easy] * 2, [easy] * 9, [hard], [none], [none] * 9, [none, easy])
     assert [schedule.size(1000, h) for h in histories] == [10, 15, 23, 40, 10, 5, 4, 8]
-    assert fastbcd.Adaptive(1, grow=1.01).size(9, [easy]) == 2, (
-        "it grows by one at least"
-    )
+    assert fastbcd.Adaptive(1, grow=1.01).size(9, [easy]) == 2, "it grows by one at least"
 
 
 @given(share=st.floats(1e-6, 1), least=st.integers(1, 50), count=st.integers(1, 10**7))
@@ -292,11 +261,7 @@ def test_fraction(share, least, count) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (
-            lambda: fastbcd.Fraction(0),
-            ValueError,
-            "share=0; it must be finite and above 0",
-        ),
+        (lambda: fastbcd.Fraction(0), ValueError, "share=0; it must be finite and above 0"),
         (lambda: fastbcd.Fraction(1.5), ValueError, "share=1.5"),
         (lambda: fastbcd.Fraction("8%"), TypeError, "share='8%'"),
         (lambda: fastbcd.Fraction(0.1, least=0), ValueError, "least=0"),
@@ -305,16 +270,8 @@ def test_fraction(share, least, count) -> None:
         (lambda: fastbcd.Adaptive(10, most=9), ValueError, "most=9"),
         (lambda: fastbcd.Adaptive(10, grow=0.9), ValueError, "grow=0.9"),
         (lambda: fastbcd.Adaptive(10, shrink=0.0), ValueError, "shrink=0.0"),
-        (
-            lambda: fastbcd.Adaptive(10, shrink=math.nan),
-            ValueError,
-            "shrink=nan; it must be",
-        ),
-        (
-            lambda: fastbcd.Adaptive(10, grow=math.inf),
-            ValueError,
-            "grow=inf; it must be finite",
-        ),
+        (lambda: fastbcd.Adaptive(10, shrink=math.nan), ValueError, "shrink=nan; it must be"),
+        (lambda: fastbcd.Adaptive(10, grow=math.inf), ValueError, "grow=inf; it must be finite"),
         (lambda: fastbcd.Adaptive(2.5), TypeError, "start=2.5"),
     ],
 )
@@ -359,10 +316,7 @@ def test_a_proposal_of_ones_own(tmp_path) -> None:
     assert run.masks.bits.nonzero().flatten().tolist() == list(range(90, 98))
     settings = json.loads((tmp_path / "config.json").read_text())["settings"]
     assert settings["proposal"] == proposal.describe()
-    assert (
-        small_run(tmp_path, proposal=proposal, drc=30, rt=1, finetune=None).masks
-        == run.masks
-    )
+    assert small_run(tmp_path, proposal=proposal, drc=30, rt=1, finetune=None).masks == run.masks
     with pytest.raises(ValueError, match=r"proposal"):
         small_run(tmp_path, proposal=Lowest(first=1), drc=30, rt=1, finetune=None)
 
@@ -378,11 +332,7 @@ class Unrecorded(Lowest):
         ("gradient", ValueError, "proposal='gradient'; choose from uniform, saliency"),
         (3, TypeError, "proposal=3; it must be Proposal or a text"),
         (Lowest, TypeError, "it must be Proposal or a text"),
-        (
-            Unrecorded(),
-            TypeError,
-            r"proposal Unrecorded: describe\(\) must return JSON",
-        ),
+        (Unrecorded(), TypeError, r"proposal Unrecorded: describe\(\) must return JSON"),
     ],
 )
 def test_bad_proposals_of_ones_own_are_refused_before_any_work(
@@ -395,22 +345,14 @@ def test_bad_proposals_of_ones_own_are_refused_before_any_work(
 
 @pytest.mark.parametrize(
     "ids",
-    [
-        torch.tensor(3),
-        torch.tensor([1, 1]),
-        torch.tensor([1]),
-        torch.tensor([[1, 2]]),
-        [1, 2, 3],
-    ],
+    [torch.tensor(3), torch.tensor([1, 1]), torch.tensor([1]), torch.tensor([[1, 2]]), [1, 2, 3]],
 )
 def test_hypotheses_that_are_no_set_of_drc_relus_are_refused(ids) -> None:
     class Bad(Lowest):
         def __call__(self, net, data, size, *, seed, step):
             return lambda trial: ids
 
-    with pytest.raises(
-        ValueError, match=r"proposal .*Bad: hypothesis 0 is .*expected 2 ids"
-    ):
+    with pytest.raises(ValueError, match=r"proposal .*Bad: hypothesis 0 is .*expected 2 ids"):
         small_run(None, proposal=Bad(), drc=2)
 
 

@@ -16,18 +16,14 @@ from fastbcd.descent.budget import limits_of
 from fastbcd.descent.saliency import gains
 
 
-def problem(
-    kind: type = fastbcd.MaskedReLU,
-) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
+def problem(kind: type = fastbcd.MaskedReLU) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
     """Three sites of 12, 8 and 6, all with removed ReLUs, the last one emptied."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Flatten(), nn.Linear(9, 12), kind(12), nn.Linear(12, 8), kind(8), nn.Linear(8, 6),
         kind(6), nn.Linear(6, 3),
     )  # fmt: skip
-    fastbcd.set_masks(
-        net, fastbcd.masks(net).without([*range(0, 12, 2), 13, 14, *range(20, 26)])
-    )
+    fastbcd.set_masks(net, fastbcd.masks(net).without([*range(0, 12, 2), 13, 14, *range(20, 26)]))
     x = torch.randn(80, 1, 3, 3)
     return net, (x, x.flatten(1)[:, :3].argmax(1))
 
@@ -42,9 +38,7 @@ def test_the_loss_falls_by_the_gain(kind) -> None:
     net, (x, labels) = problem(kind)
     net, data = net.double(), (x.double(), labels)
     with torch.no_grad():
-        net[5].weight.mul_(
-            1e-4
-        )  # what the second site changes is small: the first order is enough
+        net[5].weight.mul_(1e-4)  # what the second site changes is small: the first order is enough
     kept = fastbcd.masks(net).copy()
     found, before = gains(net, data), loss(net, data)
     for unit in (13, 14):
@@ -67,11 +61,7 @@ def test_the_largest_gains_of_sites_in_use_return(budget) -> None:
 
 def test_equal_gains_return_by_id(monkeypatch) -> None:
     net, data = problem()
-    gain = (
-        torch.full((26,), -torch.inf)
-        .masked_fill(~fastbcd.masks(net).bits, 0.5)
-        .double()
-    )
+    gain = torch.full((26,), -torch.inf).masked_fill(~fastbcd.masks(net).bits, 0.5).double()
     gain[8] = 0.7
     monkeypatch.setattr(goals, "gains", lambda net, data, loss: gain)
     assert goals.to_return(net, data, limits_of(15, net)).tolist() == [0, 2, 8]
@@ -79,9 +69,7 @@ def test_equal_gains_return_by_id(monkeypatch) -> None:
 
 def test_nothing_is_computed_where_nothing_can_return(monkeypatch) -> None:
     net, data = problem()
-    monkeypatch.setattr(
-        goals, "gains", lambda *a, **k: pytest.fail("a pass over the data")
-    )
+    monkeypatch.setattr(goals, "gains", lambda *a, **k: pytest.fail("a pass over the data"))
     for budget in (
         fastbcd.masks(net).count(),
         3,
@@ -98,9 +86,7 @@ class Empties(fastbcd.Proposal):
 
     def toward(self, net, data, goal, *, seed, step):
         ids, _ = goal.without(goal.counts.nonzero()[0][:1])
-        return lambda trial: (
-            torch.cat([ids, torch.tensor([22, 23])]) if step == 1 else ids
-        )
+        return lambda trial: torch.cat([ids, torch.tensor([22, 23])]) if step == 1 else ids
 
 
 def test_relus_of_the_start_return_to_a_target(tmp_path) -> None:
@@ -111,21 +97,13 @@ def test_relus_of_the_start_return_to_a_target(tmp_path) -> None:
     connection: dict[str, Any] = {"bandwidth": "10Mbit", "rtt": "1ms"}
     target = private.Target(0.0105, **connection, activations_only=True)
     run = fastbcd.bcd(
-        net,
-        data,
-        target,
-        rt=1,
-        finetune=None,
-        proposal=Empties(),
-        run_dir=tmp_path / "run",
+        net, data, target, rt=1, finetune=None, proposal=Empties(), run_dir=tmp_path / "run"
     )
     assert [s.sites for s in run.history] == [[0, 6, 2], [0, 0, 4]]
     assert [(s.before, s.drc, s.returned, s.after) for s in run.history] == [
         (16, 8, 0, 8), (8, 6, 2, 4),
     ]  # fmt: skip
-    assert not (run.masks.bits & ~start.bits).any(), (
-        "24 and 25 were removed at the start"
-    )
+    assert not (run.masks.bits & ~start.bits).any(), "24 and 25 were removed at the start"
     assert run.history[-1].cost == target.cost(net) <= 0.0105
     saved = fastbcd.load_run(tmp_path / "run", model=net)
     assert saved.done

@@ -47,11 +47,7 @@ def test_the_gradients_are_those_of_the_activation(op) -> None:
 
 
 def restated(
-    net: nn.Module,
-    x: Tensor,
-    labels: Tensor,
-    kind: str,
-    added_loss=lambda logits, i: 0.0,
+    net: nn.Module, x: Tensor, labels: Tensor, kind: str, added_loss=lambda logits, i: 0.0
 ) -> Tensor:
     """The definition, one sample after the other through the net as it is, by hooks."""
     modules, found = list(mask_modules(net).values()), []
@@ -65,9 +61,7 @@ def restated(
         hooks = [m.register_forward_hook(note) for m in modules]
         with torch.enable_grad():
             # A new tensor for each activation, which in-place operations behind it then change.
-            hooks += [
-                m.register_forward_hook(lambda m, i, out: out.clone()) for m in modules
-            ]
+            hooks += [m.register_forward_hook(lambda m, i, out: out.clone()) for m in modules]
             logits = net(image[None].requires_grad_())
             loss = F.cross_entropy(logits, label[None]) + added_loss(logits[0], i)
             loss.backward()
@@ -109,11 +103,7 @@ def test_equals_the_definition(name, kind) -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_the_distillation_loss_is_added(name, kind) -> None:
     net, (x, labels) = thinned(make(name)).double(), images(9)
-    x, teacher, settings = (
-        x.double(),
-        make(name).double(),
-        Finetune(temperature=3.0, distill=0.7),
-    )
+    x, teacher, settings = x.double(), make(name).double(), Finetune(temperature=3.0, distill=0.7)
     with torch.no_grad():
         for p in teacher.parameters():
             p.mul_(1.3)
@@ -127,9 +117,7 @@ def test_the_distillation_loss_is_added(name, kind) -> None:
     wanted = restated(net, x, labels, kind, divergence)
     plain = fastbcd.saliency(net, (x, labels), kind=kind)
     for batch_size in (4, None):
-        found = fastbcd.saliency(
-            net, (x, labels), kind=kind, batch_size=batch_size, distill=given
-        )
+        found = fastbcd.saliency(net, (x, labels), kind=kind, batch_size=batch_size, distill=given)
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
     assert not torch.allclose(found, plain)
 
@@ -156,11 +144,7 @@ class Overwrites(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.act, self.head = (
-            nn.Linear(192, 6),
-            MaskedReLU(6),
-            nn.Linear(6, 5),
-        )
+        self.linear, self.act, self.head = nn.Linear(192, 6), MaskedReLU(6), nn.Linear(6, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.linear(x.flatten(1))
@@ -181,10 +165,7 @@ def inputs_of(net: nn.Module, x: Tensor) -> Tensor:
     """What every unit is given, [N, total]."""
     seen: list[Tensor] = []
     modules = mask_modules(net).values()
-    hooks = [
-        m.register_forward_hook(lambda m, i, o: seen.append(i[0].clone()))
-        for m in modules
-    ]
+    hooks = [m.register_forward_hook(lambda m, i, o: seen.append(i[0].clone())) for m in modules]
     with torch.no_grad():
         net(x)
     for hook in hooks:
@@ -200,9 +181,7 @@ def test_equals_finite_differences_of_the_loss(name) -> None:
     with torch.no_grad():  # polynomials that differ little from ReLU where z is small
         for module in mask_modules(net).values():
             if isinstance(module, MaskedPoly):
-                module.coef.copy_(
-                    torch.tensor([1e-5, 1.0, 0.1])[:, None].expand(module.coef.shape)
-                )
+                module.coef.copy_(torch.tensor([1e-5, 1.0, 0.1])[:, None].expand(module.coef.shape))
     z = inputs_of(net, x)
     places = ((z < -1e-4) & (z > -1e-3)).nonzero()
     full = fastbcd.MaskSet(masks.sites, masks.bits)
@@ -304,7 +283,5 @@ def test_bad_input(trained) -> None:
         fastbcd.saliency(net, data, distill=Distillation(torch.zeros(3, 10)))
     net, (x, labels) = make("mlp"), images(4)
     x[2] = math.nan
-    with pytest.raises(
-        FloatingPointError, match=r"site '.*', position \(0,\), is not finite"
-    ):
+    with pytest.raises(FloatingPointError, match=r"site '.*', position \(0,\), is not finite"):
         fastbcd.saliency(net, (x, labels))

@@ -21,14 +21,8 @@ from helpers.run_cases import contents, nudge
 
 Target = partial(private.Target, activations_only=True)
 cost = partial(private.cost, activations_only=True)
-NETWORK = {
-    "protocol": "crypten",
-    "bandwidth": "10Mbit",
-    "rtt": "1ms",
-}  # a site: 24 ReLUs' time
-CONSTANT = replace(
-    PROTOCOLS["delphi-gc"], relu_rounds=Constant(0, "rounds do not depend on it")
-)
+NETWORK = {"protocol": "crypten", "bandwidth": "10Mbit", "rtt": "1ms"}  # a site: 24 ReLUs' time
+CONSTANT = replace(PROTOCOLS["delphi-gc"], relu_rounds=Constant(0, "rounds do not depend on it"))
 QUICK: dict[str, Any] = {"drc": fastbcd.Fraction(0.2), "rt": 3, "finetune": None}
 
 
@@ -69,9 +63,7 @@ TARGETS = [
     Target(0.03, **NETWORK, relus=20), Target(rounds=18, relus=9),
 ]  # fmt: skip
 CASES = [(Target(0.03, **NETWORK), proposal) for proposal in PROPOSALS]
-CASES += [
-    (target, proposal) for target in TARGETS for proposal in ("blocks", "uniform")
-]
+CASES += [(target, proposal) for target in TARGETS for proposal in ("blocks", "uniform")]
 
 
 @pytest.mark.parametrize(("target", "proposal"), CASES)
@@ -125,21 +117,13 @@ def test_where_rounds_are_constant_a_target_finds_the_nets_of_the_count() -> Non
     by_count = net_of(*[fastbcd.MaskedReLU] * 3)
     options: dict[str, Any] = {**QUICK, "rt": 4, "adt": -1.0, "finetune": nudge}
     counted = fastbcd.bcd(by_count, data(), 25, proposal="saliency", **options)
-    target = Target(
-        cost(by_count, CONSTANT, rtt="40ms").seconds, protocol=CONSTANT, rtt="40ms"
-    )
+    target = Target(cost(by_count, CONSTANT, rtt="40ms").seconds, protocol=CONSTANT, rtt="40ms")
     for drc in (options["drc"], 13):
-        counted = fastbcd.bcd(
-            plain(), data(), 25, proposal="saliency", **{**options, "drc": drc}
-        )
+        counted = fastbcd.bcd(plain(), data(), 25, proposal="saliency", **{**options, "drc": drc})
         net = plain()
         found = fastbcd.bcd(net, data(), target, **{**options, "drc": drc})
-        assert [step.drc for step in found.history] == [
-            step.drc for step in counted.history
-        ]
-        assert [step.drops for step in found.history] == [
-            step.drops for step in counted.history
-        ]
+        assert [step.drc for step in found.history] == [step.drc for step in counted.history]
+        assert [step.drops for step in found.history] == [step.drops for step in counted.history]
         assert found.masks == counted.masks
 
 
@@ -147,9 +131,7 @@ def test_where_rounds_are_constant_a_target_finds_the_nets_of_the_count() -> Non
 
 
 SITES = [(15, 2, proposal) for proposal in PROPOSALS]
-SITES += [
-    (budget, most, "blocks") for budget, most in ((15, 1), (40, 1), (0, 0), (70, 3))
-]
+SITES += [(budget, most, "blocks") for budget, most in ((15, 1), (40, 1), (0, 0), (70, 3))]
 
 
 @pytest.mark.parametrize(("budget", "most", "proposal"), SITES)
@@ -172,18 +154,13 @@ def test_max_sites_when_the_count_is_met_already() -> None:
     assert run.masks.count() == 20
     net = plain()
     run = fastbcd.bcd(net, data(), Target(1.0, **NETWORK), max_sites=1, **QUICK)
-    assert [sum(n > 0 for n in step.sites) for step in run.history] == [
-        2,
-        1,
-    ]  # one per step
+    assert [sum(n > 0 for n in step.sites) for step in run.history] == [2, 1]  # one per step
     assert run.masks.count() in (40, 30, 20)
 
 
 def test_sites_are_emptied_on_the_way_down() -> None:
     net = net_of(*[fastbcd.MaskedReLU] * 4)
-    run = fastbcd.bcd(
-        net, data(), 8, max_sites=1, **{**QUICK, "drc": fastbcd.Fraction(0.3)}
-    )
+    run = fastbcd.bcd(net, data(), 8, max_sites=1, **{**QUICK, "drc": fastbcd.Fraction(0.3)})
     used = [sum(n > 0 for n in step.sites) for step in run.history]
     assert used == sorted(used, reverse=True)
     assert {4, 3, 2, 1} - {used[0]} <= set(used)
@@ -216,9 +193,7 @@ ENDS = [
 def test_an_interrupted_run_ends_as_one_that_was_not(changed, tmp_path) -> None:
     whole = started(tmp_path / "whole", **changed)
     assert len(whole.history) >= 3
-    assert any(step.returned for step in whole.history) == (
-        changed.get("max_sites") == 1
-    )
+    assert any(step.returned for step in whole.history) == (changed.get("max_sites") == 1)
     for stop in (1, 3):
         with pytest.raises(KeyboardInterrupt):
             started(tmp_path / f"{stop}", stop, **changed)
@@ -228,9 +203,7 @@ def test_an_interrupted_run_ends_as_one_that_was_not(changed, tmp_path) -> None:
         assert contents(tmp_path / f"{stop}") == contents(tmp_path / "whole")
     saved = fastbcd.load_run(tmp_path / "whole")
     assert saved.done
-    assert (
-        snapshots.take(saved.fill(plain())).keys() == snapshots.take(whole.model).keys()
-    )
+    assert snapshots.take(saved.fill(plain())).keys() == snapshots.take(whole.model).keys()
 
 
 def test_another_target_is_refused_by_its_difference(tmp_path) -> None:
@@ -246,13 +219,8 @@ def test_another_target_is_refused_by_its_difference(tmp_path) -> None:
         with pytest.raises(ValueError, match=name):
             started(tmp_path / "a", budget=other)
     dearer = replace(PROTOCOLS["crypten"], relu_bytes=Constant(500, "ours"))
-    with pytest.raises(
-        ValueError, match=r"figures\.relu_bytes is 464 there and 500 now"
-    ):
-        started(
-            tmp_path / "a",
-            budget=Target(0.03, **{**NETWORK, "protocol": dearer}, relus=40),
-        )
+    with pytest.raises(ValueError, match=r"figures\.relu_bytes is 464 there and 500 now"):
+        started(tmp_path / "a", budget=Target(0.03, **{**NETWORK, "protocol": dearer}, relus=40))
     with pytest.raises(ValueError, match=r"max_sites is null there and 3 now"):
         started(tmp_path / "a", max_sites=3)
 

@@ -35,10 +35,7 @@ def norms(net: nn.Module) -> int:
     [
         (fastbcd.models.resnet18(5, 8, width=4), 0),
         (fastbcd.models.resnet20(5, 8, width=4, blocks=1), 0),
-        (
-            fastbcd.models.wide_resnet22_8(5, 8, factor=1),
-            10,
-        ),  # norms before a convolution
+        (fastbcd.models.wide_resnet22_8(5, 8, factor=1), 10),  # norms before a convolution
     ],
 )
 def test_a_folded_net_computes_the_same(net, left) -> None:
@@ -56,10 +53,7 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.other = (
-            nn.Conv2d(3, 3, 3, padding=1),
-            nn.Conv2d(3, 3, 3, padding=1),
-        )
+        self.conv, self.other = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
         self.norm, self.more = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
 
     def forward(self, x):
@@ -88,6 +82,4 @@ def test_a_teacher_launches_no_norms(gpu) -> None:
     gpu.reset()
     plain(batch)
     assert launches[0] == gpu.counts["launch"] - norms(net)
-    assert (
-        launches[1] == launches[0] + 2
-    )  # the images to half precision, the logits back
+    assert launches[1] == launches[0] + 2  # the images to half precision, the logits back

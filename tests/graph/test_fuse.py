@@ -40,9 +40,7 @@ def test_fused_by_hand(act) -> None:
     check_fused(thinned(ByHand(act)), 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("resnet", 2), ("poly", 1), ("preactivation", 0)]
-)
+@pytest.mark.parametrize(("name", "count"), [("resnet", 2), ("poly", 1), ("preactivation", 0)])
 def test_fused_converted(name, count) -> None:
     check_fused(thinned(make(name)), count)
 
@@ -50,11 +48,7 @@ def test_fused_converted(name, count) -> None:
 def check_fused(net: nn.Module, count: int) -> None:
     """The same forward, backward and statistics; `count` additions became part of a call."""
     model, order = fused(net)
-    called = [
-        n.target
-        for n in model.graph.nodes
-        if n.op == "call_module" and len(n.args) == 2
-    ]
+    called = [n.target for n in model.graph.nodes if n.op == "call_module" and len(n.args) == 2]
     twin = copy.deepcopy(net)
     assert {id(p) for p in model.parameters()} == {id(p) for p in net.parameters()}
     x = images(9)[0].contiguous(memory_format=order)
@@ -141,9 +135,7 @@ def test_a_residual_passed_by_hand_is_an_addition_in_the_graph() -> None:
 
 
 @pytest.mark.parametrize("act", [fastbcd.MaskedReLU, fastbcd.MaskedPoly])
-@pytest.mark.parametrize(
-    "residual", [2.0, torch.ones(6, 1, 1), torch.ones(2, 6, 4, 4).double()]
-)
+@pytest.mark.parametrize("residual", [2.0, torch.ones(6, 1, 1), torch.ones(2, 6, 4, 4).double()])
 def test_a_residual_is_added_like_any_tensor(act, residual) -> None:
     """A number, a tensor that is broadcast, another dtype."""
     act, x = thinned(act((6, 4, 4))), torch.randn(2, 6, 4, 4)

@@ -47,12 +47,7 @@ class Zoo(nn.Module):
         h = self.reflect(c).mean((2, 3)) - g[:, 1:3]
         tall = self.pool(e).sum((2, 3)).unsqueeze(2).squeeze(2)
         small = e.mean(dim=(2, 3)).view(e.size(0), -1)
-        means = (
-            torch.transpose(d, 1, 2)
-            .reshape(x.size(0), 5, 12)
-            .mean(2)
-            .contiguous()[:, 1:]
-        )
+        means = torch.transpose(d, 1, 2).reshape(x.size(0), 5, 12).mean(2).contiguous()[:, 1:]
         return F.linear(torch.cat([g, tall, small, h, means], 1), self.head)
 
 
@@ -80,15 +75,11 @@ def worst_difference(net, engine, x, removals: dict, lanes: int) -> float:
     with torch.inference_mode():
         given = x.contiguous(memory_format=torch.channels_last)
         seen = []
-        for numbers, logits in engine.logits(
-            given, engine.prepare(removals, lanes), True
-        ):
+        for numbers, logits in engine.logits(given, engine.prepare(removals, lanes), True):
             for number, found in zip(numbers, logits, strict=True):
                 set_masks(net, now if number < 0 else now.without(removals[number]))
                 truth = net(x)
-                worst = max(
-                    worst, float((found - truth).abs().max() / truth.abs().max())
-                )
+                worst = max(worst, float((found - truth).abs().max() / truth.abs().max()))
                 seen.append(number)
     set_masks(net, now)
     assert sorted(seen) == [-1, *sorted(k for k, ids in removals.items() if len(ids))]

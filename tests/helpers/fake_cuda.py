@@ -62,17 +62,9 @@ def _load_guard() -> str:
     if not library.exists():
         library.parent.mkdir(exist_ok=True)
         new = library.with_suffix(f".{os.getpid()}")
-        flags = [
-            "-shared",
-            "-fPIC",
-            "-std=c++20",
-            f"-I{root / 'include'}",
-            f"-L{root / 'lib'}",
-        ]
+        flags = ["-shared", "-fPIC", "-std=c++20", f"-I{root / 'include'}", f"-L{root / 'lib'}"]
         flags += ["-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
-        built = subprocess.run(
-            ["g++", str(source), "-o", str(new), *flags], capture_output=True
-        )
+        built = subprocess.run(["g++", str(source), "-o", str(new), *flags], capture_output=True)
         if built.returncode:
             return f"fake_cuda.cpp does not compile: {built.stderr.decode()[-2000:]}"
         new.replace(library)
@@ -135,9 +127,7 @@ class FakeTensor(Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError(f"can't convert {self.device} device type tensor to numpy")
 
-    def new_tensor(
-        self, data, *, dtype=None, device=None, requires_grad=False
-    ) -> Tensor:
+    def new_tensor(self, data, *, dtype=None, device=None, requires_grad=False) -> Tensor:
         new = _tensor(data, dtype=dtype or self.dtype).to(device or self.device)
         return new.requires_grad_(requires_grad)
 
@@ -255,10 +245,7 @@ class Device(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
         out = func(*_plain(args), **_plain(kwargs))
-        if (
-            name in ("_local_scalar_dense", "equal", "is_nonzero")
-            or device.type == "cpu"
-        ):
+        if name in ("_local_scalar_dense", "equal", "is_nonzero") or device.type == "cpu":
             return out
         return self._wrapped(out, fakes, device)
 
@@ -270,9 +257,7 @@ class Device(TorchDispatchMode):
                 return t
             if id(t) in known:
                 same = known[id(t)]
-                assert same.shape == t.shape, (
-                    "an operator that changes a shape in place"
-                )
+                assert same.shape == t.shape, "an operator that changes a shape in place"
                 return same
             self._allocate(t, device)
             with torch.inference_mode(t.is_inference()):
@@ -280,9 +265,7 @@ class Device(TorchDispatchMode):
 
         return tree_map(wrap, out)
 
-    def _move(
-        self, func: Any, args: Any, kwargs: Any, wanted: torch.device | None
-    ) -> Any:
+    def _move(self, func: Any, args: Any, kwargs: Any, wanted: torch.device | None) -> Any:
         """_to_copy(self, *, device=...), copy_(self, source)."""
         copying = func._schema.name == "aten::copy_"
         source = args[1] if copying else args[0]
@@ -308,8 +291,7 @@ class Device(TorchDispatchMode):
         found = {
             t.device
             for t in leaves
-            if isinstance(t, FakeTensor)
-            or (t.ndim and not any(t is i for i in indices))
+            if isinstance(t, FakeTensor) or (t.ndim and not any(t is i for i in indices))
         }
         if len(found) > 1:
             first, second = sorted(map(str, found), reverse=True)[:2]
@@ -320,11 +302,7 @@ class Device(TorchDispatchMode):
 
     def indexed(self, device: Any) -> torch.device:
         """The device with its number."""
-        device = (
-            torch.device("cuda", device)
-            if isinstance(device, int)
-            else torch.device(device)
-        )
+        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         if device.type == "cuda" and device.index is None:
             return torch.device("cuda", self.index)
         if device.type == "cuda" and device.index >= DEVICES:
@@ -347,9 +325,7 @@ def _pinned(t: Tensor) -> Tensor:
 
 
 def _by_mask(indices: Any) -> bool:
-    return any(
-        isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices
-    )
+    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
 _active: list[Device] = []
@@ -357,9 +333,7 @@ _active: list[Device] = []
 
 def _current() -> Device:
     if not _active:
-        raise RuntimeError(
-            "a tensor of the fake CUDA device outlived fake_cuda.device()"
-        )
+        raise RuntimeError("a tensor of the fake CUDA device outlived fake_cuda.device()")
     return _active[-1]
 
 
@@ -371,9 +345,7 @@ _tensor = torch.tensor
 def _on_device(make: Any) -> Any:
     """torch.tensor and torch.as_tensor: on the CPU, then moved to the device."""
 
-    def made(
-        data: Any, *, device: Any = None, requires_grad: bool = False, **options: Any
-    ):
+    def made(data: Any, *, device: Any = None, requires_grad: bool = False, **options: Any):
         new = make(data, **options)
         new = new if device is None else new.to(device)
         return new.requires_grad_() if requires_grad else new
@@ -431,10 +403,7 @@ def _cuda_api(gpu: Device) -> dict[str, Any]:
         "get_device_name": lambda device=None: "Fake GPU",
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
-        "mem_get_info": lambda d=None: (
-            gpu.memory - gpu.reserved[number(d)],
-            gpu.memory,
-        ),
+        "mem_get_info": lambda d=None: (gpu.memory - gpu.reserved[number(d)], gpu.memory),
         "memory_allocated": lambda d=None: gpu.allocated[number(d)],
         "max_memory_allocated": lambda d=None: gpu.peak[number(d)],
         "memory_reserved": lambda d=None: gpu.reserved[number(d)],
@@ -458,19 +427,13 @@ def _kernels(gpu: Device, cpu: Any) -> types.ModuleType:
     triton = importlib.import_module("fastbcd.kernels.triton")
     module = types.ModuleType("fake_triton")
     module.DTYPES, module.describe = triton.DTYPES, lambda: "C++ in place of Triton"
-    module.TRUSTED = (
-        True  # no kernel is compared with the reference on its first launch
-    )
+    module.TRUSTED = True  # no kernel is compared with the reference on its first launch
 
     def stand_in(name: str, kernel: Any) -> Any:
         def launch(*args: Any) -> Any:
             tensors = [t for t in args if isinstance(t, Tensor)]
-            assert all(isinstance(t, FakeTensor) for t in tensors), (
-                "a kernel got a CPU tensor"
-            )
-            assert len({t.device for t in tensors}) == 1, (
-                "a kernel got tensors of two devices"
-            )
+            assert all(isinstance(t, FakeTensor) for t in tensors), "a kernel got a CPU tensor"
+            assert len({t.device for t in tensors}) == 1, "a kernel got tensors of two devices"
             assert all(t.stride() == t.elem.stride() for t in tensors)
             gpu.count("launch")
             if "backward" in name and args[2] is not None:
@@ -517,9 +480,7 @@ def device(memory: int = 2**32, native: bool = False) -> Iterator[Device]:
             made = _on_device(getattr(torch, name))
             stack.enter_context(mock.patch.object(torch, name, made))
         amp = torch.cuda.amp.common
-        stack.enter_context(
-            mock.patch.object(amp, "amp_definitely_not_available", bool)
-        )
+        stack.enter_context(mock.patch.object(amp, "amp_definitely_not_available", bool))
         # It takes no tensors of a class like ours; the values are then computed.
         stack.enter_context(mock.patch.object(build, "FakeTensorMode", _no_context))
         # net.to("cuda") changes the class of a parameter, not only its values.

@@ -39,9 +39,7 @@ class Faults:
         self.ended = True
         raise Ended
 
-    def operation(
-        self, work: Callable[[], Any], half: Callable[[], Any] | None = None
-    ) -> Any:
+    def operation(self, work: Callable[[], Any], half: Callable[[], Any] | None = None) -> Any:
         """Do the work of one operation, or fail; half: do half of it."""
         if self.ended:
             raise Ended
@@ -58,9 +56,7 @@ class Faults:
         return result
 
     def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **options: self.operation(
-            lambda: function(*args, **options)
-        )
+        return lambda *args, **options: self.operation(lambda: function(*args, **options))
 
     def opened(self, path: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
         file = REAL_OPEN(path, mode, *rest, **options)

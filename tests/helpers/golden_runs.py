@@ -27,12 +27,7 @@ from torch import Tensor, nn
 import fastbcd
 
 GOLDEN = Path(__file__).parents[1] / "golden.json"
-TIMES = {
-    "seconds",
-    "digest",
-    "teacher_seconds",
-    "phase",
-}  # that say nothing of the outcome
+TIMES = {"seconds", "digest", "teacher_seconds", "phase"}  # that say nothing of the outcome
 
 
 class Block(nn.Module):
@@ -73,9 +68,7 @@ def data(count: int = 120, seed: int = 0) -> fastbcd.ImageData:
 
 def net(replacement: str = "identity") -> nn.Module:
     """The converted model after three epochs of training."""
-    converted = fastbcd.convert(
-        model(), torch.zeros(2, 3, 8, 8), replacement=replacement
-    )
+    converted = fastbcd.convert(model(), torch.zeros(2, 3, 8, 8), replacement=replacement)
     fastbcd.train(converted, data(), epochs=3, batch_size=32, lr=0.05, padding=1)
     return converted.eval()
 
@@ -87,9 +80,7 @@ def trained() -> nn.Module:
     return dense
 
 
-TUNE = fastbcd.Finetune(
-    epochs=1, lr=0.02, batch_size=32, padding=1, teacher_cache=10**7
-)
+TUNE = fastbcd.Finetune(epochs=1, lr=0.02, batch_size=32, padding=1, teacher_cache=10**7)
 SHORT: dict[str, Any] = {"drc": 400, "rt": 3, "adt": 1.0, "finetune": TUNE}
 START: dict[str, Any] = {"batch_size": 32, "finetune": TUNE}
 
@@ -97,17 +88,13 @@ START: dict[str, Any] = {"batch_size": 32, "finetune": TUNE}
 def result(run: Any, folder: Path) -> dict[str, Any]:
     """Digests of the masks and weights of a run or a starting point, and all that it records."""
     config = json.loads((folder / "config.json").read_text())
-    weights = sorted(
-        (k, v) for k, v in run.model.state_dict().items() if not k.endswith("mask")
-    )
+    weights = sorted((k, v) for k, v in run.model.state_dict().items() if not k.endswith("mask"))
     return {
         "masks": sha(fastbcd.masks(run.model).bits),
         "weights": sha(*(tensor for _, tensor in weights)),
         "counts": list(fastbcd.masks(run.model).counts().values()),
         "history": [plain(record) for record in run.history],
-        "config": {
-            name: config[name] for name in ("format", "settings", "data", "test", "net")
-        },
+        "config": {name: config[name] for name in ("format", "settings", "data", "test", "net")},
     }
 
 
@@ -123,22 +110,14 @@ def plain(record: Any) -> dict[str, Any]:
     fields = dict(record if isinstance(record, dict) else vars(record))
     fields |= fields.pop("notes", {})
     known = {name: value for name, value in fields.items() if name not in TIMES}
-    return json.loads(
-        json.dumps({name: v for name, v in known.items() if v not in (None, 0)})
-    )
+    return json.loads(json.dumps({name: v for name, v in known.items() if v not in (None, 0)}))
 
 
 # ----------------------------------------------------------------------------------- the runs
 
 
 def bcd(folder: Path, **options: Any) -> dict[str, Any]:
-    options = {
-        "budget": 300,
-        "test": data(40, seed=1),
-        "run_dir": folder,
-        **SHORT,
-        **options,
-    }
+    options = {"budget": 300, "test": data(40, seed=1), "run_dir": folder, **SHORT, **options}
     budget = options.pop("budget")
     return result(fastbcd.bcd(net(), data(), budget, **options), folder)
 
@@ -155,9 +134,7 @@ def target(folder: Path) -> dict[str, Any]:
 
 
 def max_sites(folder: Path) -> dict[str, Any]:
-    return bcd(
-        folder, max_sites=3, proposal=fastbcd.Blocks(distilled=True), teacher=net()
-    )
+    return bcd(folder, max_sites=3, proposal=fastbcd.Blocks(distilled=True), teacher=net())
 
 
 def confidence(folder: Path) -> dict[str, Any]:
@@ -175,14 +152,7 @@ def metric(folder: Path) -> dict[str, Any]:
 
 def on_reject(folder: Path) -> dict[str, Any]:
     drc = fastbcd.Adaptive(200)
-    return bcd(
-        folder,
-        finetune_when="on_reject",
-        adt=4.0,
-        drc=drc,
-        engine="stacked",
-        test_every=2,
-    )
+    return bcd(folder, finetune_when="on_reject", adt=4.0, drc=drc, engine="stacked", test_every=2)
 
 
 def own_body(folder: Path) -> dict[str, Any]:
@@ -200,9 +170,7 @@ def own_body(folder: Path) -> dict[str, Any]:
     return result(fastbcd.load_run(folder, model=trained), folder)
 
 
-def linearize(
-    folder: Path, replacement: str = "line", **options: Any
-) -> dict[str, Any]:
+def linearize(folder: Path, replacement: str = "line", **options: Any) -> dict[str, Any]:
     run = fastbcd.linearize(
         trained(), data(), 300, epochs=3, test=data(40, seed=1), replacement=replacement,
         batch_size=32, padding=1, progress=False, run_dir=folder, **options,
@@ -241,29 +209,14 @@ def killed(folder: Path) -> dict[str, Any]:
 
 def snl(folder: Path) -> dict[str, Any]:
     start = fastbcd.snl(
-        net(),
-        data(),
-        300,
-        lr=0.03,
-        lambda0=3e-3,
-        kappa=1.5,
-        max_epochs=8,
-        run_dir=folder,
-        **START,
+        net(), data(), 300, lr=0.03, lambda0=3e-3, kappa=1.5, max_epochs=8, run_dir=folder, **START
     )
     return result(start, folder)
 
 
 def autorep(folder: Path) -> dict[str, Any]:
     start = fastbcd.autorep(
-        net("poly"),
-        data(),
-        300,
-        epochs=3,
-        lr=0.05,
-        penalty=20.0,
-        run_dir=folder,
-        **START,
+        net("poly"), data(), 300, epochs=3, lr=0.05, penalty=20.0, run_dir=folder, **START
     )
     return result(start, folder)
 
@@ -276,23 +229,13 @@ def deepreduce(folder: Path) -> dict[str, Any]:
 
 
 def senet(folder: Path) -> dict[str, Any]:
-    start = fastbcd.senet(
-        net(), data(), 300, epochs=3, every=2, lr=0.02, run_dir=folder, **START
-    )
+    start = fastbcd.senet(net(), data(), 300, epochs=3, every=2, lr=0.02, run_dir=folder, **START)
     return result(start, folder)
 
 
 def relupruner(folder: Path) -> dict[str, Any]:
     start = fastbcd.relupruner(
-        net(),
-        data(),
-        300,
-        epochs=3,
-        warmup=0,
-        interval=1,
-        lr=0.01,
-        run_dir=folder,
-        **START,
+        net(), data(), 300, epochs=3, warmup=0, interval=1, lr=0.01, run_dir=folder, **START
     )
     return result(start, folder)
 
@@ -313,9 +256,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         children.append(child)
     for child in children:
         os.waitpid(child, 0)
-    first, second = (
-        json.loads((folder / f"rank{rank}").read_text()) for rank in range(2)
-    )
+    first, second = (json.loads((folder / f"rank{rank}").read_text()) for rank in range(2))
     assert first == second, "the ranks end with different nets"
     return first
 
@@ -330,11 +271,7 @@ RUNS: list[Callable[[Path], dict[str, Any]]] = [
 def machine() -> dict[str, str]:
     """What digests of weights depend on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [
-        line.partition(":")[2].strip()
-        for line in lines
-        if line.startswith("model name")
-    ]
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": names[0] if names else "unknown",
         "vectors": torch.backends.cpu.get_cpu_capability(),

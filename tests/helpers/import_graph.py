@@ -34,9 +34,7 @@ def _imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
             base = parts[: len(parts) - node.level + is_package] if node.level else []
             origin = ".".join([*base, *filter(None, [node.module])])
             yield from (f"{origin}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
-            "import_module"
-        ):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             yield from (a.value for a in node.args[:1] if isinstance(a, ast.Constant))
 
 

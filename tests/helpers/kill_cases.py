@@ -55,11 +55,7 @@ def finished_steps(run_dir: Path) -> int:
 def kill_storm(folder: Path, kills: int, seconds: float) -> dict[str, Any]:
     """Runs that are killed up to five times, each time some moments after a step of some number."""
     assert succeeds(fork(lambda: small_run(folder / "whole")))
-    expected, rng, begin = (
-        contents(folder / "whole"),
-        random.Random(5),
-        time.monotonic(),
-    )
+    expected, rng, begin = contents(folder / "whole"), random.Random(5), time.monotonic()
     done, runs = 0, 0
     while done < kills or time.monotonic() - begin < seconds:
         run_dir = folder / f"run{runs}"
@@ -102,9 +98,7 @@ def limited(folder: Path) -> dict[str, Any]:
     return {"error": (folder / "error").read_text(), "before": before, "after": after}
 
 
-def attempt(
-    case: Callable[..., dict[str, Any]], folder: Path, *arguments: Any
-) -> dict[str, Any]:
+def attempt(case: Callable[..., dict[str, Any]], folder: Path, *arguments: Any) -> dict[str, Any]:
     folder.mkdir()
     try:
         return case(folder, *arguments)
@@ -117,9 +111,7 @@ if __name__ == "__main__":
     place = Path(sys.argv[1])
     small_run(None)  # imports what is imported late, once for all children
     found = {
-        "storm": attempt(
-            kill_storm, place / "storm", int(sys.argv[2]), float(sys.argv[3])
-        ),
+        "storm": attempt(kill_storm, place / "storm", int(sys.argv[2]), float(sys.argv[3])),
         "limit": attempt(limited, place / "limit"),
     }
     print(json.dumps(found))

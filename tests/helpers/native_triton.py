@@ -102,31 +102,19 @@ class Native:
             source.write_bytes(binary)
             subprocess.run(["gcc", "-shared", "-o", library, source], check=True)
             self.loop = ctypes.CDLL(str(library)).loop
-        self.loop.argtypes = [
-            ctypes.c_void_p if k == "ptr" else ctypes.c_int for k in kinds
-        ]
+        self.loop.argtypes = [ctypes.c_void_p if k == "ptr" else ctypes.c_int for k in kinds]
         self.loop.argtypes += [ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
         self.threads = kernel.metadata.num_warps * TARGET.warp_size
         constants = ("constexpr", None)
-        self.names = [
-            n for n, kind in kernel.src.signature.items() if kind not in constants
-        ]
+        self.names = [n for n, kind in kernel.src.signature.items() if kind not in constants]
         self.hidden = len(kinds) - len(self.names)  # scratch memory that is not used
         compiled[name] += 1
 
     def __call__(self, programs: int, values: dict[str, Any]) -> None:
         given = [values[name] for name in self.names]
-        passed = [
-            v.data_ptr() if isinstance(v, torch.Tensor) else int(v) for v in given
-        ]
+        passed = [v.data_ptr() if isinstance(v, torch.Tensor) else int(v) for v in given]
         grid = (ctypes.c_int * 64)(programs, 1, 1)
-        self.loop(
-            *passed,
-            *[None] * self.hidden,
-            programs,
-            self.threads,
-            ctypes.addressof(grid),
-        )
+        self.loop(*passed, *[None] * self.hidden, programs, self.threads, ctypes.addressof(grid))
 
 
 def for_x86(ir: str, name: str) -> tuple[str, list[str]]:
@@ -143,9 +131,7 @@ def for_x86(ir: str, name: str) -> tuple[str, list[str]]:
     ir = re.sub(call, "getelementptr i8, ptr %hidden, i64 0", ir)
     ir = re.sub(r"\.p1(?=[.(])", ".p0", ir)
     left = set(re.findall(r"@(llvm\.amdgcn[\w.]*)", ir))
-    assert not left, (
-        f"{name} uses {left}: threads that exchange values cannot run one by one"
-    )
+    assert not left, f"{name} uses {left}: threads that exchange values cannot run one by one"
     head = rf"(define void @{name}\()(.*?)(\)\s*\{{)"
     ir = re.sub(head, r"\1\2, i32 %pid, i32 %tid, ptr %hidden\3", ir, flags=re.S)
     (arguments,) = re.findall(rf"define void @{name}\((.*?)\)\s*\{{", ir, flags=re.S)
@@ -166,9 +152,7 @@ def launcher(self: JITFunction, grid: tuple[int, ...]) -> Any:
             kernel = self.run(*args, grid=grid, warmup=True, **options)
         if kernel.hash not in cache:
             cache[kernel.hash] = Native(kernel, self.fn.__name__)
-        cache[kernel.hash](
-            grid[0], dict(zip(self.arg_names, args, strict=False)) | options
-        )
+        cache[kernel.hash](grid[0], dict(zip(self.arg_names, args, strict=False)) | options)
 
     return launch
 
@@ -179,9 +163,7 @@ def changed(function: JITFunction, old: str, new: str) -> Iterator[None]:
     from fastbcd.kernels.triton import masked
 
     before = function.src
-    assert before.count(old) == 1, (
-        f"{old!r} is {before.count(old)} times in {function.__name__}"
-    )
+    assert before.count(old) == 1, f"{old!r} is {before.count(old)} times in {function.__name__}"
     for source in (before.replace(old, new), before):
         function._unsafe_update_src(source)
         for kernel in (masked.masked_forward_kernel, masked.masked_backward_kernel):

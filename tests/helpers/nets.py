@@ -21,9 +21,7 @@ class Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(c_out)
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or c_in != c_out:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(c_in, c_out, 1, stride), nn.BatchNorm2d(c_out)
-            )
+            self.shortcut = nn.Sequential(nn.Conv2d(c_in, c_out, 1, stride), nn.BatchNorm2d(c_out))
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.bn1(self.conv1(x)), inplace=True)
@@ -147,16 +145,7 @@ def make(name: str) -> nn.Module:
     return randomize(net) if name == "line" else net
 
 
-TRACEABLE = [
-    "mlp",
-    "resnet",
-    "preactivation",
-    "dense",
-    "sizes",
-    "line",
-    "poly",
-    "mixture",
-]
+TRACEABLE = ["mlp", "resnet", "preactivation", "dense", "sizes", "line", "poly", "mixture"]
 
 
 def images(n: int, seed: int = 0) -> tuple[Tensor, Tensor]:

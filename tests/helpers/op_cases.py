@@ -53,17 +53,7 @@ DIFFERENTIABLE = (*MASKED, "soft_relu", "indicator_poly", "norm_relu")
 ORDERS = ("contiguous", "channels_last", "sliced")
 TINY = (2, 2, 5, 3, 3)
 # Site shapes for [B, F], [B, L, F], [B, C, H, W] and 5-D; odd, even, one channel, one element.
-SITES = [
-    (1,),
-    (13,),
-    (64,),
-    (5, 7),
-    (3, 5, 4),
-    (16, 8, 8),
-    (1, 6, 5),
-    (7, 1, 1),
-    (4, 3, 2, 5),
-]
+SITES = [(1,), (13,), (64,), (5, 7), (3, 5, 4), (16, 8, 8), (1, 6, 5), (7, 1, 1), (4, 3, 2, 5)]
 
 
 class Case(NamedTuple):
@@ -77,9 +67,7 @@ class Case(NamedTuple):
     affine: bool = False
     residual: bool = False
     sizes: tuple[int, ...] = (3, 5, 24, 7, 6)
-    special: bool = (
-        False  # channel 0 of x has NaN, infinities, zeros and a large number
-    )
+    special: bool = False  # channel 0 of x has NaN, infinities, zeros and a large number
     frozen: bool = False  # only x requires a gradient
 
     @property
@@ -105,15 +93,9 @@ def disagreement(
 ) -> list[str]:  # fmt: skip
     """How the results `found` of an op differ from those of the reference."""
     wanted = expected(case, given, found)
-    terms = math.prod(case.sizes) / max(
-        case.sizes[2], 1
-    )  # of a sum; their rounding errors add up
+    terms = math.prod(case.sizes) / max(case.sizes[2], 1)  # of a sum; their rounding errors add up
     return differences(
-        found,
-        wanted,
-        ulps,
-        sums_only=case.op == "norm_relu",
-        rounding=16 * max(8, terms**0.5),
+        found, wanted, ulps, sums_only=case.op == "norm_relu", rounding=16 * max(8, terms**0.5)
     )
 
 
@@ -139,11 +121,7 @@ def arguments(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
 
     bits = torch.randint(4, (*lead, *site), generator=g)
     # Both dtypes of a mask; any byte but 0 keeps the ReLU.
-    mask = (
-        bits > 1
-        if case.dtype == "float32"
-        else torch.tensor([0, 0, 1, 255])[bits].byte()
-    )
+    mask = bits > 1 if case.dtype == "float32" else torch.tensor([0, 0, 1, 255])[bits].byte()
     given: dict[str, Any] = {
         "x": items(case.trials in ("shared x", "both shared")),
         "mask": ordered(mask, len(site), case.mask_order),
@@ -203,9 +181,7 @@ def function_of(case: Case, given: dict[str, Any]) -> Callable[..., Any]:
 def leaves(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     """The differentiable arguments that are given, as leaves; strides are kept."""
     names = [n for n in OPS[case.op] if given[n] is not None]
-    return {
-        n: given[n].detach().requires_grad_(n == "x" or not case.frozen) for n in names
-    }
+    return {n: given[n].detach().requires_grad_(n == "x" or not case.frozen) for n in names}
 
 
 def results(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
@@ -223,9 +199,7 @@ def saliency_results(
     case: Case, given: dict[str, Any], inputs: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """y, the gradients, and the sums of effects."""
-    sums = torch.zeros(
-        given["mask"].shape, dtype=torch.float64, device=given["x"].device
-    )
+    sums = torch.zeros(given["mask"].shape, dtype=torch.float64, device=given["x"].device)
     anchor = torch.zeros((), device=given["x"].device, requires_grad=True)
     y = saliency(mask=given["mask"], anchor=anchor, totals=sums, coef=given["coef"],
                  absolute=case.op != "saliency_poly", **inputs)  # fmt: skip
@@ -243,9 +217,7 @@ def family_arguments(case: Case, given: dict[str, Any]) -> list[Any]:
     return [given["x"], unit, given["coef"], *affine, given["residual"]]
 
 
-def expected(
-    case: Case, given: dict[str, Any], found: dict[str, Tensor]
-) -> dict[str, Tensor]:
+def expected(case: Case, given: dict[str, Any], found: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same by the reference. The ReLU's backward reads `found["y"]`, as the op does."""
     grad = given["grad"].expand_as(found["y"])
     truth = {"y": formula(case, given)}
@@ -257,26 +229,12 @@ def expected(
         truth |= {"dx": dx, "dresidual": dresidual, "dweight": dweight, "dbias": dbias}
         return {name: truth[name] for name in found}
     x, unit, coef, scale, shift, residual = family_arguments(case, given)
-    shared = [
-        t is not None and case.stacked and t.ndim == unit.ndim for t in (x, residual)
-    ]
+    shared = [t is not None and case.stacked and t.ndim == unit.ndim for t in (x, residual)]
     y = found["y"] if case.op == "masked_relu" else None
     kind = {"soft_relu": 1, "indicator_poly": 1, "saliency_poly": 1, "saliency": 2,
             "saliency_line": 2}.get(case.op, 0)  # fmt: skip
     dx, dresidual, small, units = reference.masked_backward(
-        grad,
-        y,
-        x,
-        unit,
-        coef,
-        scale,
-        shift,
-        residual,
-        case.stacked,
-        *shared,
-        True,
-        True,
-        kind,
+        grad, y, x, unit, coef, scale, shift, residual, case.stacked, *shared, True, True, kind
     )
     truth |= {"dx": dx, "dresidual": dresidual}
     if coef is not None:
@@ -323,9 +281,7 @@ def differences(
             parts = [slice(0, 1), slice(1, None)]
         channel = 0 if name in ("dalpha", "daux", "sums") or want.ndim == 1 else 1
         for part in parts:
-            a, b = (
-                t.movedim(channel, 0)[part].movedim(0, channel) for t in (got, want)
-            )
+            a, b = (t.movedim(channel, 0)[part].movedim(0, channel) for t in (got, want))
             lines += library_differences({name: a}, {name: b}, elementwise, rounding)
     return lines
 
@@ -337,18 +293,14 @@ def _steps(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).abs()
 
 
-def compare_kink(
-    device: str, fresh: bool, sizes: tuple[int, int, int] = (37, 3, 9)
-) -> list[str]:
+def compare_kink(device: str, fresh: bool, sizes: tuple[int, int, int] = (37, 3, 9)) -> list[str]:
     """The kernel of collapsed, on slices of larger tensors."""
     n, trials, batch = sizes
     g = torch.Generator().manual_seed(0)
     table = torch.randn(n + 7, trials, batch, generator=g)
     table[3, 0, 0] = 0.0 if fresh else math.nan
     a = torch.randn(n + 2, batch, generator=g).to(device)[1 : n + 1]
-    mask = torch.randint(2, (n + 3, trials), dtype=torch.uint8, generator=g).to(device)[
-        2 : n + 2
-    ]
+    mask = torch.randint(2, (n + 3, trials), dtype=torch.uint8, generator=g).to(device)[2 : n + 2]
     found, truth = table.to(device, copy=True), table.to(device, copy=True)
     kink(found[3 : n + 3], a, mask, fresh=fresh)
     truth[3 : n + 3] = reference.kink(truth[3 : n + 3], a, mask, fresh)
@@ -360,9 +312,7 @@ def groups(dtypes: tuple[str, ...]) -> list[tuple[str, str, str]]:
     return [*product(MASKED, dtypes, TRIALS), *product(UNSTACKED, dtypes, ("none",))]
 
 
-def grid(
-    op: str, dtype: str, trials: str, *, orders: tuple[str, ...] = ORDERS[:2]
-) -> list[Case]:
+def grid(op: str, dtype: str, trials: str, *, orders: tuple[str, ...] = ORDERS[:2]) -> list[Case]:
     """Every variant of a group, at one tiny odd size."""
     flags = (False, True)
     return [
@@ -382,20 +332,14 @@ def odd_cases() -> Iterator[Case]:
     for op in MASKED:
         full = Case(op, affine=True, residual=True, special=True)
         for size, order, trials in product(sizes, ORDERS[:2], ("stacked", "shared x")):
-            yield full._replace(
-                trials=trials, order=order, mask_order="channels_last", sizes=size
-            )
+            yield full._replace(trials=trials, order=order, mask_order="channels_last", sizes=size)
         for dtype, trials in product(("float32", "float16"), TRIALS):
             yield full._replace(dtype=dtype, trials=trials, sizes=TINY, frozen=True)
-        for trials, count in product(
-            TRIALS[2:], (32, 33)
-        ):  # a full word of bits, and more
+        for trials, count in product(TRIALS[2:], (32, 33)):  # a full word of bits, and more
             yield full._replace(dtype="float16", trials=trials, sizes=(count, 1, 2, 3))
         yield full._replace(dtype="float16", trials="stacked", sizes=sizes[0])
     for op, size, order in product(UNSTACKED, sizes, ORDERS[:2]):
-        yield Case(
-            op, order=order, mask_order="channels_last", residual=True, sizes=size
-        )
+        yield Case(op, order=order, mask_order="channels_last", residual=True, sizes=size)
         yield Case(op, "float16", order=order, sizes=size)
 
 
@@ -414,14 +358,10 @@ def compare_out(case: Case, device: str = "cpu", ulps: int = 0) -> list[str]:
     def check(target: str, **changed: Any) -> None:
         result = function(**{**a, **changed})
         assert result is changed["out"]
-        lines.extend(
-            f"{target}: {d}" for d in differences({"y": result}, {"y": want}, ulps)
-        )
+        lines.extend(f"{target}: {d}" for d in differences({"y": result}, {"y": want}, ulps))
 
     check("new", out=torch.full_like(want, float("nan")))
-    check(
-        "sliced", out=want.new_empty((*want.shape[:-1], 2 * want.shape[-1]))[..., ::2]
-    )
+    check("sliced", out=want.new_empty((*want.shape[:-1], 2 * want.shape[-1]))[..., ::2])
     for name in ("x", "residual"):
         if a[name] is not None and a[name].shape == want.shape:
             own = a[name].clone()

@@ -26,22 +26,12 @@ class SNLActivation(nn.Module):
 class AutoRePActivation(nn.Module):
     """m·relu(x) + (1-m)·(s2·c2·x² + c1·x + c0), one module for all sites, called in order."""
 
-    def __init__(
-        self, shapes: list[tuple[int, int]], degree: int, s: float, clip: float
-    ) -> None:
+    def __init__(self, shapes: list[tuple[int, int]], degree: int, s: float, clip: float) -> None:
         super().__init__()
-        self.degree, self.s, self.clip, self.calls, self.sites = (
-            degree,
-            s,
-            clip,
-            0,
-            len(shapes),
-        )
+        self.degree, self.s, self.clip, self.calls, self.sites = degree, s, clip, 0, len(shapes)
         self.itr_cnt = nn.Parameter(torch.tensor([508.0]))
         for f, (c, n) in enumerate(shapes):
-            self.register_parameter(
-                f"alpha_mask_{f}_0", nn.Parameter(torch.rand(c, n, n).round())
-            )
+            self.register_parameter(f"alpha_mask_{f}_0", nn.Parameter(torch.rand(c, n, n).round()))
             # Around the threshold, so that the hysteresis changes some bits both ways.
             aux = nn.Parameter(0.01 * torch.randn(c, n, n))
             self.register_parameter(f"alpha_aux_{f}_0", aux)
@@ -67,14 +57,9 @@ class AutoRePActivation(nn.Module):
 class Residual(nn.Module):
     """SNL's ResNet18, narrow: no stem ReLU, 4 stages of 2 blocks, projections with batch norm."""
 
-    def __init__(
-        self, act, width: int, classes: int, shared: nn.Module | None = None
-    ) -> None:
+    def __init__(self, act, width: int, classes: int, shared: nn.Module | None = None) -> None:
         super().__init__()
-        self.conv1, self.bn1 = (
-            nn.Conv2d(3, width, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(width),
-        )
+        self.conv1, self.bn1 = nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width)
         c, size = width, 8
         for i in range(4):
             blocks = []
@@ -175,9 +160,7 @@ def snl(arch: str, classes: int = 5) -> nn.Module:
     """SNL's net with hard random alphas, in eval mode."""
     torch.manual_seed(3)
     net = (
-        Residual(SNLActivation, 4, classes)
-        if arch == "resnet18"
-        else Wide(SNLActivation, classes)
+        Residual(SNLActivation, 4, classes) if arch == "resnet18" else Wide(SNLActivation, classes)
     )
     return lively(net)
 
@@ -186,12 +169,8 @@ def autorep(arch: str, degree: int = 2, s: float = 0.1, clip: float = 9.0) -> nn
     """AutoReP's net with random masks, indicators and coefficients, in eval mode."""
     torch.manual_seed(4)
     residual = arch == "resnet18"
-    act = AutoRePActivation(
-        RESIDUAL_SHAPES if residual else WIDE_SHAPES, degree, s, clip
-    )
-    return lively(
-        Wrapped(Residual(None, 4, 5, act) if residual else Wide(None, 5, act))
-    )
+    act = AutoRePActivation(RESIDUAL_SHAPES if residual else WIDE_SHAPES, degree, s, clip)
+    return lively(Wrapped(Residual(None, 4, 5, act) if residual else Wide(None, 5, act)))
 
 
 def lively(net: nn.Module) -> nn.Module:

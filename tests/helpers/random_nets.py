@@ -95,23 +95,17 @@ def simple(**functions: Callable[[Tensor], Any]) -> list[str]:
     """Operations of one value without settings of their own."""
     for name, function in functions.items():
 
-        def make(
-            net: RandomNet, values: Values, i: int, function: Any = function
-        ) -> Any:
+        def make(net: RandomNet, values: Values, i: int, function: Any = function) -> Any:
             return lambda v: function(v[i])
 
         MAKERS[name] = make
     return list(functions)
 
 
-def module_maker(
-    **modules: Callable[[random.Random, Tensor], nn.Module | None],
-) -> list[str]:
+def module_maker(**modules: Callable[[random.Random, Tensor], nn.Module | None]) -> list[str]:
     for name, function in modules.items():
 
-        def make(
-            net: RandomNet, values: Values, i: int, function: Any = function
-        ) -> Any:
+        def make(net: RandomNet, values: Values, i: int, function: Any = function) -> Any:
             module = function(net.random, values[i])
             if module is None:
                 return None
@@ -123,11 +117,7 @@ def module_maker(
 
 
 def _conv(r: random.Random, v: Tensor) -> nn.Module | None:
-    kernel, padding, stride = (
-        (r.randint(1, 3), r.randint(1, 3)),
-        r.randint(0, 2),
-        r.randint(1, 2),
-    )
+    kernel, padding, stride = (r.randint(1, 3), r.randint(1, 3)), r.randint(0, 2), r.randint(1, 2)
     dilation = r.randint(1, 2)
     for size, k in zip(v.shape[2:], kernel, strict=True):
         if size + 2 * padding - dilation * (k - 1) < 1:
@@ -150,9 +140,7 @@ MODULES = module_maker(
         if min(v.shape[2:]) > 1
         else None
     ),
-    conv_transpose=lambda r, v: nn.ConvTranspose2d(
-        v.shape[1], 2, 2, stride=r.randint(1, 2)
-    ),
+    conv_transpose=lambda r, v: nn.ConvTranspose2d(v.shape[1], 2, 2, stride=r.randint(1, 2)),
     masked=lambda r, v: MaskedReLU(tuple(v.shape[1:])),
     norm=lambda r, v: nn.BatchNorm2d(v.shape[1]),
     average=lambda r, v: nn.AvgPool2d(2) if min(v.shape[2:]) > 1 else None,
@@ -324,15 +312,7 @@ def functional_conv(net: RandomNet, values: Values, i: int) -> Any:
 
 
 SPATIAL = [m for m in MODULES if m not in ("relu", "max_pool", "sigmoid")] + FUNCTIONS
-SPATIAL += [
-    "shuffled",
-    "chunked",
-    "split",
-    "shuffle_unit",
-    "shared",
-    "added",
-    "residual",
-]
+SPATIAL += ["shuffled", "chunked", "split", "shuffle_unit", "shared", "added", "residual"]
 SPATIAL += ["joined", "multiplied", "functional_conv", "chunked", "shuffle_unit"]
 FLATTEN = simple(
     flat=lambda v: v.flatten(1),

@@ -69,20 +69,14 @@ def collectives(folder: Path) -> Any:
         "sum": ranks.all_sum(torch.tensor([r + 1, 10])).tolist(),
         "bits": ranks.from_first(torch.tensor([r == 0, r == 1])).tolist(),
         "scalar": ranks.from_first(torch.tensor(float(r))).item(),
-        "half": ranks.from_first(
-            torch.tensor([2.5 + r], dtype=torch.bfloat16)
-        ).tolist(),
+        "half": ranks.from_first(torch.tensor([2.5 + r], dtype=torch.bfloat16)).tolist(),
         "text": [ranks.on_first(lambda t=t: t) for t in (f"größer {r}", "")],
         "agreed": [t.tolist() for t in agreed],
         "on first": ranks.on_first(lambda: f"from {r}"),
         "failure": said(lambda: ranks.on_first(fails)),
         "same": said(lambda: ranks.check_same("the masks", {"m": torch.arange(3)})),
-        "other values": said(
-            lambda: ranks.check_same("the masks", {"m": torch.arange(3) + r})
-        ),
-        "other shape": said(
-            lambda: ranks.check_same("the masks", {"m": torch.zeros(3 + r)})
-        ),
+        "other values": said(lambda: ranks.check_same("the masks", {"m": torch.arange(3) + r})),
+        "other shape": said(lambda: ranks.check_same("the masks", {"m": torch.zeros(3 + r)})),
     }
 
 
@@ -96,15 +90,9 @@ def scores(folder: Path) -> Any:
             removals = [masks.sample(9, seed=0, step=n, trial=t) for t in range(4)]
             s = fastbcd.score(net, removals, data, fastbcd.Engine(batch_size=batch))
             losses = [round(loss, 6) for loss in [s.base_loss, *s.loss.tolist()]]
-            found.append(
-                [name, n, s.correct.tolist(), s.base_correct, s.samples, losses]
-            )
-            s = fastbcd.score(
-                net, removals, data, fastbcd.Engine(batch_size=batch), metric=margin
-            )
-            found.append(
-                [round(value, 5) for value in [s.base_value, *s.value.tolist()]]
-            )
+            found.append([name, n, s.correct.tolist(), s.base_correct, s.samples, losses])
+            s = fastbcd.score(net, removals, data, fastbcd.Engine(batch_size=batch), metric=margin)
+            found.append([round(value, 5) for value in [s.base_value, *s.value.tolist()]])
     return found
 
 
@@ -117,28 +105,18 @@ def choices(folder: Path) -> Any:
     """Decisions, taken early or late, over ADT and wave."""
     found = []
     for name in NETS:
-        for n, adt, wave in (
-            (31, -90.0, 2),
-            (31, 3.0, 3),
-            (17, 0.0, 8),
-            (6, 20.0, 1),
-            (1, 0.5, 2),
-        ):
+        for n, adt, wave in ((31, -90.0, 2), (31, 3.0, 3), (17, 0.0, 8), (6, 20.0, 1), (1, 0.5, 2)):
             net, data = problem(name, n)
             masks = fastbcd.masks(net)
             removals = [masks.sample(20, seed=3, step=n, trial=t) for t in range(6)]
             engine = fastbcd.Engine(wave=wave, batch_size=3)
             c = fastbcd.choose(net, removals, data, adt=adt, engine=engine)
-            found.append(
-                [name, n, c.number, c.accepted, c.value, c.base_value, c.tried]
-            )
+            found.append([name, n, c.number, c.accepted, c.value, c.base_value, c.tried])
     net, data = problem("mlp", 301)
     removals = [fastbcd.masks(net).sample(4, seed=3, step=0, trial=t) for t in range(4)]
     margins = None
     for step in range(2):  # the second with the margins of the first
-        c = fastbcd.choose(
-            net, removals, data, adt=3.0, confidence=0.8, step=step, margins=margins
-        )
+        c = fastbcd.choose(net, removals, data, adt=3.0, confidence=0.8, step=step, margins=margins)
         margins = c.margins
         found.append([c.number, c.accepted, str(c.seen), c.interval])
     return found
@@ -169,18 +147,9 @@ def salient(folder: Path) -> Any:
         found.append([name, run.masks.bits.nonzero().flatten().tolist(), chosen])
     net, data = problem("resnet", 300)
     run = fastbcd.bcd(
-        net,
-        data,
-        40,
-        drc=fastbcd.Fraction(0.5),
-        rt=2,
-        max_sites=1,
-        finetune=None,
-        seed=1,
+        net, data, 40, drc=fastbcd.Fraction(0.5), rt=2, max_sites=1, finetune=None, seed=1
     )
-    found.append(
-        [[s.returned for s in run.history], run.masks.bits.nonzero().flatten().tolist()]
-    )
+    found.append([[s.returned for s in run.history], run.masks.bits.nonzero().flatten().tolist()])
     net, data = problem("resnet", 300)
     found.append(ranks.digest({"s": fastbcd.saliency(net, data, batch_size=32)}).hex())
     return found
@@ -210,13 +179,7 @@ def ddp_loop(folder: Path) -> Any:
 
         def train(net: Any = net, parallel: bool = parallel) -> None:
             for step in fastbcd.steps(
-                net,
-                (x, labels),
-                44,
-                drc=50,
-                rt=2,
-                test=(x, labels),
-                progress=not ranks.rank(),
+                net, (x, labels), 44, drc=50, rt=2, test=(x, labels), progress=not ranks.rank()
             ):
                 trained = DistributedDataParallel(net) if parallel else net
                 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -313,9 +276,7 @@ def late(folder: Path) -> Any:
 def full_disk(folder: Path) -> Any:
     """Only rank 0 writes, but all ranks end with its error."""
     if ranks.rank() == 0:
-        os.fsync = lambda descriptor: (_ for _ in ()).throw(
-            OSError(28, "No space left on device")
-        )
+        os.fsync = lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     return said(lambda: small_run(folder / "full"))
 
 
@@ -343,9 +304,7 @@ def work(case: Callable[[Path], Any], folder: Path, rank: int, world: int) -> No
         if world > 1:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             store = f"file://{folder}/{case.__name__}.store"
-            dist.init_process_group(
-                "gloo", init_method=store, rank=rank, world_size=world
-            )
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
         answer.write_text(json.dumps(case(folder)))
         os._exit(0)
     except BaseException:

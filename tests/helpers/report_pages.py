@@ -25,9 +25,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         attributes = dict(attrs)
         self.tags.add(tag)
-        self.addresses += [
-            v or "" for k, v in attrs if k in ("src", "href", "srcset", "action")
-        ]
+        self.addresses += [v or "" for k, v in attrs if k in ("src", "href", "srcset", "action")]
         if tag == "img":
             self.images.append(attributes)
         if tag == "tr":

@@ -43,10 +43,7 @@ def contents(run_dir: Path) -> tuple[Any, Any]:
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
     """The history as its file has it."""
-    return [
-        json.loads(line)
-        for line in (run_dir / "history.jsonl").read_text().splitlines()
-    ]
+    return [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
 
 
 def nudge(net: nn.Module, step: fastbcd.Step) -> None:

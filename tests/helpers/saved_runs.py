@@ -39,13 +39,9 @@ def stages(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("runs") / "stages"
     data, net = fastbcd.load("fashion-mnist-mini").first(48), small_net()
     test = data.first(20)
-    fastbcd.train(
-        net, data, epochs=2, test=test, run_dir=place / "1-dense", batch_size=16
-    )
+    fastbcd.train(net, data, epochs=2, test=test, run_dir=place / "1-dense", batch_size=16)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", RuntimeWarning
-        )  # the budget is not reached in 3 epochs
+        warnings.simplefilter("ignore", RuntimeWarning)  # the budget is not reached in 3 epochs
         fastbcd.snl(
             net, data, 60, test=test, max_epochs=3, lambda0=0.1, lr=0.05, batch_size=16,
             finetune=fastbcd.Finetune(epochs=1), run_dir=place / "2-snl",

@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 import fastbcd
 
-NO_VIEWS: dict[str, Any] = {
-    "padding": 0,
-    "flip": False,
-}  # crops would not move the targets
+NO_VIEWS: dict[str, Any] = {"padding": 0, "flip": False}  # crops would not move the targets
 
 
 def shapes(n: int = 32, size: int = 12) -> tuple[Tensor, Tensor]:
@@ -49,9 +46,7 @@ pixel_accuracy.bounds = (0.0, 1.0)  # type: ignore[attr-defined]
 def pixel_loss(logits: Tensor, maps: Tensor) -> Tensor:
     """Cross-entropy with a weight for the rarer classes, [B]."""
     weight = torch.tensor([0.5, 1.0, 1.5], dtype=logits.dtype)
-    return nn.functional.cross_entropy(logits, maps, weight, reduction="none").mean(
-        (1, 2)
-    )
+    return nn.functional.cross_entropy(logits, maps, weight, reduction="none").mean((1, 2))
 
 
 def segmentation_run(run_dir: Path | None, **options: Any) -> fastbcd.Run:

@@ -35,22 +35,13 @@ METHODS: dict[str, dict[str, Any]] = {
 KIND = {name: "poly" if name == "autorep" else "resnet" for name in METHODS}
 
 
-def start(
-    method: str, net: nn.Module, budget: Any, **changed: Any
-) -> fastbcd.StartingPoint:
+def start(method: str, net: nn.Module, budget: Any, **changed: Any) -> fastbcd.StartingPoint:
     """A short run of a method on 48 images."""
-    settings = {
-        "data": data(48),
-        "batch_size": 16,
-        "finetune": SHORT,
-        **METHODS[method],
-    }
+    settings = {"data": data(48), "batch_size": 16, "finetune": SHORT, **METHODS[method]}
     return getattr(fastbcd, method)(net, budget=budget, **{**settings, **changed})
 
 
-def made(
-    method: type[Method], settings: Any, net: nn.Module, budget: int, n: int = 8
-) -> Any:
+def made(method: type[Method], settings: Any, net: nn.Module, budget: int, n: int = 8) -> Any:
     """A method before its first epoch."""
     return method(net, data(n), limits_of(budget, net), settings)
 

@@ -38,16 +38,12 @@ def batch_norm_gather_stats_with_counts(
     return mean, (var + eps).rsqrt()
 
 
-def batch_norm_elemt(
-    x: Tensor, weight: Any, bias: Any, mean: Tensor, invstd: Tensor, eps: float
-):
+def batch_norm_elemt(x: Tensor, weight: Any, bias: Any, mean: Tensor, invstd: Tensor, eps: float):
     scale = invstd * weight
     return x * _channels(scale, x) + _channels(bias - mean * scale, x)
 
 
-def batch_norm_backward_reduce(
-    dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, *_: Any
-):
+def batch_norm_backward_reduce(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, *_: Any):
     sum_dy, sum_dy_xmu = _sum(dy), _sum(dy * (x - _channels(mean, x)))
     return sum_dy, sum_dy_xmu, sum_dy_xmu * invstd, sum_dy
 
@@ -72,13 +68,9 @@ def on_cpus() -> None:
 
     def forward(self: nn.SyncBatchNorm, x: Tensor) -> Tensor:
         # The name of a device that it accepts.
-        with mock.patch.object(
-            torch._C, "_get_privateuse1_backend_name", return_value="cpu"
-        ):
+        with mock.patch.object(torch._C, "_get_privateuse1_backend_name", return_value="cpu"):
             return plain(self, x)
 
     nn.SyncBatchNorm.forward = forward
-    DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: (
-        None
-    )  # a check of devices
+    DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None  # a check of devices
     norm.has_kernel = lambda *_: False

@@ -34,19 +34,13 @@ KILLED_AT = 3
 def result(net: torch.nn.Module, **more: Any) -> dict[str, Any]:
     tensors = state(net)
     last = next(t for name, t in reversed(tensors.items()) if name.endswith("weight"))
-    return {
-        "digest": ranks.digest(tensors).hex(),
-        "weights": last.flatten().tolist(),
-        **more,
-    }
+    return {"digest": ranks.digest(tensors).hex(), "weights": last.flatten().tolist(), **more}
 
 
 # ------------------------------------------------------------------------------- on two ranks
 
 
-def finetuned(
-    folder: Path, name: str = "mlp", synced: bool = False, **changes: Any
-) -> Any:
+def finetuned(folder: Path, name: str = "mlp", synced: bool = False, **changes: Any) -> Any:
     net, teacher = thinned(make(name)), make(name)
     # 41 samples: shares of 8 and 8, and in the last batch of 4 and 5.
     settings = dataclasses.replace(SMALL, **changes)
@@ -82,57 +76,28 @@ def dense(folder: Path) -> Any:
 def snl(folder: Path) -> Any:
     where = folder / f"snl{ranks.world()}"
     start = fastbcd.snl(make("mlp"), data(61), 30, run_dir=where, **QUICK)
-    return result(
-        start.model, counts=[r.count for r in start.history], kept=start.masks.count()
-    )
+    return result(start.model, counts=[r.count for r in start.history], kept=start.masks.count())
 
 
 def autorep(folder: Path) -> Any:
     start = fastbcd.autorep(
-        make("mlp"),
-        data(61),
-        30,
-        epochs=3,
-        lr=0.05,
-        penalty=20.0,
-        batch_size=32,
-        finetune=SHORT,
+        make("mlp"), data(61), 30, epochs=3, lr=0.05, penalty=20.0, batch_size=32, finetune=SHORT
     )
-    return result(
-        start.model, counts=[r.count for r in start.history], kept=start.masks.count()
-    )
+    return result(start.model, counts=[r.count for r in start.history], kept=start.masks.count())
 
 
 def deepreduce(folder: Path) -> Any:
     start = fastbcd.deepreduce(
-        make("mlp"),
-        data(61),
-        12,
-        epochs=8,
-        trial_epochs=1,
-        lr=0.02,
-        batch_size=32,
-        finetune=SHORT,
+        make("mlp"), data(61), 12, epochs=8, trial_epochs=1, lr=0.02, batch_size=32, finetune=SHORT
     )
-    facts = [
-        v for r in start.history for v in (r.count, r.notes.get("train_accuracy", 0))
-    ]
-    return result(
-        start.model, counts=facts, kept=start.masks.bits.nonzero().flatten().tolist()
-    )
+    facts = [v for r in start.history for v in (r.count, r.notes.get("train_accuracy", 0))]
+    return result(start.model, counts=facts, kept=start.masks.bits.nonzero().flatten().tolist())
 
 
 def senet(folder: Path) -> Any:
     tune = dataclasses.replace(SHORT, mismatch=0.1)
     start = fastbcd.senet(
-        make("mlp"),
-        data(61),
-        20,
-        epochs=3,
-        every=2,
-        lr=0.02,
-        batch_size=32,
-        finetune=tune,
+        make("mlp"), data(61), 20, epochs=3, every=2, lr=0.02, batch_size=32, finetune=tune
     )
     changed = [r.notes["changed"] for r in start.history if "changed" in r.notes]
     return result(start.model, counts=changed, kept=start.masks.count())
@@ -143,9 +108,7 @@ def relupruner(folder: Path) -> Any:
         make("mlp"), data(61), 30, epochs=3, warmup=0, interval=1, lr=0.01, batch_size=32,
         finetune=SHORT,
     )  # fmt: skip
-    return result(
-        start.model, counts=[r.count for r in start.history], kept=start.masks.count()
-    )
+    return result(start.model, counts=[r.count for r in start.history], kept=start.masks.count())
 
 
 def different(folder: Path) -> Any:
@@ -163,9 +126,7 @@ def different(folder: Path) -> Any:
 
 
 def long_run(folder: Path | None) -> dict[str, Any]:
-    start = fastbcd.snl(
-        make("resnet"), data(), 250, run_dir=folder, max_epochs=7, **QUICK
-    )
+    start = fastbcd.snl(make("resnet"), data(), 250, run_dir=folder, max_epochs=7, **QUICK)
     records = [[record.count, record.loss, record.notes] for record in start.history]
     return result(start.model, records=records, accuracy=start.accuracy)
 
@@ -190,8 +151,7 @@ def all_cases(folder: Path) -> dict[str, Any]:
     alone = [case(folder) for case in cases]
     ranked = [on_ranks(case, folder, 2) for case in cases]
     found: dict[str, Any] = {
-        case.__name__: [*two, one]
-        for case, two, one in zip(cases, ranked, alone, strict=True)
+        case.__name__: [*two, one] for case, two, one in zip(cases, ranked, alone, strict=True)
     }
     found["different"] = on_ranks(different, folder, 2)
     found["killed"] = not succeeds(fork(lambda: killed(folder / "long")))

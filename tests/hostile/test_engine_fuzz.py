@@ -21,9 +21,7 @@ def differences(net, engine: str, seed: int) -> float | str:
     images = data_for(net, data)
     masks = fastbcd.masks(net).copy()
     kept = masks.bits.nonzero().flatten()
-    removals = [
-        kept[torch.rand(len(kept), generator=generator) < p] for p in (0.1, 0.5, 1.0)
-    ]
+    removals = [kept[torch.rand(len(kept), generator=generator) < p] for p in (0.1, 0.5, 1.0)]
     removals += [kept[-2:], kept[len(kept) // 2 :][:1]]
     try:
         engine_of = fastbcd.Engine(engine, batch_size=4)
@@ -57,9 +55,7 @@ def attack(seed: int, nonlinear: bool) -> dict[str, float | str]:
         found[engine] = differences(net, engine, seed)
         if isinstance(found[engine], float):
             operations = [name for name, _ in net.ops]
-            assert found[engine] < 1e-9, (
-                f"seed {seed}, {engine}: {found[engine]} of {operations}"
-            )
+            assert found[engine] < 1e-9, f"seed {seed}, {engine}: {found[engine]} of {operations}"
         else:
             assert f"engine={engine!r} cannot score RandomNet: " in found[engine]
     return found
@@ -68,9 +64,7 @@ def attack(seed: int, nonlinear: bool) -> dict[str, float | str]:
 def test_random_nets() -> None:
     """What an engine takes is exact; nets of accepted operations are nearly all taken."""
     found = [attack(seed, nonlinear=seed % 4 == 3) for seed in seeds(24)]
-    taken = [
-        sum(isinstance(f[e], float) for f in found) for e in ("stacked", "collapsed")
-    ]
+    taken = [sum(isinstance(f[e], float) for f in found) for e in ("stacked", "collapsed")]
     assert len(found) < 24 or min(taken) > len(found) // 2
 
 
@@ -78,14 +72,9 @@ def test_random_nets() -> None:
 def test_random_nets_on_a_gpu(gpu) -> None:
     """Every engine finds there what it finds on the CPU, or refuses on both."""
     for seed in seeds(2):
-        data = (
-            torch.randn(5, 4, 8, 8, generator=torch.Generator().manual_seed(seed)),
-            range(5),
-        )
+        data = (torch.randn(5, 4, 8, 8, generator=torch.Generator().manual_seed(seed)), range(5))
         for engine in ("sequential", "stacked", "collapsed"):
-            here, there = (
-                scored(seed, data, engine, device) for device in ("cpu", "cuda")
-            )
+            here, there = (scored(seed, data, engine, device) for device in ("cpu", "cuda"))
             assert type(here) is type(there), (engine, here, there)
             if not isinstance(here, str):
                 torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)

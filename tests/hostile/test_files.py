@@ -31,10 +31,7 @@ def damage(raw: bytes, rng: random.Random) -> bytes:
     data = bytearray(raw)
     for _ in range(rng.choice([1, 1, 1, 2, 5])):
         size = len(data)
-        at, length = (
-            rng.randrange(size + 1),
-            min(rng.choice([1, 1, 2, 4, 8, 64, 1000]), size),
-        )
+        at, length = rng.randrange(size + 1), min(rng.choice([1, 1, 2, 4, 8, 64, 1000]), size)
         kind = rng.randrange(7)
         if kind == 0:
             del data[at:]
@@ -64,28 +61,19 @@ def repack(raw: bytes, rng: random.Random) -> bytes:
         chosen = rng.choice(names)
         for name in names:
             content = old.read(name)
-            new.writestr(
-                name, damage(content, rng) if name == chosen and content else content
-            )
+            new.writestr(name, damage(content, rng) if name == chosen and content else content)
     return result.getvalue()
 
 
 def checkpoint(**options) -> bytes:
     stream = io.BytesIO()
-    torch.save(
-        {"state_dict": published_nets.snl("resnet18").state_dict()}, stream, **options
-    )
+    torch.save({"state_dict": published_nets.snl("resnet18").state_dict()}, stream, **options)
     return stream.getvalue()
 
 
 def npz(tmp_path) -> bytes:
     stream = io.BytesIO()
-    np.savez(
-        stream,
-        images=np.zeros((3, 3, 4, 4), np.uint8),
-        labels=np.arange(3),
-        mean=np.ones(3),
-    )
+    np.savez(stream, images=np.zeros((3, 3, 4, 4), np.uint8), labels=np.arange(3), mean=np.ones(3))
     return stream.getvalue()
 
 
@@ -119,11 +107,7 @@ def test_damaged_files(name, tmp_path) -> None:
     refused = 0
     for seed in seeds(40):
         rng = random.Random(seed)
-        broken = (
-            repack(raw, rng)
-            if raw[:2] == b"PK" and rng.random() < 0.5
-            else damage(raw, rng)
-        )
+        broken = repack(raw, rng) if raw[:2] == b"PK" and rng.random() < 0.5 else damage(raw, rng)
         path.write_bytes(broken)
         where = str(path.parent if name == "packed" else path)
         before, message = peak(), where
@@ -154,25 +138,15 @@ def test_pickles_that_run_code_are_refused_at_any_place(tmp_path) -> None:
     mark, state = tmp_path / "run", published_nets.snl("resnet18").state_dict()
     for seed in seeds(15):
         rng = random.Random(seed)
-        attack = rng.choice(
-            [Attack(exec, f"open({str(mark)!r}, 'w')"), Attack(mark.touch)]
-        )
-        nested = rng.choice(
-            [attack, [attack], {"x": attack}, (1, [attack]), {attack: 1}]
-        )
+        attack = rng.choice([Attack(exec, f"open({str(mark)!r}, 'w')"), Attack(mark.touch)])
+        nested = rng.choice([attack, [attack], {"x": attack}, (1, [attack]), {attack: 1}])
         place = rng.choice(["state_dict", "optimizer", "masks"])
         content = {"state_dict": state, place: nested}
-        torch.save(
-            content,
-            tmp_path / "c.pth",
-            _use_new_zipfile_serialization=rng.random() < 0.5,
-        )
+        torch.save(content, tmp_path / "c.pth", _use_new_zipfile_serialization=rng.random() < 0.5)
         for load in (fastbcd.load_snl, fastbcd.load_relupruner):
             with pytest.raises(REFUSALS, match=r"c\.pth"):
                 load(tmp_path / "c.pth")
-        np.savez(
-            tmp_path / "x.npz", images=np.array([nested], dtype=object), labels=[0]
-        )
+        np.savez(tmp_path / "x.npz", images=np.array([nested], dtype=object), labels=[0])
         with pytest.raises(REFUSALS, match=r"x\.npz"):
             load_npz(tmp_path / "x.npz", "train")
         assert not mark.exists()
@@ -180,10 +154,7 @@ def test_pickles_that_run_code_are_refused_at_any_place(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "words"),
-    [
-        ((4, 1, 8, 8), r"\[1, 8, 8\].*3 channels"),
-        ((4, 3, 9, 9), r"\[3, 9, 9\]: mask has shape"),
-    ],
+    [((4, 1, 8, 8), r"\[1, 8, 8\].*3 channels"), ((4, 3, 9, 9), r"\[3, 9, 9\]: mask has shape")],
 )
 def test_images_that_the_net_does_not_take(shape, words) -> None:
     net = fastbcd.models.resnet20(5, 8, width=4, blocks=1)
@@ -198,7 +169,5 @@ def test_images_that_the_net_does_not_take(shape, words) -> None:
         lambda: fastbcd.snl(net, data, 300),
     ]
     for call in calls:
-        with pytest.raises(
-            ValueError, match=f"the net does not run on images of shape {words}"
-        ):
+        with pytest.raises(ValueError, match=f"the net does not run on images of shape {words}"):
             call()

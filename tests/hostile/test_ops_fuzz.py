@@ -32,11 +32,7 @@ DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 def random_case(op: str, r: random.Random) -> Case:
     spatial = [r.choice((1, 1, 2, 3, 7, 16, 33)) for _ in range(r.randrange(4))]
-    sizes = (
-        r.choice((1, 2, 3, 33)),
-        r.choice((0, 1, 2, 5, 9)),
-        r.choice((1, 2, 3, 8, 65)),
-    )
+    sizes = (r.choice((1, 2, 3, 33)), r.choice((0, 1, 2, 5, 9)), r.choice((1, 2, 3, 8, 65)))
     norm = op == "norm_relu"
     if norm:  # with few values per channel the gradients cancel to rounding error
         sizes = (1, r.choice((8, 9, 17)), sizes[2])

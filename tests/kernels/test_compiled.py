@@ -39,10 +39,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 CUDA = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 86, 90, 100, 120)}
-AMD = {
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx1100": GPUTarget("hip", "gfx1100", 32),
-}
+AMD = {"gfx942": GPUTarget("hip", "gfx942", 64), "gfx1100": GPUTarget("hip", "gfx1100", 32)}
 TARGETS = {**CUDA, **AMD}
 
 ALIGNED = (2, 2, 64, 8, 4)  # T, B, C, H, W
@@ -134,9 +131,7 @@ def compiled(target: GPUTarget, call: Any) -> dict[str, tuple[Any, int]]:
     with (
         mock.patch.object(triton.runtime.driver, "_active", Offline(target)),
         mock.patch.object(JITFunction, "__getitem__", compile_only),
-        mock.patch.object(
-            triton_kernels.common, "warp_size", return_value=target.warp_size
-        ),
+        mock.patch.object(triton_kernels.common, "warp_size", return_value=target.warp_size),
         mock.patch.object(triton_kernels.common, "ON_CUDA", target.backend == "cuda"),
         mock.patch.object(kernels, "module_for", return_value=triton_kernels),
         mock.patch.object(triton_kernels, "TRUSTED", True),
@@ -164,11 +159,7 @@ class Code(NamedTuple):
         for name in self.instructions:
             first, *modifiers = name.split(".")
             if first == instruction:
-                sizes = [
-                    int(m.lstrip("US"))
-                    for m in modifiers
-                    if re.fullmatch(r"[US]?\d+", m)
-                ]
+                sizes = [int(m.lstrip("US")) for m in modifiers if re.fullmatch(r"[US]?\d+", m)]
                 found[sizes[0] if sizes else 32] += 1
         return found
 
@@ -181,15 +172,11 @@ def code_of(name: str, case: Case) -> dict[str, Code]:
     assert set(built) == {"forward", "backward"}
     listings = disassemble([k.asm["cubin"] for k, _ in built.values()], target.arch)
     found = {}
-    for (direction, (kernel, block)), listing in zip(
-        built.items(), listings, strict=True
-    ):
+    for (direction, (kernel, block)), listing in zip(built.items(), listings, strict=True):
         threads = kernel.metadata.num_warps * target.warp_size
         resources = resource_usage(kernel.asm["cubin"])
         resources["SHARED"] += kernel.metadata.shared  # allocated at launch
-        found[direction] = Code(
-            resources, listing, kernel.asm["ttir"], block // threads
-        )
+        found[direction] = Code(resources, listing, kernel.asm["ttir"], block // threads)
     return found
 
 
@@ -198,9 +185,7 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
         tool = triton.knobs.nvidia.cuobjdump.path
-        text = subprocess.check_output(
-            [tool, "--dump-resource-usage", str(path)], text=True
-        )
+        text = subprocess.check_output([tool, "--dump-resource-usage", str(path)], text=True)
     return {k: int(v) for k, v in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
 
 
@@ -211,9 +196,7 @@ def disassemble(cubins: list[bytes], arch: int) -> list[list[str]]:
         path = Path(folder, "kernels.bin")
         path.write_bytes(b"".join(texts))
         tool = triton.knobs.nvidia.nvdisasm.path
-        listing = subprocess.check_output(
-            [tool, "--binary", f"SM{arch}", str(path)], text=True
-        )
+        listing = subprocess.check_output([tool, "--binary", f"SM{arch}", str(path)], text=True)
     lines = re.findall(r"/\*([0-9a-f]+)\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", listing)
     found: list[list[str]] = [[] for _ in texts]
     ends = [sum(map(len, texts[: i + 1])) for i in range(len(texts))]
@@ -229,9 +212,7 @@ def machine_code(cubin: bytes) -> bytes:
     """The .text section of a cubin, which is an ELF file with one kernel."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
-    sections = [
-        struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)
-    ]
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
     (text,) = (
         cubin[offset : offset + length]
         for name, _, _, _, offset, length in sections
@@ -245,9 +226,7 @@ def cuda_cases(*excluded: tuple[int, ...]) -> Any:
     return pytest.mark.parametrize(
         ("name", "case"),
         [
-            pytest.param(
-                n, c, id=f"{n}-{c}", marks=[] if (n, c) in QUICK else pytest.mark.long
-            )
+            pytest.param(n, c, id=f"{n}-{c}", marks=[] if (n, c) in QUICK else pytest.mark.long)
             for n, c in pairs
         ],
     )
@@ -278,15 +257,10 @@ def test_enough_work_is_under_way(name: str, case: Case) -> None:
         registers = 8 * -(-code.resources["REG"] // 8)
         warps = min(64, 65536 // (32 * registers))
         if reduces(case, direction):
-            warps = min(
-                warps, 32
-            )  # a program has one warp, and a processor takes 32 programs
+            warps = min(warps, 32)  # a program has one warp, and a processor takes 32 programs
         assert warps >= 16
         itemsize = 4 if case.dtype == "float32" else 2
-        assert (
-            warps * 32 * code.per_thread * itemsize * tensors_read(case, direction)
-            >= 8192
-        )
+        assert warps * 32 * code.per_thread * itemsize * tensors_read(case, direction) >= 8192
         assert len(code.instructions) <= 250 * max(4, code.per_thread)
 
 
@@ -305,9 +279,7 @@ def test_accesses_are_wide(name: str, case: Case) -> None:
 
 def check_widths(case: Case, direction: str, code: Code) -> None:
     half, sums_too = case.dtype != "float32", reduces(case, direction)
-    wide = (
-        64 if half and sums_too else 128
-    )  # partial sums are fp32: 4 elements per thread
+    wide = 64 if half and sums_too else 128  # partial sums are fp32: 4 elements per thread
     assert code.per_thread * (16 if half else 32) == wide
 
     backward, relu = direction == "backward", case.op == "masked_relu"
@@ -318,9 +290,7 @@ def check_widths(case: Case, direction: str, code: Code) -> None:
     in_order = case.order == case.mask_order
     mask = 8 * code.per_thread if in_order else 8
     masks = 1 if in_order else code.per_thread
-    if (
-        case.op == "soft_relu"
-    ):  # numbers of 32 bits instead of bytes, always in x's order
+    if case.op == "soft_relu":  # numbers of 32 bits instead of bytes, always in x's order
         mask, masks = 128, code.per_thread * 32 // 128
     parameter = 128 if case.order == "channels_last" else 32
 
@@ -336,13 +306,7 @@ def check_widths(case: Case, direction: str, code: Code) -> None:
     sums = (sums + (case.op in UNSTACKED)) * sums_too
     # dx is also the gradient of the residual where there is no scale.
     separate = case.affine or "shared " in case.trials
-    both = (
-        backward
-        and case.residual
-        and not case.frozen
-        and case.op in MASKED
-        and separate
-    )
+    both = backward and case.residual and not case.frozen and case.op in MASKED and separate
     assert stores.keys() <= {wide, *([128] if sums else [])}
     least = Counter({wide: 1 + both})
     least[128] += sums
@@ -377,9 +341,7 @@ def test_on_amd(name: str, case: Case) -> None:
         names = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
         for resource in (*names, "group_segment_fixed_size"):
             assert set(re.findall(rf"\.{resource}: +(\d+)", text)) == {"0"}, resource
-        text = re.sub(
-            r"_b(\d+)\b", lambda bits: "_dwordx" + str(int(bits[1]) // 32), text
-        )
+        text = re.sub(r"_b(\d+)\b", lambda bits: "_dwordx" + str(int(bits[1]) // 32), text)
         stores = set(re.findall(r"(?:global|buffer)_store_(\w+)", text))
         half = case.dtype != "float32" and reduces(case, direction)
         assert stores == ({"dwordx4", "dwordx2"} if half else {"dwordx4"})
@@ -391,23 +353,15 @@ def test_on_amd(name: str, case: Case) -> None:
 @pytest.mark.parametrize(
     ("name", "batch"),
     [
-        pytest.param(
-            n, b, marks=[] if n == "sm_90" and b in (3, 128) else pytest.mark.long
-        )
+        pytest.param(n, b, marks=[] if n == "sm_90" and b in (3, 128) else pytest.mark.long)
         for n in TARGETS
         for b in (3, 32, 100, 128, 1024)
     ],
 )
 def test_kink(name: str, batch: int, fresh: bool) -> None:
     """No spills, no shared memory, no division per element; wide accesses of aligned rows."""
-    c, a, mask = (
-        torch.zeros(33, 8, batch),
-        torch.zeros(33, batch),
-        torch.zeros(33, 8).byte(),
-    )
-    ((kernel, _),) = compiled(
-        TARGETS[name], lambda: kink(c, a, mask, fresh=fresh)
-    ).values()
+    c, a, mask = torch.zeros(33, 8, batch), torch.zeros(33, batch), torch.zeros(33, 8).byte()
+    ((kernel, _),) = compiled(TARGETS[name], lambda: kink(c, a, mask, fresh=fresh)).values()
     assert kernel.metadata.shared == 0
     if name not in CUDA:
         return

@@ -22,9 +22,7 @@ from helpers.op_cases import (
 pytest.importorskip("triton.language", reason="triton is not installed")
 kernels = pytest.importorskip("fastbcd.kernels.triton")
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA device"
-)
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 GROUPS = groups(("float32", "float16", "bfloat16"))
 ODD = list(odd_cases())
@@ -32,12 +30,8 @@ CHUNKS = {"one item per program": (10**9, 1), "two items per program": (1, 2)}
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
-@pytest.mark.parametrize(
-    ("op", "dtype", "trials"), GROUPS, ids=["-".join(g) for g in GROUPS]
-)
-def test_kernels_equal_the_reference(
-    monkeypatch, nan_empty, op, dtype, trials, chunks
-) -> None:
+@pytest.mark.parametrize(("op", "dtype", "trials"), GROUPS, ids=["-".join(g) for g in GROUPS])
+def test_kernels_equal_the_reference(monkeypatch, nan_empty, op, dtype, trials, chunks) -> None:
     monkeypatch.setattr(kernels.common, "ELEMENTWISE", CHUNKS[chunks])
     monkeypatch.setattr(kernels.common, "REDUCING", CHUNKS[chunks])
     odd = [c for c in ODD if (c.op, c.dtype, c.trials) == (op, dtype, trials)]
@@ -49,9 +43,7 @@ def test_kernels_equal_the_reference(
 
 @pytest.mark.parametrize("op", dict.fromkeys(op for op, _, _ in GROUPS))
 def test_sums_are_the_same_every_time(op) -> None:
-    case = Case(
-        op, "float16", affine=op in MASKED, residual=True, sizes=(1, 64, 64, 32, 32)
-    )
+    case = Case(op, "float16", affine=op in MASKED, residual=True, sizes=(1, 64, 64, 32, 32))
     given = arguments(case, "cuda")
     once, again = results(case, given), results(case, given)
     for name, value in once.items():
@@ -64,9 +56,7 @@ def huge_forward(sizes: tuple[int, ...], device: str) -> None:
     x = torch.randn(batch, *site, device=device, dtype=torch.float16)
     mask = torch.rand(trials, *site, device=device) < 0.5
     y = new_output(x, mask, True)
-    kernels.masked_forward(
-        y, x, mask, None, None, None, None, geometry(x, mask, True, True)
-    )
+    kernels.masked_forward(y, x, mask, None, None, None, None, geometry(x, mask, True, True))
     for t in (0, trials // 2, trials - 1):
         assert torch.equal(y[t], reference.masked(x, mask[t]))
 

@@ -9,9 +9,7 @@ import gpu
 from fastbcd import kernels
 from fastbcd.ops.calls import KERNELS
 
-pytestmark = pytest.mark.skipif(
-    kernels.INTERPRETED, reason="the C++ kernels are not in use"
-)
+pytestmark = pytest.mark.skipif(kernels.INTERPRETED, reason="the C++ kernels are not in use")
 CPU = torch.device("cpu")
 SITE = (8, 2, 2)
 
@@ -29,9 +27,7 @@ def test_bytes_are_those_of_arguments_and_results() -> None:
     items, units, channels = 10 * 32, 32, 8
     full = "masked_relu_forward float32 contiguous full"
     assert found[full] == 3 * 4 * items + units + 2 * 4 * channels
-    assert (
-        found["masked_relu_forward float16 channels_last bare"] == 2 * 2 * items + units
-    )
+    assert found["masked_relu_forward float16 channels_last bare"] == 2 * 2 * items + units
     bare = "soft_relu_backward float32 contiguous bare"
     assert found[bare] == 3 * 4 * items + 2 * 4 * units
 
@@ -40,10 +36,7 @@ def test_the_page_has_the_share_of_the_card(monkeypatch) -> None:
     rows = [gpu.Row("masked_relu_forward float32 contiguous bare", 1e-3, 2 * 10**9)]
     text = gpu.page("A GPU", {"Bandwidth": gpu.table(rows, 4e12, 2.5e12)})
     assert text.startswith("# fastbcd on A GPU\n")
-    assert (
-        "| masked_relu_forward float32 contiguous bare | 1.000 | 2000 | 50% | 80% |"
-        in text
-    )
+    assert "| masked_relu_forward float32 contiguous bare | 1.000 | 2000 | 50% | 80% |" in text
     assert "4000 GB/s by its specification; a copy reaches 2500 GB/s" in text
     assert "unknown" in gpu.table(rows, None, 2.5e12)
     assert gpu.copy_bandwidth(CPU, elements=1000, rounds=1) > 0
@@ -55,9 +48,7 @@ def test_the_bandwidth_of_a_card(monkeypatch) -> None:
         memory_clock_rate, memory_bus_width = 2_619_000, 5120  # kHz, bits
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H100)
-    assert gpu.card_bandwidth(torch.device("cuda:0")) == pytest.approx(
-        3.35e12, rel=0.01
-    )
+    assert gpu.card_bandwidth(torch.device("cuda:0")) == pytest.approx(3.35e12, rel=0.01)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -21,9 +21,7 @@ pytest.importorskip("triton.language", reason="triton is not installed")
 
 RUN = Path(__file__).parents[1] / "helpers" / "interpreter_run.py"
 GROUPS = (*MASKED, "soft_relu", "indicator_poly", *SALIENCY, "out", "kink")
-SCOPE = pytest.mark.parametrize(
-    "scope", ["", pytest.param("all", marks=pytest.mark.long)]
-)
+SCOPE = pytest.mark.parametrize("scope", ["", pytest.param("all", marks=pytest.mark.long)])
 
 
 @functools.cache
@@ -40,13 +38,7 @@ def results(scope: str) -> dict[str, list[str]]:
 @SCOPE
 @pytest.mark.parametrize("group", GROUPS)
 def test_kernels_equal_the_reference(scope, group) -> None:
-    found = {
-        n: v
-        for n, v in results(scope).items()
-        if n.replace(" ", "-").split("-")[0] == group
-    }
+    found = {n: v for n, v in results(scope).items() if n.replace(" ", "-").split("-")[0] == group}
     assert len(found) > 3
     wrong = [f"{name}\n    {line}" for name, lines in found.items() for line in lines]
-    assert not wrong, f"{len(wrong)} differences in {len(found)} cases:\n" + "\n".join(
-        wrong
-    )
+    assert not wrong, f"{len(wrong)} differences in {len(found)} cases:\n" + "\n".join(wrong)

@@ -43,9 +43,7 @@ def test_partial_sums_are_a_tenth_of_the_tensors(net, batch) -> None:
                 p = common.plan(g, itemsize, rows + units, streams)
                 tensors = streams * itemsize * batch * channels * side * side
                 by_unit = p.chunks * channels * side * side * units * (p.chunks > 1)
-                partial = (
-                    4 * 2 * (p.slots * p.width * rows + by_unit)
-                )  # written and read
+                partial = 4 * 2 * (p.slots * p.width * rows + by_unit)  # written and read
                 assert partial <= 0.1 * tensors, (name, channels, itemsize, p)
 
 
@@ -63,9 +61,7 @@ def test_a_scored_batch_launches_as_many_kernels_whatever_replaces_a_relu(gpu) -
         net, calls = prepared(replacement)
         net.eval()
         masks, places = fastbcd.masks(net), []
-        removals = torch.stack(
-            [masks.sample(20, seed=0, step=0, trial=t) for t in range(8)]
-        )
+        removals = torch.stack([masks.sample(20, seed=0, step=0, trial=t) for t in range(8)])
         for images in (16, 24):  # two batches and three
             x = torch.randint(0, 256, (images, 3, 8, 8), dtype=torch.uint8)
             data = fastbcd.ImageData.from_arrays(x, torch.arange(images) % 5).to("cuda")

@@ -45,9 +45,7 @@ def native() -> Iterator[Any]:
 
 @pytest.mark.parametrize("op", [*MASKED, *UNSTACKED])
 def test_kernels_equal_the_reference(native, op) -> None:
-    full = Case(
-        op, affine=op in MASKED, residual=True, special=True, sizes=(2, 3, 24, 5, 3)
-    )
+    full = Case(op, affine=op in MASKED, residual=True, special=True, sizes=(2, 3, 24, 5, 3))
     last = full._replace(order="channels_last")
     cases = [last]
     if op in MASKED:
@@ -62,9 +60,7 @@ GROUPS = groups(("float32", "float16", "bfloat16"))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("op", "dtype", "trials"), GROUPS, ids=["-".join(g) for g in GROUPS]
-)
+@pytest.mark.parametrize(("op", "dtype", "trials"), GROUPS, ids=["-".join(g) for g in GROUPS])
 def test_every_case_equals_the_reference(native, nan_empty, op, dtype, trials) -> None:
     odd = [c for c in odd_cases() if (c.op, c.dtype, c.trials) == (op, dtype, trials)]
     for case in grid(op, dtype, trials) + odd:
@@ -79,16 +75,7 @@ def test_real_sizes(native, op, site, dtype) -> None:
     for order in ("contiguous", "channels_last"):
         trials = TRIALS if op in MASKED else ("none",)
         for which in trials[::2]:
-            case = Case(
-                op,
-                dtype,
-                which,
-                order,
-                "contiguous",
-                op in MASKED,
-                True,
-                (4, 25, *site),
-            )
+            case = Case(op, dtype, which, order, "contiguous", op in MASKED, True, (4, 25, *site))
             assert not compare(case), case
 
 
@@ -113,9 +100,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(native, nan_empty, fault) -> None:
     function, old, new, op = FAULTS[fault]
-    case = Case(
-        f"masked_{op}", order="channels_last", residual=True, sizes=(1, 3, 24, 5, 3)
-    )
+    case = Case(f"masked_{op}", order="channels_last", residual=True, sizes=(1, 3, 24, 5, 3))
     with native_triton.changed(getattr(native.masked, function), old, new):
         assert compare(case)
 
@@ -130,9 +115,7 @@ def run_on(device: str, call: Any) -> fastbcd.Run:
 
 def bcd(net, data) -> fastbcd.Run:
     finetune = fastbcd.Finetune(epochs=1, batch_size=12, amp=False, padding=1)
-    return fastbcd.bcd(
-        net, data, 9_000, drc=2_000, rt=2, finetune=finetune, proposal="saliency"
-    )
+    return fastbcd.bcd(net, data, 9_000, drc=2_000, rt=2, finetune=finetune, proposal="saliency")
 
 
 def linearize(net, data) -> fastbcd.Run:

@@ -65,9 +65,7 @@ def identity_twin(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", TORCHVISION)
 def test_torchvision(name, torchvision, device) -> None:
     kwargs = {"init_weights": False} if name == "googlenet" else {}
-    model = randomize(
-        getattr(torchvision.models, name)(weights=None, num_classes=10, **kwargs)
-    )
+    model = randomize(getattr(torchvision.models, name)(weights=None, num_classes=10, **kwargs))
     model = model.eval().to(device)
     x = torch.randn(2, 3, 64, 64, device=device)
     before = {k: v.clone() for k, v in model.state_dict().items()}
@@ -80,17 +78,13 @@ def test_torchvision(name, torchvision, device) -> None:
         assert torch.equal(net(x), logits)
         fastbcd.set_masks(net, masks.without(masks.bits.nonzero().flatten()))
         assert masks.count() == 0
-        torch.testing.assert_close(
-            net(x), identity_twin(model, x.clone()), rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(net(x), identity_twin(model, x.clone()), rtol=1e-5, atol=1e-5)
     # The model is untouched; the weights keep their keys and their order.
     assert [k for k in net.state_dict() if not k.endswith("mask")] == list(before)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert not any(isinstance(m, MaskedReLU) for m in model.modules())
     assert all(not m.training for m in model.modules())
-    shared = {p.data_ptr() for p in model.parameters()} & {
-        p.data_ptr() for p in net.parameters()
-    }
+    shared = {p.data_ptr() for p in model.parameters()} & {p.data_ptr() for p in net.parameters()}
     assert not shared
 
 
@@ -224,16 +218,11 @@ def test_in_place_relu_through_a_view_is_refused() -> None:
 
 
 def test_sequential_mlp(device) -> None:
-    model = nn.Sequential(
-        nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 2)
-    )
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 2))
     model.to(device)
     x = torch.randn(3, 5, device=device)
     net = convert(model, x)
-    assert [tuple(s) for s in fastbcd.masks(net).sites] == [
-        ("1", (7,), 0),
-        ("3", (6,), 7),
-    ]
+    assert [tuple(s) for s in fastbcd.masks(net).sites] == [("1", (7,), 0), ("3", (6,), 7)]
     assert torch.equal(net(x), model(x))
 
 
@@ -245,9 +234,7 @@ def test_a_module_called_twice_gets_two_sites() -> None:
     assert torch.equal(net(torch.ones(2, 4)), model(torch.ones(2, 4)))
     with torch.no_grad():
         net.get_parameter("0.weight").zero_()
-    assert net.get_submodule("2") is net.get_submodule("0"), (
-        "shared weights stay shared"
-    )
+    assert net.get_submodule("2") is net.get_submodule("0"), "shared weights stay shared"
 
 
 def test_sites_are_in_the_order_of_execution_not_of_registration() -> None:
@@ -270,10 +257,7 @@ def test_sites_are_in_the_order_of_execution_not_of_registration() -> None:
 @pytest.mark.parametrize("replacement", ["line", "poly"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_coefficients_have_the_dtype_of_the_net(replacement, dtype) -> None:
-    model, x = (
-        nn.Sequential(nn.Linear(3, 4), nn.ReLU()).to(dtype),
-        torch.randn(5, 3).to(dtype),
-    )
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).to(dtype), torch.randn(5, 3).to(dtype)
     net = convert(model, x, replacement=replacement)
     assert net.get_submodule("1").coef.dtype == dtype
     fastbcd.set_masks(net, fastbcd.masks(net).without([0]))
@@ -298,11 +282,7 @@ class Pooled(nn.Module):
 
 
 def test_average_pools_replace_max_pools() -> None:
-    model, average, x = (
-        Pooled().eval(),
-        Pooled(average=True).eval(),
-        torch.randn(6, 3, 7, 7),
-    )
+    model, average, x = Pooled().eval(), Pooled(average=True).eval(), torch.randn(6, 3, 7, 7)
     average.load_state_dict(model.state_dict())
     with pytest.warns(UserWarning, match="first is pool"):
         assert convert(model, x).conversion_report.comparisons == 64 * 8 + 16 * 3
@@ -320,9 +300,7 @@ def test_average_pools_replace_max_pools() -> None:
         net = convert(nn.Sequential(nn.ReLU(), pool), x, maxpool="average")
         torch.testing.assert_close(net(x), F.adaptive_avg_pool2d(x.relu(), (1, 2)))
     for bad in (nn.MaxPool2d(2, dilation=2), nn.MaxPool2d(2, return_indices=True)):
-        with pytest.raises(
-            ConversionError, match="'1' has a dilation or returns indices"
-        ):
+        with pytest.raises(ConversionError, match="'1' has a dilation or returns indices"):
             convert(nn.Sequential(nn.ReLU(), bad), x, maxpool="average")
     with pytest.raises(ValueError, match="maxpool='mean'; choose from keep, average"):
         convert(model, x, maxpool="mean")
@@ -330,10 +308,7 @@ def test_average_pools_replace_max_pools() -> None:
 
 def test_other_tracers_see_masked_activations(torchvision) -> None:
     """torch.fx with its own tracer, and the feature extractors of torchvision."""
-    model, x = (
-        torchvision.models.resnet18(weights=None).eval(),
-        torch.randn(2, 3, 32, 32),
-    )
+    model, x = torchvision.models.resnet18(weights=None).eval(), torch.randn(2, 3, 32, 32)
     by_hand = nn.Sequential(nn.Conv2d(3, 4, 3), fastbcd.MaskedLine((4, 30, 30))).eval()
     net = convert(model, x, maxpool="average")
     for one in (net, by_hand):
@@ -365,14 +340,7 @@ def test_train_mode_follows(device) -> None:
 
 @pytest.mark.parametrize(
     "dropout",
-    [
-        F.dropout,
-        F.dropout1d,
-        F.dropout2d,
-        F.dropout3d,
-        F.alpha_dropout,
-        F.feature_alpha_dropout,
-    ],
+    [F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout],
 )
 def test_functional_dropout_follows_train_mode(dropout) -> None:
     class Net(nn.Module):
@@ -434,30 +402,22 @@ class Keyword(nn.Module):
         self.register_buffer("var", torch.ones(4))
 
     def forward(self, x):
-        return F.relu(
-            F.batch_norm(x, self.mean, training=self.training, running_var=self.var)
-        )
+        return F.relu(F.batch_norm(x, self.mean, training=self.training, running_var=self.var))
 
 
 @pytest.mark.parametrize("norm", [lambda: NormAct(4), Keyword])
 def test_functional_batch_norm_follows_train_mode(norm, device) -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm(), nn.Conv2d(4, 4, 3), norm()).to(
-        device
-    )
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm(), nn.Conv2d(4, 4, 3), norm()).to(device)
     x = torch.randn(4, 3, 8, 8, device=device)
     net = convert(model, x)
-    assert [k for k in net.state_dict() if not k.endswith("mask")] == list(
-        model.state_dict()
-    )
+    assert [k for k in net.state_dict() if not k.endswith("mask")] == list(model.state_dict())
     for training in (True, True, False):
         for m in (model, net):
             m.train(training)
         assert torch.equal(net(x), model(x))
     changed = net.state_dict()
     for name, value in model.state_dict().items():
-        assert torch.equal(changed[name], value) or name.endswith(
-            "num_batches_tracked"
-        ), name
+        assert torch.equal(changed[name], value) or name.endswith("num_batches_tracked"), name
     again = convert(convert(model, x, skip=["3.*"]), x)
     loaded = pickle.loads(pickle.dumps(again))
     assert torch.equal(again.train()(x), model.train()(x))
@@ -504,11 +464,7 @@ class Auxiliary(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head, self.aux = (
-            nn.Linear(3, 3),
-            nn.Linear(3, 2),
-            nn.Linear(3, 2),
-        )
+        self.body, self.head, self.aux = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(3, 2)
 
     def forward(self, x):
         x = torch.relu(self.body(x))
@@ -557,8 +513,7 @@ def _counts(module, x):
 def test_other_dependence_on_the_mode_is_refused_by_name(function) -> None:
     model = nn.Sequential(nn.Linear(3, 3), Depends(function))
     with pytest.raises(
-        ConversionError,
-        match=r"'1' \(Depends\) computes relu .* training|'1.seen' in training",
+        ConversionError, match=r"'1' \(Depends\) computes relu .* training|'1.seen' in training"
     ):
         convert(model, torch.randn(2, 3))
 
@@ -568,8 +523,7 @@ def test_a_cumulative_functional_batch_norm_is_refused() -> None:
         ConversionError, match=r"'1' \(NormAct\) computes .* something else in training"
     ):
         convert(
-            nn.Sequential(nn.Conv2d(3, 4, 3), NormAct(4, momentum=None)),
-            torch.randn(2, 3, 5, 5),
+            nn.Sequential(nn.Conv2d(3, 4, 3), NormAct(4, momentum=None)), torch.randn(2, 3, 5, 5)
         )
 
 
@@ -586,9 +540,7 @@ def test_gradients_equal_the_models() -> None:
     net = convert(model, x)
     for m in (model, net):
         m(x).square().sum().backward()
-    for (name, p), (_, q) in zip(
-        model.named_parameters(), net.named_parameters(), strict=True
-    ):
+    for (name, p), (_, q) in zip(model.named_parameters(), net.named_parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, msg=name)
 
 
@@ -596,11 +548,7 @@ def test_wrappers_are_removed() -> None:
     model = randomize(Mixed()).eval()
     x = torch.randn(2, 3, 6, 6)
     plain = convert(model, x)
-    wrappers = (
-        nn.DataParallel(model, device_ids=[]),
-        torch.compile(model),
-        AveragedModel(model),
-    )
+    wrappers = nn.DataParallel(model, device_ids=[]), torch.compile(model), AveragedModel(model)
     for wrapped in wrappers:
         net = convert(wrapped, x)
         assert list(net.state_dict()) == list(plain.state_dict())
@@ -628,9 +576,7 @@ def test_skip_by_name() -> None:
 
 @pytest.mark.parametrize("name", ["akt", "layer4.*", "conv", "Mixed", ""])
 def test_skip_refuses_names_that_no_relu_has(name) -> None:
-    with pytest.raises(
-        ConversionError, match=rf"skip={re.escape(repr(name))} .*no ReLU; .* act,"
-    ):
+    with pytest.raises(ConversionError, match=rf"skip={re.escape(repr(name))} .*no ReLU; .* act,"):
         convert(Mixed(), torch.randn(2, 3, 6, 6), skip=["relu", name])
 
 
@@ -656,10 +602,7 @@ def test_deepcopy_and_compile_of_a_converted_net() -> None:
 
 @pytest.mark.long
 def test_a_converted_net_compiles() -> None:
-    net, x = (
-        convert(randomize(Mixed()).eval(), torch.randn(2, 3, 6, 6)),
-        torch.randn(2, 3, 6, 6),
-    )
+    net, x = convert(randomize(Mixed()).eval(), torch.randn(2, 3, 6, 6)), torch.randn(2, 3, 6, 6)
     fastbcd.set_masks(net, fastbcd.masks(net).without(range(0, 500, 3)))
     torch.testing.assert_close(torch.compile(net, fullgraph=True)(x), net(x))
 
@@ -681,28 +624,14 @@ class Folds(nn.Module):
     ("model", "x", "words"),
     [
         (nn.Linear(3, 3), torch.randn(2, 3), "Linear has no ReLU to mask"),
+        (Branches(), torch.randn(2, 3), r"cannot be traced.*test_convert.py:\d+.*MaskedReLU"),
+        (Folds(), torch.randn(2, 6), r"'relu' sees a tensor of shape \(6, 2\) for a batch of 2"),
         (
-            Branches(),
-            torch.randn(2, 3),
-            r"cannot be traced.*test_convert.py:\d+.*MaskedReLU",
-        ),
-        (
-            Folds(),
-            torch.randn(2, 6),
-            r"'relu' sees a tensor of shape \(6, 2\) for a batch of 2",
-        ),
-        (
-            nn.Sequential(
-                nn.ReLU(), nn.TransformerEncoderLayer(4, 2, batch_first=True)
-            ),
+            nn.Sequential(nn.ReLU(), nn.TransformerEncoderLayer(4, 2, batch_first=True)),
             torch.randn(2, 5, 4),
             r"not captured: '1' \(TransformerEncoderLayer\) computes relu",
         ),
-        (
-            nn.Sequential(nn.Linear(3, 3), nn.ReLU()),
-            torch.randn(2, 4),
-            r"shape \(2, 4\)",
-        ),
+        (nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 4), r"shape \(2, 4\)"),
     ],
     ids=["no relu", "untraceable", "folded batch", "hidden", "size"],
 )
@@ -759,9 +688,7 @@ def test_other_ways_to_write_a_relu(relu) -> None:
         (lambda x: torch.softmax(x, 1), ("softmax", "softmax", 6)),
         (lambda x: torch.fft.rfft(x).abs(), ("abs", "abs", 4)),
         (
-            lambda x: F.grid_sample(
-                torch.ones(4, 1, 3, 3), x.view(4, 3, 1, 2), align_corners=True
-            ),
+            lambda x: F.grid_sample(torch.ones(4, 1, 3, 3), x.view(4, 3, 1, 2), align_corners=True),
             ("grid_sample", "grid_sampler_2d", 3),
         ),
         (lambda x: F.layer_norm(x, (6,)), ("layer_norm", "native_layer_norm", 6)),
@@ -777,9 +704,7 @@ def test_nonlinear_operations_that_stay_are_reported(function, op) -> None:
     name = op[0] if op[0].startswith("1.") else f"1.{op[0]}"
     model = nn.Sequential(nn.ReLU(), Functional(function, 6)).eval()
     x = torch.randn(4, 6)
-    with pytest.warns(
-        UserWarning, match=f"^nonlinear .* 1, .*{name}.*conversion_report"
-    ) as w:
+    with pytest.warns(UserWarning, match=f"^nonlinear .* 1, .*{name}.*conversion_report") as w:
         net = convert(model, x)
     assert len(w) == 1
     listed = net.conversion_report.nonlinear
@@ -791,9 +716,7 @@ def test_nonlinear_operations_that_stay_are_reported(function, op) -> None:
     for twin in (copy.deepcopy(net), skipped):
         assert str(twin.conversion_report) == str(net.conversion_report)
         assert name in str(twin.conversion_report)
-    assert str(pickle.loads(pickle.dumps(net.conversion_report))) == str(
-        net.conversion_report
-    )
+    assert str(pickle.loads(pickle.dumps(net.conversion_report))) == str(net.conversion_report)
     assert not any("report" in key for key in net.state_dict())
     listed = fastbcd.private.cost(net, activations_only=True)
     assert listed.not_included == net.conversion_report.nonlinear
@@ -824,9 +747,7 @@ def test_comparisons_are_counted(function, shape, comparisons) -> None:
         net = convert(model, torch.randn(3, 1, *shape))
     assert net.conversion_report.comparisons == comparisons
     assert comparisons_of(nn.Sequential(net, nn.Flatten())) == comparisons
-    assert (f", with {comparisons} comparisons" in str(net.conversion_report)) == (
-        comparisons > 0
-    )
+    assert (f", with {comparisons} comparisons" in str(net.conversion_report)) == (comparisons > 0)
     (op,) = fastbcd.private.cost(net, activations_only=True).not_included
     assert op.comparisons == comparisons
     assert (f", {comparisons} comparisons per image" in str(op)) == (comparisons > 0)
@@ -849,9 +770,7 @@ def test_linear_operations_are_not_reported() -> None:
     )  # fmt: skip
     net = convert(model, torch.randn(2, 3, 8, 8))
     assert net.conversion_report.nonlinear == ()
-    assert str(net.conversion_report).startswith(
-        "144 ReLUs at 1 sites have masks; 0 other"
-    )
+    assert str(net.conversion_report).startswith("144 ReLUs at 1 sites have masks; 0 other")
 
 
 def test_a_relu_of_weights_is_no_activation() -> None:

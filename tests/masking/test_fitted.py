@@ -12,13 +12,9 @@ from helpers.nets import images, make, thinned
 def pre_activations(net: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
     """What every site of a net with hand-written calls sees, by a plain forward with hooks."""
     seen: dict[str, torch.Tensor] = {}
-    sites = {
-        name: m for name, m in net.named_modules() if isinstance(m, fastbcd.MaskedReLU)
-    }
+    sites = {name: m for name, m in net.named_modules() if isinstance(m, fastbcd.MaskedReLU)}
     for name, act in sites.items():
-        act.register_forward_pre_hook(
-            lambda m, args, name=name: seen.update({name: args[0]})
-        )
+        act.register_forward_pre_hook(lambda m, args, name=name: seen.update({name: args[0]}))
     with torch.no_grad():
         net(x)
     return seen
@@ -56,9 +52,7 @@ def test_quadratics_have_a_share_of_the_c2_of_least_squares(name) -> None:
     poly = fastbcd.to_poly(net, (x, labels))
     for site, channel, row in by_channel(net, x):
         c2 = SQUARES * least_squares(row, row.relu(), 2)[2]
-        expected = torch.cat(
-            [least_squares(row, row.relu() - c2 * row**2, 1), c2[None]]
-        )
+        expected = torch.cat([least_squares(row, row.relu() - c2 * row**2, 1), c2[None]])
         found = poly.get_submodule(site).coef[:, channel].detach().double()
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
@@ -104,9 +98,7 @@ def test_a_removal_changes_the_logits_less_than_by_the_identity() -> None:
     net, data = make("resnet"), images(200)
     nets, x = [fastbcd.to_poly(net, data), fastbcd.to_line(net, data), net], data[0]
     logits = [one(x) for one in nets]
-    assert all(
-        torch.equal(other, logits[-1]) for other in logits
-    )  # no ReLU is removed yet
+    assert all(torch.equal(other, logits[-1]) for other in logits)  # no ReLU is removed yet
     gone = fastbcd.masks(net).sample(100, seed=0, step=0, trial=0)
     for one in nets:
         fastbcd.set_masks(one, fastbcd.masks(one).without(gone))
@@ -132,12 +124,8 @@ def test_lines_are_trained_slower_than_weights() -> None:
     with tuner.session() as session:
         session.epoch(0, 0.01)
         rates = {
-            p: group["lr"]
-            for group in session.optimizer.param_groups
-            for p in group["params"]
+            p: group["lr"] for group in session.optimizer.param_groups for p in group["params"]
         }
     slow = {m.coef for m in net.modules() if isinstance(m, fastbcd.MaskedLine)}
-    assert all(
-        rate == pytest.approx(0.001 if p in slow else 0.01) for p, rate in rates.items()
-    )
+    assert all(rate == pytest.approx(0.001 if p in slow else 0.01) for p, rate in rates.items())
     assert set(net.parameters()) == set(rates)

@@ -65,11 +65,7 @@ def test_without_is_a_copy() -> None:
     [
         ([31], IndexError, "id 31 is out of range: there are 31"),
         ([-1], IndexError, "id -1 is out of range"),
-        (
-            [3, 7],
-            ValueError,
-            r"id 7 \(site 'a.relu', position \(0, 2, 1\)\) is not kept",
-        ),
+        ([3, 7], ValueError, r"id 7 \(site 'a.relu', position \(0, 2, 1\)\) is not kept"),
         ([1.5], TypeError, "must be integers"),
         ([True], TypeError, "must be integers"),
     ],
@@ -151,13 +147,9 @@ def test_the_uniformity_test_catches_biased_samplers() -> None:
     assert chi_square(subset_counts(never_neighbours, 6, 2, 4000)) > 10
 
 
-def test_sample_at_full_size_is_uniform_over_sites_and_streams_are_independent() -> (
-    None
-):
+def test_sample_at_full_size_is_uniform_over_sites_and_streams_are_independent() -> None:
     m = MaskSet.full({"s": (491_520,)})
-    draws = [
-        m.sample(1000, seed=0, step=s, trial=t) for s in range(10) for t in range(20)
-    ]
+    draws = [m.sample(1000, seed=0, step=s, trial=t) for s in range(10) for t in range(20)]
     counts = (torch.cat(draws) // (491_520 // 64)).bincount(minlength=64)
     assert abs(chi_square(counts.numpy().astype(float))) < 4
     # Two independent samples share about 1000²/491520 = 2.03 ids.
@@ -218,24 +210,12 @@ def test_masks_is_a_live_view() -> None:
     fastbcd.set_masks(net, view.without([8]))
     assert net[3].mask.tolist() == [True, True, False]
     net.to(torch.float64)
-    assert view.bits.tolist() == [
-        True,
-        True,
-        False,
-        True,
-        True,
-        True,
-        True,
-        True,
-        False,
-    ]
+    assert view.bits.tolist() == [True, True, False, True, True, True, True, True, False]
 
 
 def test_set_masks_refuses_another_net() -> None:
     net = two_layers()
-    with pytest.raises(
-        ValueError, match=r"site 0 is 'a.relu' \(2, 3, 3\), expected '1' \(6,\)"
-    ):
+    with pytest.raises(ValueError, match=r"site 0 is 'a.relu' \(2, 3, 3\), expected '1' \(6,\)"):
         fastbcd.set_masks(net, some_masks())
     with pytest.raises(ValueError, match="it has 1 sites, expected 2"):
         fastbcd.set_masks(net, MaskSet.full({"1": (6,)}))
@@ -293,9 +273,7 @@ def test_load_refuses(tmp_path) -> None:
 def test_a_failed_save_keeps_the_old_file(tmp_path, monkeypatch) -> None:
     m = some_masks()
     m.save(tmp_path / "m")
-    monkeypatch.setattr(
-        os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full"))
-    )
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         m.without([1]).save(tmp_path / "m")
     assert MaskSet.load(tmp_path / "m") == m
@@ -329,11 +307,7 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.act, self.body, self.out = (
-            MaskedReLU(16),
-            nn.Linear(16, 16),
-            nn.Linear(16, 3),
-        )
+        self.act, self.body, self.out = MaskedReLU(16), nn.Linear(16, 16), nn.Linear(16, 3)
 
     def forward(self, x):
         return self.out(self.act(self.body(self.act(x.flatten(1)))))
@@ -359,9 +333,7 @@ USES = {
 def test_a_mask_that_is_called_twice_is_refused(use, make) -> None:
     if (make, use) == (Untraceable, "cost"):
         return  # there is no data to run it on
-    with pytest.raises(
-        ValueError, match=r"forward calls 'act' 2 times.*its own Masked"
-    ):
+    with pytest.raises(ValueError, match=r"forward calls 'act' 2 times.*its own Masked"):
         USES[use](make())
 
 
@@ -371,9 +343,7 @@ class Both(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Sequential(nn.Linear(16, 20), MaskedReLU(20))
-        self.module = nn.ModuleDict(
-            {"fc": nn.Sequential(nn.Linear(20, 25), MaskedReLU(25))}
-        )
+        self.module = nn.ModuleDict({"fc": nn.Sequential(nn.Linear(20, 25), MaskedReLU(25))})
         self.out = nn.Linear(25, 3)
 
     def forward(self, x):
@@ -388,9 +358,7 @@ def test_a_part_called_module_is_no_wrapper(tmp_path) -> None:
     fastbcd.bcd(net, data, 5, drc=20, rt=1, finetune=None, run_dir=tmp_path / "run")
     assert fastbcd.masks(net).count() == 5
     other = fastbcd.load_run(tmp_path / "run", model=Both()).model
-    assert all(
-        torch.equal(other.state_dict()[k], t) for k, t in net.state_dict().items()
-    )
+    assert all(torch.equal(other.state_dict()[k], t) for k, t in net.state_dict().items())
 
 
 def test_names_that_collide_are_refused() -> None:
@@ -427,9 +395,7 @@ def test_damaged_metadata_of_a_mask_file(sites, tmp_path) -> None:
         MaskSet.load(path)
     del metadata["sites"]
     save_file({"bits": torch.ones(4, dtype=torch.uint8)}, path, metadata)
-    with pytest.raises(
-        ValueError, match=r"m\.safetensors: its masks are damaged: 'sites'"
-    ):
+    with pytest.raises(ValueError, match=r"m\.safetensors: its masks are damaged: 'sites'"):
         MaskSet.load(path)
 
 
@@ -443,18 +409,12 @@ def test_two_activations_with_one_mask() -> None:
 def test_an_average_of_a_net_has_its_masks(use_buffers, device) -> None:
     """As docs/training-code.md has it: buffers are copied, or else masks are set."""
     net = nn.Sequential(two_layers(), nn.BatchNorm1d(3)).to(device)
-    average = AveragedModel(
-        net, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers
-    )
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
     for step in range(3):
-        fastbcd.set_masks(
-            net, fastbcd.masks(net).without([step])
-        )  # removals during training
+        fastbcd.set_masks(net, fastbcd.masks(net).without([step]))  # removals during training
         average.update_parameters(net)
         if use_buffers:
             fastbcd.set_masks(average.module, fastbcd.masks(net))
         assert fastbcd.masks(average.module) == fastbcd.masks(net)
     fastbcd.set_masks(net, fastbcd.masks(net).without([6]))
-    assert fastbcd.masks(average.module).count() == 6, (
-        "the average has masks of its own"
-    )
+    assert fastbcd.masks(average.module).count() == 6, "the average has masks of its own"

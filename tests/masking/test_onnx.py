@@ -14,16 +14,12 @@ import fastbcd
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch deprecates parts of itself
 def test_a_plain_onnx_export(tmp_path) -> None:
     pytest.importorskip("onnxscript")
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)
-    )
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
     x = torch.randn(2, 3, 8, 8)
     net = nn.Sequential(fastbcd.convert(model.eval(), x), fastbcd.MaskedPoly(5)).eval()
     fastbcd.set_masks(net, fastbcd.masks(net).without(range(0, 149, 2)))
     path, shapes = str(tmp_path / "net.onnx"), ({0: torch.export.Dim("batch")},)
-    torch.onnx.export(
-        net, (x,), path, dynamo=True, dynamic_shapes=shapes, verbose=False
-    )
+    torch.onnx.export(net, (x,), path, dynamo=True, dynamic_shapes=shapes, verbose=False)
     session = pytest.importorskip("onnxruntime").InferenceSession(path)
     for batch in (1, 2, 7):
         x = torch.randn(batch, 3, 8, 8)
@@ -44,9 +40,5 @@ def test_symbolic_shapes_are_those_of_the_operator() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_old_exporter_is_refused_with_the_way_out(tmp_path) -> None:
     net = nn.Sequential(nn.Linear(3, 4), fastbcd.MaskedReLU(4))
-    with pytest.raises(
-        RuntimeError, match=r"use dynamo=True, or fastbcd.private.export"
-    ):
-        torch.onnx.export(
-            net, (torch.randn(2, 3),), str(tmp_path / "net.onnx"), dynamo=False
-        )
+    with pytest.raises(RuntimeError, match=r"use dynamo=True, or fastbcd.private.export"):
+        torch.onnx.export(net, (torch.randn(2, 3),), str(tmp_path / "net.onnx"), dynamo=False)

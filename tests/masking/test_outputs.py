@@ -34,9 +34,7 @@ class Output(OrderedDict):
 class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()
-        )
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
         self.head = nn.Linear(16, 3)
 
     def forward(self, pixel_values=None, labels=None, output_features=None):
@@ -66,9 +64,7 @@ def test_the_output_has_the_type_of_the_original() -> None:
         for name, value in expected.items():
             assert torch.equal(getattr(output, name), value)
         assert one(X).loss is None
-    with pytest.raises(
-        TypeError, match=r"torch.float32, not class indices: use output.logits"
-    ):
+    with pytest.raises(TypeError, match=r"torch.float32, not class indices: use output.logits"):
         net(X, labels=torch.rand(60, 3))
     with pytest.raises(TypeError, match="takes no argument labels="):
         fastbcd.convert(nn.Sequential(nn.ReLU()), X)(X, labels=Y)
@@ -82,28 +78,18 @@ def test_engines_score_the_logits() -> None:
         assert scores.base_correct == int((net(X).logits.argmax(1) == Y).sum())
         expected = fastbcd.score(net, removals, (X, Y), engine="sequential").loss
         torch.testing.assert_close(scores.loss, expected)
-    assert fastbcd.accuracy(net, (X, Y)) == pytest.approx(
-        100 * scores.base_correct / 60
-    )
+    assert fastbcd.accuracy(net, (X, Y)) == pytest.approx(100 * scores.base_correct / 60)
 
 
 @pytest.mark.parametrize("names", [("pixel_values", "labels"), ("image", "label")])
-def test_linearize_takes_nets_with_logits_and_items_that_are_dicts(
-    names, tmp_path
-) -> None:
-    items = [
-        dict(zip(names, pair, strict=True)) for pair in zip(X, Y.tolist(), strict=True)
-    ]
+def test_linearize_takes_nets_with_logits_and_items_that_are_dicts(names, tmp_path) -> None:
+    items = [dict(zip(names, pair, strict=True)) for pair in zip(X, Y.tolist(), strict=True)]
     settings = {"epochs": 1, "test": (X, Y), "progress": False}
     data = DataLoader(items, batch_size=8)
     run = fastbcd.linearize(Classifier(), data, 8, run_dir=tmp_path / "run", **settings)
     assert run.masks.count() == 8
     assert type(run.model(X)) is Output
-    tuner = fastbcd.Finetuner(
-        run.model, (X, Y), fastbcd.Finetune(epochs=1), teacher=Classifier()
-    )
+    tuner = fastbcd.Finetuner(run.model, (X, Y), fastbcd.Finetune(epochs=1), teacher=Classifier())
     tuner.run(0)
-    with pytest.raises(
-        TypeError, match=r"item 0 .* not .* dict of pixel_values or image and"
-    ):
+    with pytest.raises(TypeError, match=r"item 0 .* not .* dict of pixel_values or image and"):
         fastbcd.ImageData.from_dataset([{"x": X[0], "y": 0}])

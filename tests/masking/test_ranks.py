@@ -50,15 +50,11 @@ def effects(net: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tens
             module.register_forward_hook(record)
     loss = F.cross_entropy(net(x).double(), labels, reduction="sum")
     grads = torch.autograd.grad(loss, outputs)
-    found = [
-        (g * z.clamp(max=0)).abs().mean(0) for g, z in zip(grads, inputs, strict=True)
-    ]
+    found = [(g * z.clamp(max=0)).abs().mean(0) for g, z in zip(grads, inputs, strict=True)]
     return torch.cat([f.flatten() for f in found]).detach()
 
 
-@pytest.mark.parametrize(
-    ("make", "shape"), NETS, ids=lambda v: getattr(v, "__name__", "")
-)
+@pytest.mark.parametrize(("make", "shape"), NETS, ids=lambda v: getattr(v, "__name__", ""))
 def test_inputs_of_any_rank(make, shape) -> None:
     torch.manual_seed(0)
     model = randomize(make()).eval()
@@ -83,7 +79,6 @@ def test_inputs_of_any_rank(make, shape) -> None:
     assert run.model(x).isfinite().all()
     poly = fastbcd.convert(model, x[:2], replacement="poly")
     one, many = (
-        fastbcd.score(poly, ids, (x, labels), engine=engine)
-        for engine in ("sequential", "stacked")
+        fastbcd.score(poly, ids, (x, labels), engine=engine) for engine in ("sequential", "stacked")
     )
     torch.testing.assert_close(one.loss, many.loss)

@@ -48,20 +48,13 @@ def loops(net, x, y):
         y = y + i
     for channel in y.unbind(1):
         y = y + channel.unsqueeze(1)
-    return (
-        y[:, : int(y.shape[1] / 2)]
-        / len(x.shape)
-        * float(y.size(1))
-        * math.sqrt(x.shape[2])
-    )
+    return y[:, : int(y.shape[1] / 2)] / len(x.shape) * float(y.size(1)) * math.sqrt(x.shape[2])
 
 
 def constants(net, x, y):
     y = y * torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, -1, 1, 1) * net.scale
     y = y + torch.zeros(x.shape[0], 4, 1, 1, device=x.device, dtype=x.dtype)
-    y = y * torch.arange(y.shape[1], dtype=x.dtype).view(1, -1, 1, 1) + torch.ones(
-        y.shape
-    )
+    y = y * torch.arange(y.shape[1], dtype=x.dtype).view(1, -1, 1, 1) + torch.ones(y.shape)
     return y * torch.tensor(y.shape[1] ** -0.5) + torch.full((x.size(0), 1, 1, 1), 0.5)
 
 
@@ -100,9 +93,7 @@ def test_engines_run_them(engine) -> None:
     ],
 )
 def test_data_and_batch_size_may_not_decide(function, reason, capfd) -> None:
-    message = (
-        rf"test_tracing.py:\d+: control flow depends on the {reason}\); place fastbcd"
-    )
+    message = rf"test_tracing.py:\d+: control flow depends on the {reason}\); place fastbcd"
     with pytest.raises(ConversionError, match=message):
         convert(Net(function), torch.randn(2, 3, 8, 8))
     assert capfd.readouterr().err == ""
@@ -169,9 +160,7 @@ def test_functions_keep_their_gradients() -> None:
         assert m.conv.weight.grad.abs().sum() > 0
         torch.testing.assert_close(m.conv.weight.grad, model.conv.weight.grad)
     assert torch.autograd.Function.apply.__qualname__ == "Function.apply"
-    with pytest.raises(
-        ConversionError, match=r"'Clipped' \(function\) computes clamp inside"
-    ):
+    with pytest.raises(ConversionError, match=r"'Clipped' \(function\) computes clamp inside"):
         convert(Net(lambda net, x, y: Clipped.apply(y)), x)
 
 
@@ -211,9 +200,7 @@ def test_a_graph_that_gives_other_outputs_is_refused() -> None:
         def forward(self, x):
             return torch.relu(x) if isinstance(x, torch.Tensor) else torch.relu(x) + 1
 
-    with pytest.raises(
-        ConversionError, match=r"Types gives other outputs .*isinstance"
-    ):
+    with pytest.raises(ConversionError, match=r"Types gives other outputs .*isinstance"):
         convert(Types(), torch.randn(2, 3))
 
 
@@ -221,19 +208,14 @@ def test_the_meta_device_is_refused() -> None:
     model, x = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
     with pytest.raises(ValueError, match=r"example_input must be a batch .* values"):
         convert(model, x.to("meta"))
-    with pytest.raises(
-        ValueError, match=r"Sequential is on the meta device, .*to_empty"
-    ):
+    with pytest.raises(ValueError, match=r"Sequential is on the meta device, .*to_empty"):
         convert(model.to("meta"), x)
 
 
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (
-            lambda x: x.clamp(0, 1),
-            r"its nonlinear operations are clamp: 3 .* clamp\(min=0\)",
-        ),
+        (lambda x: x.clamp(0, 1), r"its nonlinear operations are clamp: 3 .* clamp\(min=0\)"),
         (lambda x: x.clamp(min=-1), r"its nonlinear operations are clamp: 3"),
         (F.gelu, r"its nonlinear operations are gelu: 3 elements"),
     ],

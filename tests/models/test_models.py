@@ -26,11 +26,7 @@ COUNTS = [
 
 def small(name: str, **options) -> nn.Module:
     torch.manual_seed(0)
-    narrow = {
-        "resnet18": {"width": 4},
-        "resnet20": {"width": 4},
-        "wide_resnet22_8": {"factor": 1},
-    }
+    narrow = {"resnet18": {"width": 4}, "resnet20": {"width": 4}, "wide_resnet22_8": {"factor": 1}}
     return models.build(name, 5, 8, **narrow[name], **options).eval()
 
 
@@ -66,9 +62,7 @@ def test_sites_are_in_execution_order(name, option) -> None:
 def test_stacked_scoring_equals_sequential(name, replacement) -> None:
     net = small(name, replacement=replacement)
     masks = fastbcd.masks(net)
-    removals = torch.stack(
-        [masks.sample(50, seed=0, step=0, trial=t) for t in range(3)]
-    )
+    removals = torch.stack([masks.sample(50, seed=0, step=0, trial=t) for t in range(3)])
     data = torch.randn(20, 3, 8, 8), torch.arange(20) % 5
     one = fastbcd.score(net, removals, data, engine="sequential")
     many = fastbcd.score(net, removals, data, engine="stacked")
@@ -85,22 +79,13 @@ def test_odd_sizes_and_grey_images(name, size) -> None:
 
 def test_weights_are_named_as_in_snl() -> None:
     keys = set(small("resnet18").state_dict())
-    assert {
-        "conv1.weight",
-        "bn1.weight",
-        "layer4.1.conv2.weight",
-        "linear.bias",
-    } <= keys
+    assert {"conv1.weight", "bn1.weight", "layer4.1.conv2.weight", "linear.bias"} <= keys
     assert {"layer2.0.shortcut.0.weight", "layer2.0.shortcut.1.running_mean"} <= keys
     assert not any(k.startswith("layer1.0.shortcut") for k in keys)
     assert "layer1.0.alpha1.mask" in keys
     with torch.device("meta"):
         wide = set(models.wide_resnet22_8().state_dict())
-    assert {
-        "block1.layer.0.convShortcut.weight",
-        "block3.layer.2.alpha2.mask",
-        "fc.bias",
-    } <= wide
+    assert {"block1.layer.0.convShortcut.weight", "block3.layer.2.alpha2.mask", "fc.bias"} <= wide
     assert "block1.layer.1.convShortcut.weight" not in wide
 
 
@@ -125,10 +110,7 @@ def test_poly_and_widths() -> None:
 @pytest.mark.parametrize("name", models.NAMES)
 def test_a_net_records_how_to_build_it(name) -> None:
     """arch is plain data, survives deepcopy, is not in the state_dict, and rebuilds the net."""
-    extra = {
-        "resnet18": {"stem_relu": True},
-        "wide_resnet22_8": {"final_relu": True},
-    }.get(name, {})
+    extra = {"resnet18": {"stem_relu": True}, "wide_resnet22_8": {"final_relu": True}}.get(name, {})
     net = small(name, in_channels=2, **extra)
     arch = json.loads(json.dumps(copy.deepcopy(net).arch))
     assert arch["name"] == name

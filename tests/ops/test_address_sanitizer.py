@@ -63,9 +63,7 @@ def sanitized(tmp_path_factory) -> dict[str, str]:
     }
 
 
-def run(
-    environment: dict[str, str], *arguments: str, cwd: Path
-) -> subprocess.CompletedProcess:
+def run(environment: dict[str, str], *arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, *arguments], env=environment, cwd=cwd, capture_output=True, text=True,
         timeout=7200,
@@ -82,23 +80,10 @@ def test_the_sanitizer_is_active(sanitized, tmp_path) -> None:
 
 @pytest.mark.long
 def test_no_op_leaves_its_memory(sanitized, tmp_path) -> None:
-    where = run(
-        sanitized,
-        "-c",
-        "import fastbcd.kernels.cpu as c; print(c.__file__)",
-        cwd=tmp_path,
-    )
+    where = run(sanitized, "-c", "import fastbcd.kernels.cpu as c; print(c.__file__)", cwd=tmp_path)
     assert where.stdout.startswith(sanitized["PYTHONPATH"].split(os.pathsep)[0])
     paths = [str(ROOT / path) for path in TESTS]
-    quick = (
-        "-m",
-        "not long",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        str(ROOT / "pyproject.toml"),
-    )
+    quick = ("-m", "not long", "-x", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"))
     options = f"{sanitized['ASAN_OPTIONS']}:log_path={tmp_path / 'report'}"
     environment = {**sanitized, "ASAN_OPTIONS": options, "FASTBCD_HOSTILE_SECONDS": "0"}
     done = run(environment, "-m", "pytest", *quick, *paths, cwd=tmp_path)

@@ -17,15 +17,7 @@ pytestmark = pytest.mark.usefixtures("nan_empty")
 @pytest.mark.parametrize("trials", TRIALS)
 def test_out_and_in_place(op, trials, device) -> None:
     for order in ORDERS:
-        case = Case(
-            op,
-            "float32",
-            trials,
-            order,
-            affine=True,
-            residual=True,
-            sizes=(2, 3, 5, 4, 3),
-        )
+        case = Case(op, "float32", trials, order, affine=True, residual=True, sizes=(2, 3, 5, 4, 3))
         assert not compare_out(case, device), case
 
 
@@ -40,9 +32,7 @@ def test_layer_coefficients(device) -> None:
 
 
 def test_a_shared_x_equals_its_copies(device) -> None:
-    given = arguments(
-        Case("masked_relu", trials="shared x", sizes=(4, 3, 4, 3, 3)), device
-    )
+    given = arguments(Case("masked_relu", trials="shared x", sizes=(4, 3, 4, 3, 3)), device)
     x, mask = given["x"], given["mask"]
     copies = x.expand(4, *x.shape).clone()
     assert equal(ops.masked_relu(x, mask), ops.masked_relu(copies, mask))
@@ -52,13 +42,9 @@ def test_relu_saves_its_output_only() -> None:
     """x is saved only for the gradient of a scale."""
     given = arguments(Case("masked_relu", affine=True))
     saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: saved.append(t) or t, lambda t: t
-    ):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         x = given["x"].clone().requires_grad_()
-        y = ops.masked_relu(
-            x, given["mask"], scale=given["scale"], shift=given["shift"]
-        )
+        y = ops.masked_relu(x, given["mask"], scale=given["scale"], shift=given["shift"])
     floats = [t for t in saved if t.is_floating_point() and t.numel() == x.numel()]
     assert [t.data_ptr() for t in floats] == [y.data_ptr()]
 
@@ -70,9 +56,7 @@ def test_memory_order_of_the_output(device) -> None:
         y = ops.masked_relu(t, mask[:, :, : t.shape[3]])
         assert y.stride() == torch.relu(t).stride()
     stacked = torch.stack([x, x]).flatten(0, 1).to(memory_format=torch.channels_last)
-    y = ops.masked_relu(
-        stacked.view(2, 2, 4, 3, 5), mask.expand(2, 4, 3, 5), trials=True
-    )
+    y = ops.masked_relu(stacked.view(2, 2, 4, 3, 5), mask.expand(2, 4, 3, 5), trials=True)
     assert y.flatten(0, 1).is_contiguous(memory_format=torch.channels_last)
 
 
@@ -91,25 +75,13 @@ ONE = torch.ones(3)
         ({"shift": ONE}, ValueError, "shift was given without scale"),
         ({"scale": ONE, "shift": ONE[:2]}, ValueError, r"shift has shape \(2,\)"),
         ({"scale": ONE.long(), "shift": ONE}, TypeError, "scale is torch.int64"),
-        (
-            {"residual": torch.zeros(2, 3, 5)},
-            ValueError,
-            r"residual has shape \(2, 3, 5\)",
-        ),
+        ({"residual": torch.zeros(2, 3, 5)}, ValueError, r"residual has shape \(2, 3, 5\)"),
         ({"residual": X.double()}, ValueError, "residual is torch.float64"),
         ({"mask": M[None].expand(7, 3, 4), "trials": False}, ValueError, "expected"),
         ({"x": torch.zeros(3, 3, 4)}, ValueError, "two ways.*trials="),
         ({"out": torch.zeros(2, 3, 5)}, ValueError, r"out is \(2, 3, 5\)"),
-        (
-            {"x": X.clone().requires_grad_(), "out": X},
-            RuntimeError,
-            "does not record gradients",
-        ),
-        (
-            {"out": X.clone().requires_grad_()},
-            RuntimeError,
-            "does not record gradients",
-        ),
+        ({"x": X.clone().requires_grad_(), "out": X}, RuntimeError, "does not record gradients"),
+        ({"out": X.clone().requires_grad_()}, RuntimeError, "does not record gradients"),
     ],
 )
 def test_bad_input(change, error, words) -> None:

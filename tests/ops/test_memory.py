@@ -24,15 +24,7 @@ from helpers.op_cases import (
     rows,
 )
 
-SMALL = (
-    "scale",
-    "shift",
-    "coef",
-    "alpha",
-    "aux",
-    "weight",
-    "bias",
-)  # per channel or per unit
+SMALL = ("scale", "shift", "coef", "alpha", "aux", "weight", "bias")  # per channel or per unit
 OTHERS = ("x", "residual", "grad", "mask")
 SIZES = (2, 3, 5, 4, 6)
 
@@ -44,18 +36,12 @@ def expanded(t: Tensor) -> Tensor:
 
 def transposed(t: Tensor) -> Tensor:
     """Dimensions in the opposite order of memory."""
-    return (
-        t.permute(*reversed(range(t.ndim)))
-        .contiguous()
-        .permute(*reversed(range(t.ndim)))
-    )
+    return t.permute(*reversed(range(t.ndim))).contiguous().permute(*reversed(range(t.ndim)))
 
 
 def strided(t: Tensor) -> Tensor:
     """Every other element of something larger, whose other elements are NaN."""
-    big = torch.stack(
-        [t, torch.full_like(t, float("nan")) if t.is_floating_point() else ~t], -1
-    )
+    big = torch.stack([t, torch.full_like(t, float("nan")) if t.is_floating_point() else ~t], -1)
     return big[..., 0]
 
 
@@ -71,18 +57,14 @@ CHANGES = (expanded, transposed, strided, last_row)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("op", [*DIFFERENTIABLE, *SALIENCY])
 def test_any_strides_of_any_argument(op, change, device) -> None:
-    for order, names in product(
-        ("contiguous", "channels_last"), (SMALL, OTHERS, SMALL + OTHERS)
-    ):
+    for order, names in product(("contiguous", "channels_last"), (SMALL, OTHERS, SMALL + OTHERS)):
         for trials in ("none", "stacked", "both shared") if op in MASKED else ("none",):
             case = Case(op, "float32", trials, order, affine=op in MASKED, residual=True,
                         sizes=SIZES)  # fmt: skip
             given = arguments(case, device)
             changed = {n: change(t) if n in names and t is not None else t
                        for n, t in given.items()}  # fmt: skip
-            plain = {
-                n: None if t is None else t.contiguous() for n, t in changed.items()
-            }
+            plain = {n: None if t is None else t.contiguous() for n, t in changed.items()}
             found = results(case, changed)
             assert not disagreement(case, plain, found), (case, names)
 
@@ -108,9 +90,7 @@ def recorded(case: Case, monkeypatch) -> list[tuple[Any, list[Any]]]:
         TRUSTED = True
 
         def __getattr__(self, name: str) -> Any:
-            if name.endswith(
-                "_plain"
-            ):  # these leave what they do not expect to the checks
+            if name.endswith("_plain"):  # these leave what they do not expect to the checks
                 raise AttributeError(name)
             kernel = getattr(kernels.CPU.module, name)
 
@@ -133,30 +113,18 @@ def test_kernels_refuse_what_they_do_not_expect(op, order, monkeypatch) -> None:
     """Other strides, another dtype, other sizes, of every tensor of every kernel."""
     trials = "stacked" if op in MASKED else "none"
     order = "channels_last" if op == "norm_relu" else order
-    case = Case(
-        op, "float32", trials, order, affine=op in MASKED, residual=True, sizes=SIZES
-    )
+    case = Case(op, "float32", trials, order, affine=op in MASKED, residual=True, sizes=SIZES)
     tried = 0
     for kernel, given in recorded(case, monkeypatch):
         for i, t in enumerate(given):
             if not isinstance(t, Tensor):
                 continue
             other = t.double() if t.is_floating_point() else t.int()
-            bad = [
-                expanded(t),
-                ordered(t, t.ndim, "sliced"),
-                other,
-                t[..., :-1].contiguous(),
-            ]
+            bad = [expanded(t), ordered(t, t.ndim, "sliced"), other, t[..., :-1].contiguous()]
             if t.ndim >= 3:  # the other memory order, a transposed batch
-                bad += [
-                    transposed(t),
-                    t.transpose(-1, -2).contiguous().transpose(-1, -2),
-                ]
+                bad += [transposed(t), t.transpose(-1, -2).contiguous().transpose(-1, -2)]
             for wrong in bad:
-                with pytest.raises(
-                    RuntimeError, match=r"dtype|elements|memory|single memory"
-                ):
+                with pytest.raises(RuntimeError, match=r"dtype|elements|memory|single memory"):
                     kernel(*given[:i], wrong, *given[i + 1 :])
                 tried += 1
         with pytest.raises(RuntimeError, match="geometry"):
@@ -171,19 +139,13 @@ def test_kernels_refuse_what_they_do_not_expect(op, order, monkeypatch) -> None:
 @pytest.mark.skipif(kernels.INTERPRETED, reason="the C++ kernels are not in use")
 def test_kink_refuses_what_it_does_not_expect() -> None:
     kernel = kernels.CPU.module.kink
-    c, a, mask = (
-        torch.zeros(4, 3, 5),
-        torch.zeros(4, 5),
-        torch.ones(4, 3, dtype=torch.uint8),
-    )
+    c, a, mask = torch.zeros(4, 3, 5), torch.zeros(4, 5), torch.ones(4, 3, dtype=torch.uint8)
     kernel(c, a, mask, True)
     for bad in (
         (strided(c), a, mask), (c, strided(a), mask), (c, a, expanded(mask)), (c.double(), a, mask),
         (c, a[:-1], mask), (c, a, mask.bool()), (c.half(), a.half(), mask), (c[0], a, mask),
     ):  # fmt: skip
-        with pytest.raises(
-            RuntimeError, match=r"dtype|elements|memory|float32|dimensions"
-        ):
+        with pytest.raises(RuntimeError, match=r"dtype|elements|memory|float32|dimensions"):
             kernel(*bad, False)
 
 
@@ -214,27 +176,18 @@ def test_a_plain_call_is_one_kernel(op, order) -> None:
     kernel = kernels.CPU.module.masked_plain
     for dtype in ("float32", "float64", "float16", "bfloat16"):
         given = plain_arguments(op, order, dtype)
-        for left_out in (
-            (),
-            ("residual",),
-            ("scale", "shift"),
-            ("scale", "shift", "residual"),
-        ):
+        for left_out in ((), ("residual",), ("scale", "shift"), ("scale", "shift", "residual")):
             some = {n: None if n in left_out else t for n, t in given.items()}
             y = kernel(*some.values())
             assert equal(y, reference.masked(**some))
             assert y.stride() == given["x"].stride()
 
 
-@pytest.mark.parametrize(
-    "site", [(3, 31, 33), (70, 30, 31), (1025, 3, 2), (2050, 2, 3)]
-)
+@pytest.mark.parametrize("site", [(3, 31, 33), (70, 30, 31), (1025, 3, 2), (2050, 2, 3)])
 @pytest.mark.parametrize("op", MASKED)
 def test_channels_last_in_several_pieces(op, site, device) -> None:
     """Pieces of whole rows of channels, a last one that is shorter, several threads."""
-    case = Case(
-        op, order="channels_last", affine=True, residual=True, sizes=(1, 5, *site)
-    )
+    case = Case(op, order="channels_last", affine=True, residual=True, sizes=(1, 5, *site))
     given = arguments(case, device)
     assert not disagreement(case, given, results(case, given))
 
@@ -250,14 +203,7 @@ def test_a_call_that_is_not_plain_is_left_to_the_checks(op, order) -> None:
     for name, t in given.items():
         if t is None:
             continue
-        bad = [
-            expanded(t),
-            strided(t),
-            t.to("meta"),
-            t.int(),
-            t[..., :-1].contiguous(),
-            t[None],
-        ]
+        bad = [expanded(t), strided(t), t.to("meta"), t.int(), t[..., :-1].contiguous(), t[None]]
         bad += [t.flatten()] if t.ndim > 1 else []
         bad += [t.double()] if t.is_floating_point() else []
         bad += [transposed_images(t)] if t.ndim > 2 else []
@@ -267,10 +213,7 @@ def test_a_call_that_is_not_plain_is_left_to_the_checks(op, order) -> None:
             three = {n: given[n] for n in ("residual", "x", "mask")}  # grad, y, mask
             assert plain_backward(*three.values()) is not None
             for wrong in bad:
-                assert plain_backward(*{**three, name: wrong}.values()) is None, (
-                    name,
-                    wrong.shape,
-                )
+                assert plain_backward(*{**three, name: wrong}.values()) is None, (name, wrong.shape)
     for name in ("scale", "shift"):
         assert kernel(*{**given, name: None}.values()) is None
     assert kernel(*{**given, "x": given["x"][:0], "residual": None}.values()) is None

@@ -18,9 +18,7 @@ from fastbcd.graph.fuse import NormActivation
     st.integers(1, 40), st.integers(1, 24), st.integers(1, 4), st.booleans(), st.booleans(),
     st.floats(-100, 100),
 )  # fmt: skip
-def test_norm_and_activation_in_one_call(
-    batch, channels, side, residual, same_grad, mean
-) -> None:
+def test_norm_and_activation_in_one_call(batch, channels, side, residual, same_grad, mean) -> None:
     """Against double precision: no worse than torch's own batch norm, forward and backward."""
     assume(batch * side > 1)
     torch.manual_seed(0)
@@ -35,22 +33,13 @@ def test_norm_and_activation_in_one_call(
     nn.init.uniform_(norm.bias, -1, 1)
     with torch.no_grad():
         z = copy.deepcopy(norm).double()(x.double()) + (r.double() if residual else 0)
-    if (
-        near := z.abs() < 1e-4
-    ).any():  # rounding may put these on either side of the ReLU
+    if (near := z.abs() < 1e-4).any():  # rounding may put these on either side of the ReLU
         grad = grad.masked_fill(near, 0)
     found = []
-    for dtype, one_call in (
-        (torch.float64, False),
-        (torch.float32, False),
-        (torch.float32, True),
-    ):
+    for dtype, one_call in ((torch.float64, False), (torch.float32, False), (torch.float32, True)):
         pair = NormActivation(copy.deepcopy(norm), copy.deepcopy(act)).to(dtype)
         order = torch.channels_last if one_call else torch.contiguous_format
-        a, b = (
-            t.detach().to(dtype).clone(memory_format=order).requires_grad_()
-            for t in (x, r)
-        )
+        a, b = (t.detach().to(dtype).clone(memory_format=order).requires_grad_() for t in (x, r))
         if one_call:
             y = pair(a, b if residual else None)
             assert "norm_relu" in y.grad_fn.name()
@@ -62,9 +51,7 @@ def test_norm_and_activation_in_one_call(
         found.append(tensors + ([b.grad] if residual else []))
         assert int(pair.norm.num_batches_tracked) == 1
     for truth, plain, ours in zip(*found, strict=True):
-        size = (
-            truth.abs().max() + 0.1
-        )  # a gradient may be 0 by cancellation of terms of size 1
+        size = truth.abs().max() + 0.1  # a gradient may be 0 by cancellation of terms of size 1
         error = (ours - truth).abs().max() / size
         assert error <= 2 * (plain - truth).abs().max() / size + 1e-5
 

@@ -39,10 +39,7 @@ ARGUMENTS = {
 
 
 CHECKED = [
-    *product(
-        ("masked", "masked_backward"),
-        [op for op in DIFFERENTIABLE if op != "norm_relu"],
-    ),
+    *product(("masked", "masked_backward"), [op for op in DIFFERENTIABLE if op != "norm_relu"]),
     *product(("masked_out",), MASKED),
     *product(("norm_relu", "norm_relu_backward"), ("norm_relu",)),
 ]
@@ -53,13 +50,9 @@ CHECKED = [
 def test_opcheck(name, stem, order, device) -> None:
     forward = name in ("masked", "norm_relu")
     for full in (False, True):
-        for trials in ("none", TRIALS[ORDERS.index(order) + 2])[
-            : 1 + (full and forward)
-        ]:
+        for trials in ("none", TRIALS[ORDERS.index(order) + 2])[: 1 + (full and forward)]:
             trials = trials if stem in MASKED else "none"
-            case = Case(
-                stem, "float32", trials, order, affine=full, residual=full, sizes=SITE
-            )
+            case = Case(stem, "float32", trials, order, affine=full, residual=full, sizes=SITE)
             given = arguments(case, device)
             y = torch.randn_like(given["grad"])
             values = {
@@ -68,10 +61,7 @@ def test_opcheck(name, stem, order, device) -> None:
                 "eps": 1e-5, "statistics": torch.rand(2, 3, device=device), "no": False,
                 "kind": 0,
             }  # fmt: skip
-            values |= {
-                "unit": values["mask"],
-                "y_if_relu": y if stem == "masked_relu" else None,
-            }
+            values |= {"unit": values["mask"], "y_if_relu": y if stem == "masked_relu" else None}
             if stem == "soft_relu":
                 values |= {"unit": values["alpha"], "kind": 1}
             if stem == "indicator_poly":
@@ -109,14 +99,10 @@ def test_compile_fullgraph(op, order, device) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize(
-    "op", ["masked_relu", pytest.param("masked_poly", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("op", ["masked_relu", pytest.param("masked_poly", marks=pytest.mark.long)])
 def test_compile_with_inductor(op, device, monkeypatch) -> None:
     monkeypatch.setenv("CI", "true")  # inductor is stricter there
-    given = arguments(
-        Case(op, affine=True, residual=True, sizes=(1, 3, 4, 3, 3)), device
-    )
+    given = arguments(Case(op, affine=True, residual=True, sizes=(1, 3, 4, 3, 3)), device)
     function = function_of(Case(op), given)
     inputs = {n: given[n] for n in ("x", "scale", "shift", "residual")}
     inputs |= {"coef": given["coef"]} if op == "masked_poly" else {}
@@ -154,9 +140,7 @@ def test_autocast(device) -> None:
     case = Case("masked_relu", "bfloat16", affine=True)
     given = arguments(case, device)
     with torch.autocast(device, dtype=torch.bfloat16):
-        y = ops.masked_relu(
-            given["x"], given["mask"], scale=given["scale"], shift=given["shift"]
-        )
+        y = ops.masked_relu(given["x"], given["mask"], scale=given["scale"], shift=given["shift"])
     assert equal(y, formula(case, given))
 
 
@@ -207,14 +191,9 @@ def test_tracers_see_one_node() -> None:
         OPERATORS.masked.default
     ]
     with FakeTensorMode() as mode:
-        assert (
-            ops.masked_relu(mode.from_tensor(x), mode.from_tensor(mask)).shape
-            == x.shape
-        )
+        assert ops.masked_relu(mode.from_tensor(x), mode.from_tensor(mask)).shape == x.shape
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # torch.jit is deprecated, and names what it compares
+        warnings.simplefilter("ignore")  # torch.jit is deprecated, and names what it compares
         traced = torch.jit.trace(lambda x: ops.masked_relu(x, mask), x)
     assert "fastbcd::masked(" in str(traced.graph)
     assert ops.masked_relu(x.to("meta"), mask.to("meta")).is_meta

@@ -47,19 +47,9 @@ def test_kernels_are_in_use() -> None:
 @pytest.mark.parametrize("op", MASKED)
 def test_masked_ops_equal_the_reference(op, site, trials, device) -> None:
     for i, (dtype, order) in enumerate(product(dtypes_of(device), ORDERS)):
-        for mask_order, affine, residual in product(
-            ORDERS[:2], (False, True), (False, True)
-        ):
+        for mask_order, affine, residual in product(ORDERS[:2], (False, True), (False, True)):
             case = Case(
-                op,
-                dtype,
-                trials,
-                order,
-                mask_order,
-                affine,
-                residual,
-                (4, 3, *site),
-                i % 2 == 0,
+                op, dtype, trials, order, mask_order, affine, residual, (4, 3, *site), i % 2 == 0
             )
             assert not compare(case, device, seed=i), case
 
@@ -71,37 +61,18 @@ def test_ops_without_trials_equal_the_reference(op, site, device) -> None:
         for mask_order, residual in product(ORDERS[:2], (False, True)):
             special = i % 2 == 0 and op != "norm_relu"
             case = Case(
-                op,
-                dtype,
-                "none",
-                order,
-                mask_order,
-                False,
-                residual,
-                (1, 5, *site),
-                special,
+                op, dtype, "none", order, mask_order, False, residual, (1, 5, *site), special
             )
             if op != "norm_relu" or dtype in ("float32", "float64"):
                 assert not compare(case, device, seed=i), case
 
 
 @pytest.mark.parametrize("op", ALL)
-@pytest.mark.parametrize(
-    ("site", "batch"), [((64, 32, 32), 19), ((5000,), 3), ((3, 45, 31), 33)]
-)
+@pytest.mark.parametrize(("site", "batch"), [((64, 32, 32), 19), ((5000,), 3), ((3, 45, 31), 33)])
 def test_larger_than_a_tile(op, site, batch, device) -> None:
     """Several tiles, chunks of the batch and threads, in both orders and mask orders."""
     for order, mask_order in product(ORDERS[:2], repeat=2):
-        case = Case(
-            op,
-            "float32",
-            "none",
-            order,
-            mask_order,
-            op in MASKED,
-            True,
-            (1, batch, *site),
-        )
+        case = Case(op, "float32", "none", order, mask_order, op in MASKED, True, (1, batch, *site))
         assert not compare(case, device), case
 
 
@@ -115,9 +86,7 @@ def test_only_x_has_a_gradient(op, device) -> None:
 @pytest.mark.parametrize("op", ALL)
 def test_sums_do_not_depend_on_the_number_of_threads(op) -> None:
     order = "channels_last" if op == "norm_relu" else "contiguous"
-    case = Case(
-        op, order=order, affine=op in MASKED, residual=True, sizes=(1, 50, 16, 32, 32)
-    )
+    case = Case(op, order=order, affine=op in MASKED, residual=True, sizes=(1, 50, 16, 32, 32))
     given, found, before = arguments(case), [], torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
@@ -130,9 +99,7 @@ def test_sums_do_not_depend_on_the_number_of_threads(op) -> None:
 
 
 @pytest.mark.parametrize("op", [*MASKED, *UNSTACKED])
-@pytest.mark.parametrize(
-    "sizes", [(2, 0, 3, 4), (2, 2, 3, 0), (2, 2, 0), (0, 2, 3), (2, 0, 0)]
-)
+@pytest.mark.parametrize("sizes", [(2, 0, 3, 4), (2, 2, 3, 0), (2, 2, 0), (0, 2, 3), (2, 0, 0)])
 def test_no_elements(op, sizes, device) -> None:
     for trials in TRIALS if op in MASKED else ("none",):
         case = Case(op, trials=trials, affine=op in MASKED, residual=True, sizes=sizes)
@@ -143,21 +110,12 @@ def test_no_elements(op, sizes, device) -> None:
 def test_formulas_equal_autograd(op) -> None:
     """The reference's backward formulas are the derivatives of its forward."""
     for trials in TRIALS if op in MASKED else ("none",):
-        case = Case(
-            op,
-            "float64",
-            trials,
-            affine=op in MASKED,
-            residual=True,
-            sizes=(4, 3, 3, 4),
-        )
+        case = Case(op, "float64", trials, affine=op in MASKED, residual=True, sizes=(4, 3, 3, 4))
         given = arguments(case)
         inputs = leaves(case, given)
         inputs.pop("aux", None)  # a straight-through gradient is not a derivative
         y = formula(case, {**given, **inputs})
-        grads = torch.autograd.grad(
-            y, list(inputs.values()), given["grad"].expand_as(y)
-        )
+        grads = torch.autograd.grad(y, list(inputs.values()), given["grad"].expand_as(y))
         found = {f"d{name}": grad for name, grad in zip(inputs, grads, strict=True)}
         found["y"] = y.detach()
         for name, want in expected(case, given, found).items():
@@ -167,9 +125,7 @@ def test_formulas_equal_autograd(op) -> None:
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 @pytest.mark.parametrize("order", ORDERS[:2])
 def test_gradcheck(op, order) -> None:
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # gradcheck uses torch.empty
-    )
+    torch.utils.deterministic.fill_uninitialized_memory = False  # gradcheck uses torch.empty
     for trials in TRIALS if op in MASKED else ("none",):
         case = Case(op, "float64", trials, order, affine=op in MASKED, residual=True,
                     sizes=(4, 2, 3, 2, 2))  # fmt: skip
@@ -221,9 +177,7 @@ def test_low_precision_error_is_at_most_twice_eagers(op, dtype, device) -> None:
 
 def test_like_torch_relu_at_special_values(device) -> None:
     nan, inf = float("nan"), float("inf")
-    x = torch.tensor(
-        [[nan, inf, -inf, 0.0, -0.0, 1.0, -1.0]], device=device, requires_grad=True
-    )
+    x = torch.tensor([[nan, inf, -inf, 0.0, -0.0, 1.0, -1.0]], device=device, requires_grad=True)
     kept = torch.ones(7, dtype=torch.bool, device=device)
     y, truth = ops.masked_relu(x, kept), torch.relu(x)
     assert equal(y, truth)

@@ -77,11 +77,7 @@ X, A, M = torch.zeros(2, 3, 4), torch.ones(3, 4), torch.ones(3, 4, dtype=torch.b
     ("change", "error", "words"),
     [
         ({"x": X.long()}, TypeError, "x is torch.int64"),
-        (
-            {"alpha": A[:1]},
-            ValueError,
-            r"has shape \(1, 4\); x \(2, 3, 4\) needs \(3, 4\)",
-        ),
+        ({"alpha": A[:1]}, ValueError, r"has shape \(1, 4\); x \(2, 3, 4\) needs \(3, 4\)"),
         ({"alpha": A.long()}, TypeError, "is torch.int64; it must be floating-point"),
         ({"alpha": A.to("meta")}, ValueError, "is on meta and x on cpu"),
         ({"residual": X[:1]}, ValueError, r"residual has shape \(1, 3, 4\)"),
@@ -93,9 +89,7 @@ def test_bad_input(change, error, words) -> None:
     with pytest.raises(error, match=words):
         ops.soft_relu(a["x"], a["alpha"], residual=a["residual"])
     with pytest.raises(error, match=words):
-        ops.indicator_poly(
-            a["x"], M, torch.ones(3, 3), a["alpha"], residual=a["residual"]
-        )
+        ops.indicator_poly(a["x"], M, torch.ones(3, 3), a["alpha"], residual=a["residual"])
 
 
 def test_bad_mask_and_coefficients() -> None:

@@ -30,10 +30,7 @@ def cases(op: str) -> list[Case]:
     bare = full._replace(affine=False, residual=False)
     if op not in MASKED:
         return [full, bare]
-    return [
-        bare,
-        *(full._replace(trials=t, order=ORDERS[i % 3]) for i, t in enumerate(TRIALS)),
-    ]
+    return [bare, *(full._replace(trials=t, order=ORDERS[i % 3]) for i, t in enumerate(TRIALS))]
 
 
 def positional(case: Case, seed: int = 0):
@@ -41,9 +38,7 @@ def positional(case: Case, seed: int = 0):
     given = arguments(case, seed=seed)
     function, inputs = function_of(case, given), leaves(case, given)
     names = tuple(inputs)
-    return lambda *values: function(**dict(zip(names, values, strict=True))), list(
-        inputs.values()
-    )
+    return lambda *values: function(**dict(zip(names, values, strict=True))), list(inputs.values())
 
 
 @ALL
@@ -54,16 +49,12 @@ def test_gradients_of_gradients(op) -> None:
 
 
 @ALL
-@pytest.mark.parametrize(
-    "transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev]
-)
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev])
 def test_torch_refuses_its_transforms(op, transform) -> None:
     function, inputs = positional(cases(op)[0])
     if transform is torch.func.vmap:
         inputs = [t[None] for t in inputs]
-    with pytest.raises(
-        RuntimeError, match=r"functorch transforms \(vmap, grad, jvp, jacrev"
-    ):
+    with pytest.raises(RuntimeError, match=r"functorch transforms \(vmap, grad, jvp, jacrev"):
         transform(lambda *values: function(*values).sum())(*inputs)
 
 
@@ -83,9 +74,7 @@ def test_batched_gradients(op) -> None:
     function, inputs = positional(case)
     y = function(*inputs)
     grads = torch.randn(3, *y.shape, dtype=y.dtype)
-    batched = torch.autograd.grad(
-        y, inputs, grads, is_grads_batched=True, retain_graph=True
-    )
+    batched = torch.autograd.grad(y, inputs, grads, is_grads_batched=True, retain_graph=True)
     single = [torch.autograd.grad(y, inputs, g, retain_graph=True) for g in grads]
     for a, b in zip(batched, zip(*single, strict=True), strict=True):
         torch.testing.assert_close(a, torch.stack(b))
@@ -96,11 +85,7 @@ def test_hessian_of_a_net() -> None:
     torch.manual_seed(0)
     bn, act = torch.nn.BatchNorm2d(3), MaskedReLU((3, 4, 4))
     act.mask[1] = False
-    x = (
-        torch.randn(5, 3, 4, 4)
-        .contiguous(memory_format=torch.channels_last)
-        .requires_grad_()
-    )
+    x = torch.randn(5, 3, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
     v = torch.randn_like(x)
     found = []
     for net in (NormActivation(bn, act), lambda x: act(bn(x))):
@@ -113,6 +98,4 @@ def test_hessian_of_a_net() -> None:
 def test_out_is_refused_under_transforms() -> None:
     x, mask = torch.randn(3, 4), torch.ones(4, dtype=torch.bool)
     with pytest.raises(RuntimeError, match=r"does not work under torch\.func"):
-        torch.func.vmap(
-            lambda x: ops.masked_relu(x[None], mask, out=torch.empty(1, 4))
-        )(x)
+        torch.func.vmap(lambda x: ops.masked_relu(x[None], mask, out=torch.empty(1, 4)))(x)

@@ -15,13 +15,9 @@ from fastbcd.ops import reference, selfcheck
 from fastbcd.ops.kink import kink
 from fastbcd.runtime import warn_once
 
-pytestmark = pytest.mark.skipif(
-    kernels.INTERPRETED, reason="the C++ kernels are not in use"
-)
+pytestmark = pytest.mark.skipif(kernels.INTERPRETED, reason="the C++ kernels are not in use")
 X, MASK = torch.randn(2, 3, 4, 4), torch.rand(3, 4, 4) > 0.5
-NAMES = [
-    n for n in vars(kernels.CPU.module) if n.endswith(("_forward", "_backward", "kink"))
-]
+NAMES = [n for n in vars(kernels.CPU.module) if n.endswith(("_forward", "_backward", "kink"))]
 
 
 @pytest.fixture
@@ -78,14 +74,7 @@ def test_a_kernel_that_fails_is_replaced_with_one_warning(module, name, broken) 
     assert torch.equal(y, reference.masked(x, MASK))
     assert torch.equal(dx, torch.where(MASK & (y <= 0), 0.0, 1.0))
     (message,) = {str(w.message) for w in caught}
-    for words in (
-        name,
-        "float32",
-        fastbcd.__version__,
-        torch.__version__,
-        "Triton 9",
-        "--check",
-    ):
+    for words in (name, "float32", fastbcd.__version__, torch.__version__, "Triton 9", "--check"):
         assert words in message
     assert ("sm_90a" if broken is does_not_compile else "differ, first at") in message
 

@@ -18,10 +18,7 @@ from fastbcd.masking.conversion_report import comparisons_of
 from fastbcd.private import Constant, Protocol
 from helpers import nets
 
-LINEAR_MB, LINEAR_ROUNDS = (
-    7.3,
-    21,
-)  # ResNet-20 without any ReLU, as measured with CrypTen
+LINEAR_MB, LINEAR_ROUNDS = 7.3, 21  # ResNet-20 without any ReLU, as measured with CrypTen
 
 
 def resnet20_masks() -> MaskSet:
@@ -63,19 +60,14 @@ def test_terms_of_a_second() -> None:
 
 
 def test_delphi_by_hand() -> None:
-    cost = private.cost(
-        MaskSet.full({"a": (10,)}), "delphi-gc", bandwidth="8Mbit", rtt="100ms"
-    )
+    cost = private.cost(MaskSet.full({"a": (10,)}), "delphi-gc", bandwidth="8Mbit", rtt="100ms")
     assert (cost.bytes, cost.rounds) == (182_480, 1)
     assert cost.seconds == pytest.approx(10 * 158.2e-6 + 0.18248 + 0.1)
 
 
 def test_unknown_is_not_zero() -> None:
     masks = MaskSet.full({"a": (10,), "b": (10,)}).without(range(10))
-    figures = {
-        "relu_rounds": Constant(None, "not counted"),
-        "setup_seconds": Constant(6, "here"),
-    }
+    figures = {"relu_rounds": Constant(None, "not counted"), "setup_seconds": Constant(6, "here")}
     ours = dataclasses.replace(private.PROTOCOLS["spu-semi2k"], **figures)
     cost = private.cost(masks, ours, bandwidth="8Mbit")
     assert cost.bytes == 10 * 144
@@ -95,13 +87,7 @@ def test_unknown_is_not_zero() -> None:
 # or rounds (CrypTen), seconds; two parties, measured without the logits' way back in SPU.
 WHOLE = [
     ("crypten", "line", 11.0, 192, None),
-    (
-        "crypten",
-        "poly",
-        13.9,
-        211,
-        None,
-    ),  # 16.8 MB as general products; a square is half of it
+    ("crypten", "poly", 13.9, 211, None),  # 16.8 MB as general products; a square is half of it
     ("spu-semi2k", "identity", 31.3, 193, 4.7),
     ("spu-semi2k", "line", 32.7, 212, 3.6),
     ("spu-semi2k", "poly", 39.9, 250, 4.4),
@@ -109,12 +95,8 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("protocol", "replacement", "mb", "messages", "seconds"), WHOLE
-)
-def test_whole_inferences_as_measured(
-    protocol, replacement, mb, messages, seconds
-) -> None:
+@pytest.mark.parametrize(("protocol", "replacement", "mb", "messages", "seconds"), WHOLE)
+def test_whole_inferences_as_measured(protocol, replacement, mb, messages, seconds) -> None:
     net = fastbcd.models.resnet20(10, image_size=32, replacement=replacement)
     full = fastbcd.masks(net)
     kept = full.without(full.sample(full.total - 8000, seed=0, step=0, trial=0))
@@ -127,9 +109,7 @@ def test_whole_inferences_as_measured(
         assert cost.total.compute == pytest.approx(seconds, rel=0.15)
     target = private.Target(bytes=cost.bytes, protocol=protocol)
     assert target.met(net)
-    assert (
-        target.cost(net) == cost.bytes == limits_of(target, net).value(counts_of(kept))
-    )
+    assert target.cost(net) == cost.bytes == limits_of(target, net).value(counts_of(kept))
     assert not private.Target(bytes=cost.bytes - 1, protocol=protocol).met(net)
 
 
@@ -141,9 +121,7 @@ def test_weights_that_the_server_has() -> None:
     for site in kept.sites[:5]:
         kept.bits[site.start : site.start + 2400] = True
     fastbcd.set_masks(net, kept)
-    shared, owned = (
-        private.cost(net, "spu-cheetah", weights_of=who) for who in ("both", "server")
-    )
+    shared, owned = (private.cost(net, "spu-cheetah", weights_of=who) for who in ("both", "server"))
     assert shared.bytes / 1e6 == pytest.approx(36.15, rel=0.01)
     assert owned.bytes / 1e6 == pytest.approx(19.2, rel=0.01)
     assert shared.total.messages - 1 == 222
@@ -160,10 +138,7 @@ def test_max_pools_count_as_comparisons() -> None:
     cost = private.cost(copy.deepcopy(net), "crypten")
     pool = {layer.name: layer for layer in cost.layers}["2"]
     assert comparisons_of(net) == 16 * 8
-    assert (pool.bytes, pool.rounds) == (
-        16 * 8 * 464,
-        4 * 9,
-    )  # 9 values: a tree of 4 levels
+    assert (pool.bytes, pool.rounds) == (16 * 8 * 464, 4 * 9)  # 9 values: a tree of 4 levels
     assert cost.bytes == cost.activations.bytes + cost.linear.bytes
     assert not cost.not_included
     today = private.cost(net, "crypten", activations_only=True)
@@ -174,17 +149,13 @@ def test_max_pools_count_as_comparisons() -> None:
 
 def test_a_net_that_was_not_used_is_refused() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), fastbcd.MaskedReLU(3))
-    with pytest.raises(
-        ValueError, match=r"the layers of Sequential are not known.*pass images="
-    ):
+    with pytest.raises(ValueError, match=r"the layers of Sequential are not known.*pass images="):
         private.cost(net)
     whole = private.cost(net, images=torch.zeros(2, 1, 2, 2))
     assert whole.linear.bytes == 16 * (4 + 12 + 3)
     assert private.cost(net) == whole
     again = copy.deepcopy(net)
-    fastbcd.score(
-        again, torch.tensor([[0]]), (torch.zeros(3, 1, 2, 2), torch.arange(3))
-    )
+    fastbcd.score(again, torch.tensor([[0]]), (torch.zeros(3, 1, 2, 2), torch.arange(3)))
     assert private.cost(again) == whole
 
 
@@ -193,12 +164,7 @@ def test_quadratics_cost_squares() -> None:
     fastbcd.set_masks(net, fastbcd.masks(net).without([*range(100), 384, 385]))
     cost = private.cost(net, "crypten", activations_only=True)
     poly, relu = cost.sites
-    assert (poly.relus, poly.squares, poly.bytes, poly.rounds) == (
-        284,
-        100,
-        133_376,
-        10,
-    )
+    assert (poly.relus, poly.squares, poly.bytes, poly.rounds) == (284, 100, 133_376, 10)
     assert (relu.relus, relu.squares, relu.bytes, relu.rounds) == (10, 0, 4_640, 9)
     assert private.cost(fastbcd.masks(net), "crypten", poly=["act"]) == cost
     assert private.cost(net, "delphi-gc", activations_only=True).bytes is None
@@ -210,21 +176,14 @@ def test_quadratics_cost_squares() -> None:
 
 def test_a_protocol_of_ones_own() -> None:
     mine = Protocol("mine", *(Constant(v, "prototype") for v in (100, 1e-6, 4)))
-    cost = private.cost(
-        MaskSet.full({"a": (10,), "b": (5,)}), mine, bandwidth="1Gbit", rtt=0
-    )
+    cost = private.cost(MaskSet.full({"a": (10,), "b": (5,)}), mine, bandwidth="1Gbit", rtt=0)
     assert (cost.bytes, cost.rounds) == (1500, 8)
     assert cost.seconds == pytest.approx(15e-6 + 12e-6)
     assert "100 (prototype)" in str(cost)
 
 
 def test_every_constant_has_a_source() -> None:
-    assert set(private.PROTOCOLS) == {
-        "delphi-gc",
-        "crypten",
-        "spu-semi2k",
-        "spu-cheetah",
-    }
+    assert set(private.PROTOCOLS) == {"delphi-gc", "crypten", "spu-semi2k", "spu-cheetah"}
     for protocol in private.PROTOCOLS.values():
         assert all(len(c.source) > 10 for c in protocol.constants().values())
 
@@ -259,9 +218,7 @@ def test_cost_refuses(arguments, message) -> None:
 def test_protocols_refuse() -> None:
     with pytest.raises(ValueError, match="a cost cannot be -1"):
         Constant(-1, "a slip")
-    with pytest.raises(
-        TypeError, match="relu_bytes of protocol 'x' is 4; give Constant"
-    ):
+    with pytest.raises(TypeError, match="relu_bytes of protocol 'x' is 4; give Constant"):
         Protocol("x", 4, Constant(1, "here"), Constant(1, "here"))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="give a MaskSet"):
         private.cost([1, 2])  # type: ignore[arg-type]
@@ -270,9 +227,7 @@ def test_protocols_refuse() -> None:
 @pytest.mark.parametrize("quantity", ["seconds", "bytes", "rounds"])
 def test_a_target_under_a_protocol_that_knows_no_squares(quantity) -> None:
     """Garbled circuits: what they do not state is needed for polynomial sites only."""
-    net = nn.Sequential(
-        nn.Flatten(), nn.Linear(4, 9), fastbcd.MaskedReLU(9), nn.Linear(9, 3)
-    )
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 9), fastbcd.MaskedReLU(9), nn.Linear(9, 3))
     data = torch.randn(30, 1, 2, 2), torch.arange(30) % 3
     one = MaskSet.full({"a": (9,)}).without(range(1, 9))
     wan = {"protocol": "delphi-gc", "bandwidth": "100Mbit", "rtt": "40ms"}

@@ -186,16 +186,10 @@ def with_sites(in_use: set[int], replacement: str = "identity") -> nn.Module:
 @pytest.mark.parametrize("converted", [False, True])
 def test_lines_are_folded_into_the_layer_before(converted, tmp_path) -> None:
     """Those of channels without ReLUs, where nothing else reads what the layer gives."""
-    net = nets.randomize(
-        fastbcd.models.resnet20(5, 8, width=4, blocks=1, replacement="line")
-    )
+    net = nets.randomize(fastbcd.models.resnet20(5, 8, width=4, blocks=1, replacement="line"))
     if converted:
-        model = nn.Sequential(
-            nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)
-        )
-        net = nets.randomize(
-            fastbcd.convert(model, torch.zeros(2, 3, 8, 8), replacement="line")
-        )
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5))
+        net = nets.randomize(fastbcd.convert(model, torch.zeros(2, 3, 8, 8), replacement="line"))
     net.eval()
     kept = fastbcd.masks(net).copy()
     first = kept.sites[0]
@@ -212,9 +206,7 @@ def test_lines_are_folded_into_the_layer_before(converted, tmp_path) -> None:
     if not converted:  # alpha2 of a block follows an addition
         assert type(small.get_submodule("layer1.0.alpha1")) is nn.Identity
         assert type(small.get_submodule("layer2.0.alpha1")) is nn.Identity
-    assert all(
-        torch.equal(before[name], tensor) for name, tensor in net.state_dict().items()
-    )
+    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
     assert private.export(net, x, tmp_path / "net.pt2") < 1e-5
 
 
@@ -253,40 +245,22 @@ def test_export_to_onnx(tmp_path) -> None:
     x = nets.images(7)[0]
     session = runtime.InferenceSession(path)
     (logits,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(
-        torch.from_numpy(logits), net(x).detach(), atol=1e-5, rtol=1e-4
-    )
+    torch.testing.assert_close(torch.from_numpy(logits), net(x).detach(), atol=1e-5, rtol=1e-4)
     names = [node.op_type for node in onnx.load(path).graph.node]
-    for word, times in {
-        "Relu": 2,
-        "Gather": 2,
-        "ScatterND": 2,
-        "Identity": 0,
-        "Where": 0,
-    }.items():
+    for word, times in {"Relu": 2, "Gather": 2, "ScatterND": 2, "Identity": 0, "Where": 0}.items():
         assert names.count(word) == times, names
 
 
-def test_nothing_is_exported_for_emptied_sites_of_a_net_without_a_graph(
-    tmp_path,
-) -> None:
+def test_nothing_is_exported_for_emptied_sites_of_a_net_without_a_graph(tmp_path) -> None:
     """fastbcd.models call their activations by hand: nn.Identity in gather form, then nothing."""
     net = fastbcd.models.resnet20(num_classes=5, image_size=8, width=4, blocks=1).eval()
     kept = fastbcd.masks(net).copy()
     kept.bits[:-9] = False
     fastbcd.set_masks(net, kept)
-    assert (
-        type(private.gather_form(net).get_submodule(kept.sites[0].name)) is nn.Identity
-    )
+    assert type(private.gather_form(net).get_submodule(kept.sites[0].name)) is nn.Identity
     private.export(net, nets.images(3)[0], tmp_path / "net.pt2")
     names = operators(tmp_path / "net.pt2")
-    for word, times in {
-        "relu": 1,
-        "index_copy": 1,
-        "conv2d": 7,
-        "clone": 0,
-        "where": 0,
-    }.items():
+    for word, times in {"relu": 1, "index_copy": 1, "conv2d": 7, "clone": 0, "where": 0}.items():
         assert sum(word in name for name in names) == times, word
 
 
@@ -296,9 +270,7 @@ def test_squares_of_sites_without_relus_are_exported(tmp_path) -> None:
     assert private.export(net, nets.images(3)[0], tmp_path / "net.pt2") < 1e-6
     names = operators(tmp_path / "net.pt2")
     assert not [name for name in names if "relu" in name or "index" in name]
-    assert (
-        sum("square" in name or "pow" in name for name in names) == 3
-    )  # one at each site
+    assert sum("square" in name or "pow" in name for name in names) == 3  # one at each site
 
 
 @pytest.mark.parametrize(
@@ -308,12 +280,7 @@ def test_squares_of_sites_without_relus_are_exported(tmp_path) -> None:
         ("mlp", 2, "no/net.pt2", "there is no folder"),
         ("mlp", 1, "net.pt2", "example has a batch of 1"),
         ("untraceable", 2, "net.pt2", "torch.export cannot take Untraceable"),
-        (
-            "double",
-            2,
-            "net.onnx",
-            "example is torch.float64; a .onnx file can be checked for",
-        ),
+        ("double", 2, "net.onnx", "example is torch.float64; a .onnx file can be checked for"),
     ],
 )
 def test_export_refuses(name, batch, file, message, tmp_path) -> None:
@@ -361,9 +328,7 @@ def test_a_file_that_is_right_stays_if_the_new_one_is_wrong(
     logits = net(x).detach()
     wrong = logits + difference * logits.abs().max()
     monkeypatch.setattr(exporting, "_run", lambda *_: [wrong])
-    with pytest.raises(
-        RuntimeError, match=r"net\.pt2 was not written: it would give other logits"
-    ):
+    with pytest.raises(RuntimeError, match=r"net\.pt2 was not written: it would give other logits"):
         private.export(net, x, path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -379,9 +344,7 @@ def test_a_half_net_may_differ_by_its_own_rounding(tmp_path, monkeypatch) -> Non
 def test_export_names_a_package_that_is_missing(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "onnx", sys)
     monkeypatch.setitem(sys.modules, "onnxscript", None)  # its import fails
-    with pytest.raises(
-        ImportError, match=r"needs the package onnxscript: pip install fastbcd\["
-    ):
+    with pytest.raises(ImportError, match=r"needs the package onnxscript: pip install fastbcd\["):
         private.export(nets.make("mlp"), nets.images(2)[0], tmp_path / "net.onnx")
 
 
@@ -389,9 +352,7 @@ def test_export_names_a_package_that_is_missing(tmp_path, monkeypatch) -> None:
 
 
 def test_ranges_are_those_of_the_values() -> None:
-    net = nn.Sequential(
-        nn.Flatten(), fastbcd.MaskedReLU(192), nn.Linear(192, 5)
-    ).train()
+    net = nn.Sequential(nn.Flatten(), fastbcd.MaskedReLU(192), nn.Linear(192, 5)).train()
     x, labels = nets.images(40)
     (site,) = private.activation_ranges(net, (x * 3 - 1, labels), batch_size=7).sites
     z = (x * 3 - 1).flatten()
@@ -421,19 +382,11 @@ def test_ranges_outside_the_fixed_point() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # All kept: 100 < 2^(16 - 1 - 8). A square of it, twice the fraction, is too large.
-        assert (
-            private.activation_ranges(net, (x, labels), fixed_point=(16, 8))
-            .sites[0]
-            .fits
-        )
-    with pytest.warns(
-        RuntimeWarning, match=r"site '1' sees values from .* to 100, outside ±64"
-    ):
+        assert private.activation_ranges(net, (x, labels), fixed_point=(16, 8)).sites[0].fits
+    with pytest.warns(RuntimeWarning, match=r"site '1' sees values from .* to 100, outside ±64"):
         private.activation_ranges(net, (x, labels), fixed_point=(16, 9))
     net[1].mask[0] = False
-    with pytest.warns(
-        RuntimeWarning, match="1 sites leave the range; .*: use fewer fraction bits"
-    ):
+    with pytest.warns(RuntimeWarning, match="1 sites leave the range; .*: use fewer fraction bits"):
         ranges = private.activation_ranges(net, (x, labels), fixed_point=(16, 6))
     assert ranges.sites[0].limit == 2.0**1.5
     assert "outside ±2.828" in str(ranges)

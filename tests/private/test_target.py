@@ -20,9 +20,7 @@ from fastbcd.descent.budget import Limits, counts_of, limits_of, relus, sites
 from fastbcd.private import Constant, Protocol, units
 
 Target = partial(private.Target, activations_only=True)
-UNCOUNTED = replace(
-    private.PROTOCOLS["spu-cheetah"], relu_rounds=Constant(None, "not counted")
-)
+UNCOUNTED = replace(private.PROTOCOLS["spu-cheetah"], relu_rounds=Constant(None, "not counted"))
 WAN = {"bandwidth": "100Mbit", "rtt": "40ms"}
 
 
@@ -47,14 +45,10 @@ def test_a_target_measures_what_cost_does(sites_, seed, quantity) -> None:
     gone = torch.rand(full.total, generator=torch.Generator().manual_seed(seed)) < 0.6
     fastbcd.set_masks(net, full.without(gone.nonzero().flatten()))
     for name in ("crypten", "delphi-gc") if not any(poly) else ("crypten",):
-        expected = getattr(
-            private.cost(net, name, **WAN, activations_only=True), quantity
-        )
+        expected = getattr(private.cost(net, name, **WAN, activations_only=True), quantity)
         target = Target(**{quantity: expected}, protocol=name, **WAN)
         limits = limits_of(target, net)
-        assert (
-            limits.value(counts_of(fastbcd.masks(net))) == expected == target.cost(net)
-        )
+        assert limits.value(counts_of(fastbcd.masks(net))) == expected == target.cost(net)
         assert target.met(net)
 
 
@@ -63,9 +57,7 @@ def test_the_set_up_counts() -> None:
     ours = Protocol("ours", *constants, setup_seconds=Constant(2, "here"))
     net = net_of([3, 3], [False, False])
     assert limits_of(Target(3, protocol=ours, **WAN), net).least() == 2
-    with pytest.raises(
-        ValueError, match=r"without ReLUs costs 2\.00 s, which is the least"
-    ):
+    with pytest.raises(ValueError, match=r"without ReLUs costs 2\.00 s, which is the least"):
         limits_of(Target(1.9, protocol=ours, **WAN), net)
 
 
@@ -96,14 +88,10 @@ CASE = (nets, st.integers(0, 2**32), st.floats(0, 1), st.booleans(), st.booleans
 
 @given(*CASE)
 @settings(max_examples=300, deadline=None)
-def test_a_fit_meets_the_limits_and_wastes_no_relu(
-    sites_, seed, share, mixed, bounded
-) -> None:
+def test_a_fit_meets_the_limits_and_wastes_no_relu(sites_, seed, share, mixed, bounded) -> None:
     """The cost is within one ReLU of the limit, in any site in use; the reference tries each."""
     limits, counts = some_limits(sites_, seed, share, mixed, bounded)
-    where = np.random.default_rng(seed).permutation(
-        np.repeat(np.arange(len(counts)), counts)
-    )
+    where = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(counts)), counts))
     left = after(counts, where, limits.fit(counts, where))
     assert limits.met(left)
     for x in np.flatnonzero((left > 0) & (left < counts)):
@@ -112,9 +100,7 @@ def test_a_fit_meets_the_limits_and_wastes_no_relu(
 
 @given(*CASE)
 @settings(max_examples=300, deadline=None)
-def test_returned_relus_against_one_after_the_other(
-    sites_, seed, share, mixed, bounded
-) -> None:
+def test_returned_relus_against_one_after_the_other(sites_, seed, share, mixed, bounded) -> None:
     """The first that fits, again and again, until none does."""
     limits, most = some_limits(sites_, seed, share, mixed, bounded)
     random = np.random.default_rng(seed)
@@ -173,9 +159,7 @@ def test_a_step_saves_the_share_of_its_relus() -> None:
     value = limits.value(counts)
     goal = limits.step(counts, 10, (value, 2)).bounds[0].most
     assert goal == pytest.approx(0.9 * value)
-    assert (
-        limits.step(counts, 100, (value, 2)).bounds[0].most == 0.1
-    )  # never below the target
+    assert limits.step(counts, 100, (value, 2)).bounds[0].most == 0.1  # never below the target
     by_count = limits_of(50, net).step(counts, 10, (100, 2))
     assert by_count.size(counts) == 10
 
@@ -204,9 +188,7 @@ def test_the_bound_on_sites_falls_evenly_with_the_logarithm() -> None:
     assert allowed == [6, 4, 2]
     assert limits_of(9000, net, 8).met(counts)
     met = limits_of(8000, net_of([1000] * 9, [False] * 9), max_sites=8)
-    assert (
-        met.step(np.full(9, 100), 100, (900, 9)).most_sites() == 8
-    )  # one site per step
+    assert met.step(np.full(9, 100), 100, (900, 9)).most_sites() == 8  # one site per step
 
 
 # -------------------------------------------------------------------------- refusals
@@ -251,9 +233,7 @@ def test_targets_refuse_a_net() -> None:
     with pytest.raises(ValueError, match="its square_bytes is unknown"):
         limits_of(Target(bytes=1e6, protocol="delphi-gc"), poly)
     assert Target(bytes=1e6, protocol="delphi-gc").met(plain)
-    with pytest.raises(
-        ValueError, match=r"without ReLUs costs 64\.0 B, which is the least"
-    ):
+    with pytest.raises(ValueError, match=r"without ReLUs costs 64\.0 B, which is the least"):
         limits_of(Target(bytes=60), poly)
     dear = [Constant(v, "here") for v in (1, 1e-6, 1, 2, 1e-6, 1)]
     with pytest.raises(ValueError, match="a square costs more than a ReLU"):
@@ -265,16 +245,9 @@ def test_targets_refuse_a_net() -> None:
 def test_units() -> None:
     assert units.bits_per_second("1Gbit") == units.bits_per_second("1 Gbps") == 1e9
     assert units.bits_per_second("40MB/s") == 3.2e8
-    assert (
-        units.round_trip("250us") == units.round_trip("250µs") == pytest.approx(2.5e-4)
-    )
+    assert units.round_trip("250us") == units.round_trip("250µs") == pytest.approx(2.5e-4)
     assert units.in_bytes("1.5kB") == units.in_bytes(1500) == 1500
-    for read in (
-        units.bits_per_second,
-        units.round_trip,
-        units.in_seconds,
-        units.in_bytes,
-    ):
+    for read in (units.bits_per_second, units.round_trip, units.in_seconds, units.in_bytes):
         with pytest.raises(ValueError, match="give"):
             read(math.nan)
     same = private.cost(fastbcd.MaskSet.full({"a": (9,)}), bandwidth="1Mbit", rtt="2ms")

@@ -22,9 +22,7 @@ def quick(request, monkeypatch) -> None:
     """Figures are made but not drawn, which takes seconds, unless the test uses `drawn`."""
 
     def stand_in(figure: Any) -> bytes:
-        return (
-            PNG + repr([(a.get_xlabel(), a.get_ylabel()) for a in figure.axes]).encode()
-        )
+        return PNG + repr([(a.get_xlabel(), a.get_ylabel()) for a in figure.axes]).encode()
 
     if "drawn" not in request.fixturenames:
         monkeypatch.setattr(writer, "_png", stand_in)

@@ -44,14 +44,10 @@ def test_a_method_has_one_colour_and_mark() -> None:
     assert len({look["color"] for look in looks.values()}) == len(looks)
     assert len({look["marker"] for look in looks.values()}) == len(looks)
     curves = published.every_curve()
-    assert {*TITLES.values(), "linearize", *(curve.method for curve in curves)} <= {
-        *looks
-    }
+    assert {*TITLES.values(), "linearize", *(curve.method for curve in curves)} <= {*looks}
     runs = [result(name, "BCD") for name in "ab"]
     (axes,) = figures.accuracy(runs, published.curves("resnet18", "cifar10")).axes
-    lines = {
-        line.get_label(): line for line in axes.lines if line.get_label()[0] != "_"
-    }
+    lines = {line.get_label(): line for line in axes.lines if line.get_label()[0] != "_"}
     ours = [line for label, line in lines.items() if "BCD" in label]
     assert len(ours) == 3
     look = {(line.get_color(), line.get_marker()) for line in ours}
@@ -69,28 +65,20 @@ def test_shares_have_linear_bars(finished) -> None:
 
 
 def test_the_time_of_each_site_is_a_bar_of_rounds_bytes_and_computation() -> None:
-    kept = fastbcd.MaskSet.full({"a": (100,), "b": (50,), "c": (10,)}).without(
-        range(60, 150)
-    )
+    kept = fastbcd.MaskSet.full({"a": (100,), "b": (50,), "c": (10,)}).without(range(60, 150))
     cost = private.cost(kept, "crypten", bandwidth="1Mbit", rtt="10ms")
     figure = figures.seconds(cost)
     (axes,) = figure.axes
-    for bars, term in zip(
-        axes.containers, ("latency", "transfer", "compute"), strict=True
-    ):
+    for bars, term in zip(axes.containers, ("latency", "transfer", "compute"), strict=True):
         expected = [getattr(site, term) for site in cost.sites]
         assert [bar.get_width() for bar in bars] == pytest.approx(expected)
     starts = [bar.get_x() for bar in axes.containers[2]]
-    assert starts == pytest.approx(
-        [site.latency + site.transfer for site in cost.sites]
-    )
+    assert starts == pytest.approx([site.latency + site.transfer for site in cost.sites])
     names = [text.get_text() for text in figure.legends[0].texts]
     assert names == ["rounds", "bytes", "computation"]
 
 
-@pytest.mark.parametrize(
-    "counts", [(13_912, 13_932), (700, 14_000), (3, 3_000_000), (50, 50)]
-)
+@pytest.mark.parametrize("counts", [(13_912, 13_932), (700, 14_000), (3, 3_000_000), (50, 50)])
 def test_labels_of_a_log_axis_have_room(counts) -> None:
     figure, axes = figures.canvas(3)
     axes.plot(counts, (0, 1))

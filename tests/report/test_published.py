@@ -7,15 +7,7 @@ from fastbcd.report import published
 
 def test_published_curves() -> None:
     methods = {curve.method for curve in published.every_curve()}
-    assert methods >= {
-        "SNL",
-        "DeepReDuce",
-        "CryptoNAS",
-        "Sphynx",
-        "SENet",
-        "AutoReP",
-        "BCD",
-    }
+    assert methods >= {"SNL", "DeepReDuce", "CryptoNAS", "Sphynx", "SENet", "AutoReP", "BCD"}
     for curve in published.every_curve():
         counts = [relus for relus, _ in curve.points]
         assert counts == sorted(set(counts)), curve

@@ -23,9 +23,7 @@ def headline(page: Page) -> list[str]:
     return re.findall("<b>(.*?)</b>", page.source)
 
 
-def test_the_headline_and_the_table_have_the_numbers_of_the_run(
-    finished, page_of
-) -> None:
+def test_the_headline_and_the_table_have_the_numbers_of_the_run(finished, page_of) -> None:
     page = page_of(finished, **WAN)
     run = fastbcd.load_run(finished)
     before, after = (private.cost(masks, **WAN) for masks in (run.start, run.masks))
@@ -36,9 +34,7 @@ def test_the_headline_and_the_table_have_the_numbers_of_the_run(
         f"{before.seconds * 1e3:.0f} ms → {after.seconds * 1e3:.0f} ms",
     ]
     assert headline(page) == texts
-    for name, text in zip(
-        ("test accuracy", "ReLUs", results.ACTIVATIONS), texts, strict=True
-    ):
+    for name, text in zip(("test accuracy", "ReLUs", results.ACTIVATIONS), texts, strict=True):
         assert page.row(name)[1] == text
     assert page.row("bytes")[1] == "45.5 kB → 3.71 kB"
     assert page.row("rounds")[1] == "9"
@@ -48,21 +44,11 @@ def test_the_headline_and_the_table_have_the_numbers_of_the_run(
     assert page.row("state")[1] == "finished"
 
 
-def test_a_page_loads_nothing_else(
-    finished, cut_short, page_of, tmp_path, drawn
-) -> None:
+def test_a_page_loads_nothing_else(finished, cut_short, page_of, tmp_path, drawn) -> None:
     page = page_of(finished, cut_short)
     source = re.sub(r'src="data:[^"]*"', "", page.source)
     assert not re.search(r"https?:|//[a-z]|url\(|@import", source)
-    assert not page.tags & {
-        "script",
-        "iframe",
-        "object",
-        "embed",
-        "video",
-        "audio",
-        "base",
-    }
+    assert not page.tags & {"script", "iframe", "object", "embed", "video", "audio", "base"}
     assert not re.search(r"\son[a-z]+=", source)
     assert all(address.startswith("data:") for address in page.addresses)
     assert "viewport" in page.source
@@ -117,16 +103,9 @@ def test_steps_that_only_train_are_counted(tmp_path, page_of) -> None:
     )  # fmt: skip
     page = page_of(tmp_path)
     training = [step for step in run.history if step.drc == 0]
-    assert (
-        page.row("steps")[1]
-        == f"{len(run.history)}, of which {len(training)} only train"
-    )
+    assert page.row("steps")[1] == f"{len(run.history)}, of which {len(training)} only train"
     points = results.result_of(tmp_path).points
-    assert [relus for relus, _ in points] == [
-        98,
-        *(step.after for step in run.history),
-        60,
-    ]
+    assert [relus for relus, _ in points] == [98, *(step.after for step in run.history), 60]
     assert "not measured" not in page.text
     assert re.search(r"share 0\.\d{1,5}\b", page.row("drc")[1])
 
@@ -135,18 +114,14 @@ def test_dense_nets_and_starting_points(stages, page_of) -> None:
     """Their accuracy is of the result; an accuracy of the start was not measured."""
     page = page_of(stages / "1-dense", stages / "2-snl")
     dense, snl = (results.result_of(stages / name) for name in ("1-dense", "2-snl"))
-    assert page.row("test accuracy")[1:] == [
-        f"{r.points[-1][1]:.2f} %" for r in (dense, snl)
-    ]
+    assert page.row("test accuracy")[1:] == [f"{r.points[-1][1]:.2f} %" for r in (dense, snl)]
     assert snl.points == [(60, snl.run.history[-1].accuracy["final"])]
     assert page.row("ReLUs")[1:] == ["98", "98 → 60"]
     assert page.row("method")[1:] == ["dense", "SNL"]
 
 
 def test_a_budget_that_is_a_cost(tmp_path, page_of) -> None:
-    target = private.Target(
-        bytes=60_000, bandwidth="100Mbit", rtt="333.333ms", relus=30
-    )
+    target = private.Target(bytes=60_000, bandwidth="100Mbit", rtt="333.333ms", relus=30)
     small_run(tmp_path / "run", budget=target, max_sites=1, finetune=None)
     page = page_of(tmp_path / "run")
     assert page.row("budget")[1].startswith(

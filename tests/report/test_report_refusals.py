@@ -61,9 +61,7 @@ def test_the_command(finished, tmp_path, capsys) -> None:
     assert cli.main(line) == 0
     page = tmp_path / "run" / "report" / "report.html"
     assert f"{page}: open it in a browser; its 3 figures" in capsys.readouterr().out
-    assert "<td>delphi-gc, 1.00 Gbit/s, round trip 40.0 ms</td>" in page.read_text(
-        encoding="utf-8"
-    )
+    assert "<td>delphi-gc, 1.00 Gbit/s, round trip 40.0 ms</td>" in page.read_text(encoding="utf-8")
     assert fastbcd.load_run(tmp_path / "run").done, "the report is no part of the run"
     assert cli.main(["report", str(tmp_path / "nothing")]) == 2
     error = capsys.readouterr().err

@@ -23,9 +23,7 @@ FAST = {"finetune": None, "drc": 30, "rt": 1, "test": None}
 def config_of(**settings) -> Config:
     """What a run of these settings would be recorded as."""
     data = fastbcd.load("fashion-mnist-mini").first(4)
-    return Config.of(
-        "bcd", {"budget": 3, "drc": 2, **settings}, small_net(), data=data, test=None
-    )
+    return Config.of("bcd", {"budget": 3, "drc": 2, **settings}, small_net(), data=data, test=None)
 
 
 # ------------------------------------------------------------------------------- resume
@@ -35,10 +33,7 @@ def test_the_same_call_again_returns_at_once(tmp_path, capsys) -> None:
     first = small_run(tmp_path, **FAST)
     before = contents(tmp_path)
     again = small_run(tmp_path, **FAST)
-    assert (
-        f"the run in {tmp_path} is done: 3 steps, 8 ReLUs kept"
-        in capsys.readouterr().out
-    )
+    assert f"the run in {tmp_path} is done: 3 steps, 8 ReLUs kept" in capsys.readouterr().out
     assert again.masks == first.masks
     assert [s.number for s in again.history] == [1, 2, 3]
     assert again.history == first.history
@@ -68,9 +63,7 @@ def test_an_interrupted_run_resumes_from_the_disk(tmp_path, capsys) -> None:
 
 def steps_of(run_dir, net=None):
     data = fastbcd.load("fashion-mnist-mini").first(48)
-    return fastbcd.steps(
-        net or small_net(), data, budget=8, drc=20, rt=2, run_dir=run_dir
-    )
+    return fastbcd.steps(net or small_net(), data, budget=8, drc=20, rt=2, run_dir=run_dir)
 
 
 @pytest.mark.parametrize("resume", ["auto", True, "must"])
@@ -102,12 +95,7 @@ def test_what_cannot_change_the_outcome_may_change(tmp_path) -> None:
 
 def test_settings_may_be_numbers_of_numpy(tmp_path) -> None:
     small_run(tmp_path, **FAST)
-    options = {
-        "drc": np.int64(30),
-        "rt": np.int32(1),
-        "adt": np.float64(1.0),
-        "seed": np.uint8(0),
-    }
+    options = {"drc": np.int64(30), "rt": np.int32(1), "adt": np.float64(1.0), "seed": np.uint8(0)}
     assert len(small_run(tmp_path, **{**FAST, **options}).history) == 3
     small_run(tmp_path / "new", **{**FAST, **options})
     assert contents(tmp_path / "new") == contents(tmp_path)
@@ -117,25 +105,17 @@ def test_settings_may_be_numbers_of_numpy(tmp_path) -> None:
     ("options", "message"),
     [
         ({"budget": 9}, r"budget is 8 there and 9 now"),
-        (
-            {"drc": lambda n: 5},
-            r"drc is 30 there and .function .*test_directory.*lambda",
-        ),
+        ({"drc": lambda n: 5}, r"drc is 30 there and .function .*test_directory.*lambda"),
         ({"adt": 0.5}, r"adt is 1\.0 there and 0\.5 now"),
         ({"seed": 1}, r"seed is 0 there and 1 now"),
         ({"finetune": fastbcd.Finetune()}, r"finetune is null there and"),
-        (
-            {"test": fastbcd.load("fashion-mnist-mini", "test")},
-            "test is null there and",
-        ),
+        ({"test": fastbcd.load("fashion-mnist-mini", "test")}, "test is null there and"),
     ],
 )
 def test_other_settings_are_refused(options, message, tmp_path) -> None:
     small_run(tmp_path, **FAST)
     before = contents(tmp_path)
-    with pytest.raises(
-        ValueError, match=f"holds another run: {message}.*name another run_dir"
-    ):
+    with pytest.raises(ValueError, match=f"holds another run: {message}.*name another run_dir"):
         small_run(tmp_path, **{**FAST, **options})
     assert contents(tmp_path) == before
 
@@ -145,9 +125,7 @@ def test_another_net_is_refused(tmp_path) -> None:
     data = fastbcd.load("fashion-mnist-mini").first(48)
     net = small_net()
     net[0] = torch.nn.Conv2d(1, 2, 5, 4, 2, bias=False)
-    with pytest.raises(
-        ValueError, match=r"net\.tensors\.0\.bias is .* and \(missing\) now"
-    ):
+    with pytest.raises(ValueError, match=r"net\.tensors\.0\.bias is .* and \(missing\) now"):
         fastbcd.bcd(net, data, 8, **{**FAST, "adt": 1.0}, run_dir=tmp_path)
 
 
@@ -179,9 +157,7 @@ def test_the_fixture_resumes(stopped) -> None:
 
 
 @pytest.mark.parametrize("where", [10, -1, 0])
-def test_a_truncated_state_is_reported_and_the_one_before_it_is_kept(
-    stopped, where
-) -> None:
+def test_a_truncated_state_is_reported_and_the_one_before_it_is_kept(stopped, where) -> None:
     state = stopped / "state.safetensors"
     content = state.read_bytes()
     state.write_bytes(content[:where])
@@ -208,9 +184,7 @@ def test_an_edited_state_is_refused(stopped) -> None:
         resume_steps(stopped)
 
 
-@pytest.mark.parametrize(
-    "name", ["config.json", "start.safetensors", "state.safetensors"]
-)
+@pytest.mark.parametrize("name", ["config.json", "start.safetensors", "state.safetensors"])
 def test_a_file_of_another_run_is_refused(name, stopped, tmp_path_factory) -> None:
     """Of a run with the same settings, whose weights differ."""
     other = tmp_path_factory.mktemp("other")
@@ -221,15 +195,11 @@ def test_a_file_of_another_run_is_refused(name, stopped, tmp_path_factory) -> No
             break
     content = (other / name).read_bytes()
     (stopped / name).write_bytes(content.replace(b'"fastbcd"', b' "fastbcd"'))
-    with pytest.raises(
-        ValueError, match=r"was not written beside this|are not of one run"
-    ):
+    with pytest.raises(ValueError, match=r"was not written beside this|are not of one run"):
         resume_steps(stopped)
 
 
-@pytest.mark.parametrize(
-    "edit", [lambda text: text + '{"number": 3, "bef', lambda text: text[:30]]
-)
+@pytest.mark.parametrize("edit", [lambda text: text + '{"number": 3, "bef', lambda text: text[:30]])
 def test_the_history_file_follows_the_state(stopped, edit) -> None:
     path = stopped / "history.jsonl"
     text = path.read_text()
@@ -249,9 +219,7 @@ def test_a_state_without_its_config(stopped) -> None:
         resume_steps(stopped)
 
 
-@pytest.mark.parametrize(
-    "content", ["{", "[]", '{"format": "fastbcd.bcd 3"}', '"\\xff"', ""]
-)
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": "fastbcd.bcd 3"}', '"\\xff"', ""])
 def test_a_config_that_is_none(content, stopped) -> None:
     (stopped / "config.json").write_text(content)
     with pytest.raises(ValueError, match=r"config\.json is damaged or not of a run"):
@@ -287,9 +255,7 @@ def test_a_full_disk(tmp_path, monkeypatch, at) -> None:
         states.append(snapshots.take(net))
 
     options = {"drc": 20, "rt": 1, "finetune": train, "run_dir": tmp_path}
-    with pytest.raises(
-        OSError, match=r"step 2 could not be .*: No space left.* intact"
-    ) as caught:
+    with pytest.raises(OSError, match=r"step 2 could not be .*: No space left.* intact") as caught:
         fastbcd.bcd(net, data, 8, **options)
     assert caught.value.errno == errno.ENOSPC
     assert all(torch.equal(states[0][k], v) for k, v in snapshots.take(net).items())
@@ -299,25 +265,19 @@ def test_a_full_disk(tmp_path, monkeypatch, at) -> None:
     whole = fastbcd.bcd(small_net(), data, 8, **{**options, "run_dir": None})
     assert resumed.masks == whole.masks
     for one, other in zip(resumed.history, whole.history, strict=True):
-        assert dataclasses.replace(one, seconds={}) == dataclasses.replace(
-            other, seconds={}
-        )
+        assert dataclasses.replace(one, seconds={}) == dataclasses.replace(other, seconds={})
 
 
 def test_two_at_once_are_refused(tmp_path) -> None:
     first = RunDirectory(tmp_path, config_of(), "auto")
-    with pytest.raises(
-        RuntimeError, match="another process is working in the run directory"
-    ):
+    with pytest.raises(RuntimeError, match="another process is working in the run directory"):
         RunDirectory(tmp_path, config_of(), "auto")
     first.close()
     RunDirectory(tmp_path, config_of(), "auto").close()
 
 
 @pytest.mark.parametrize("change", ["removed", "taken", "elsewhere", "here"])
-def test_a_directory_that_another_process_may_have_is_not_written(
-    tmp_path, change
-) -> None:
+def test_a_directory_that_another_process_may_have_is_not_written(tmp_path, change) -> None:
     """Its lock was removed, or it became a link to another directory; a link to itself is fine."""
     place = tmp_path / "run"
     directory = RunDirectory(place, config_of(), "auto")
@@ -334,9 +294,7 @@ def test_a_directory_that_another_process_may_have_is_not_written(
         directory.write(state)
         assert read_start(tmp_path / "moved") is not None
     else:
-        with pytest.raises(
-            RuntimeError, match=r"\.lock was removed or replaced while this run"
-        ):
+        with pytest.raises(RuntimeError, match=r"\.lock was removed or replaced while this run"):
             directory.write(state)
         assert read_start(place) is None
     directory.close()

@@ -58,9 +58,7 @@ def test_masks_of_another_run_are_refused(finished, tmp_path) -> None:
     shutil.copytree(finished, place)
     (place / "state.safetensors").replace(place / "start.safetensors")
     (place / "state.previous.safetensors").replace(place / "state.safetensors")
-    with pytest.raises(
-        ValueError, match=r"was not written beside this config\.json and start"
-    ):
+    with pytest.raises(ValueError, match=r"was not written beside this config\.json and start"):
         load_run(place)
 
 
@@ -68,9 +66,7 @@ def test_masks_of_another_run_are_refused(finished, tmp_path) -> None:
 def test_what_is_no_run_is_refused(place, tmp_path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        (ValueError, OSError), match=r"there is nothing|is a file|holds no run"
-    ):
+    with pytest.raises((ValueError, OSError), match=r"there is nothing|is a file|holds no run"):
         load_run(tmp_path / place)
 
 
@@ -109,9 +105,7 @@ def test_the_net_of_a_run_is_built_again(tmp_path) -> None:
 
 def test_a_given_net_is_filled(finished) -> None:
     run = fastbcd.load_run(finished)
-    with pytest.raises(
-        ValueError, match="a net of its own, which cannot be built from the run"
-    ):
+    with pytest.raises(ValueError, match="a net of its own, which cannot be built from the run"):
         run.model  # noqa: B018
     net = small_net()
     run = fastbcd.load_run(finished, model=net)
@@ -120,13 +114,9 @@ def test_a_given_net_is_filled(finished) -> None:
     assert run.masks.count() == 8
     other = small_net()
     other[0] = torch.nn.Conv2d(1, 2, 3, 4, 1)
-    with pytest.raises(
-        ValueError, match=r"does not fit Sequential.*0\.weight has shape"
-    ):
+    with pytest.raises(ValueError, match=r"does not fit Sequential.*0\.weight has shape"):
         fastbcd.load_run(finished, model=other)
-    with pytest.raises(
-        ValueError, match=r"Linear has no masked activations: fastbcd.convert it"
-    ):
+    with pytest.raises(ValueError, match=r"Linear has no masked activations: fastbcd.convert it"):
         fastbcd.load_run(finished, model=torch.nn.Linear(2, 2))
 
 
@@ -146,9 +136,7 @@ def test_a_recorded_net_that_does_not_fit_is_refused(tmp_path) -> None:
 
 
 def test_a_net_of_another_dtype_is_built_again(tmp_path) -> None:
-    net = fastbcd.models.resnet20(
-        10, image_size=28, in_channels=1, width=2, blocks=1
-    ).double()
+    net = fastbcd.models.resnet20(10, image_size=28, in_channels=1, width=2, blocks=1).double()
     data = fastbcd.load("fashion-mnist-mini").first(30)
     count = fastbcd.masks(net).count()
     fastbcd.bcd(net, data, count - 50, drc=50, rt=1, finetune=None, run_dir=tmp_path)
@@ -156,9 +144,7 @@ def test_a_net_of_another_dtype_is_built_again(tmp_path) -> None:
     assert torch.equal(fastbcd.load_run(tmp_path).model(x), net.eval()(x))
 
 
-@pytest.mark.parametrize(
-    "arch", ["tiny", {"name": "mine"}, {"name": ["x"]}, {"model": print}, 3]
-)
+@pytest.mark.parametrize("arch", ["tiny", {"name": "mine"}, {"name": ["x"]}, {"model": print}, 3])
 def test_an_attribute_arch_of_a_users_net_is_not_taken_for_ours(arch, tmp_path) -> None:
     net, data = small_net(), fastbcd.load("fashion-mnist-mini").first(20)
     net.arch = arch

@@ -15,18 +15,12 @@ STEP = Step(
     chosen_loss=1.1, engine="stacked", sites=[20, 11], returned=1, cost=0.25, images={-1: 90, 0: 9},
     interval=(0.5, 2.5), test_accuracy=78.25, train_loss=0.5, seconds={"score": 2.0, "test": 0.01},
 )  # fmt: skip
-EPOCH = Epoch(
-    number=1, epoch=0, phase="masks", count=31, notes={"lambda": 1e-5}, loss=1.25
-)
+EPOCH = Epoch(number=1, epoch=0, phase="masks", count=31, notes={"lambda": 1e-5}, loss=1.25)
 
 
-@pytest.mark.parametrize(
-    "record", [STEP, EPOCH, Start(value=3.5, sites=2, memory={"cpu": 7})]
-)
+@pytest.mark.parametrize("record", [STEP, EPOCH, Start(value=3.5, sites=2, memory={"cpu": 7})])
 def test_a_record_survives_json(record) -> None:
-    assert (
-        decode(type(record), json.loads(json.dumps(encode(record))), "here") == record
-    )
+    assert decode(type(record), json.loads(json.dumps(encode(record))), "here") == record
 
 
 @pytest.mark.parametrize(

@@ -106,10 +106,7 @@ def test_ranks_that_were_given_different_arguments(found) -> None:
 
 
 def test_a_rank_that_makes_another_call_is_not_waited_for_without_end(found) -> None:
-    assert (
-        "rank 0 waited 1 s for the other ranks: they have not made the same"
-        in found["late"][0]
-    )
+    assert "rank 0 waited 1 s for the other ranks: they have not made the same" in found["late"][0]
 
 
 def test_all_ranks_end_with_an_error_of_the_first(found) -> None:
@@ -164,20 +161,12 @@ def test_torchrun_ends_the_others_and_the_run_resumes(tmp_path) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*ranks share.*through the host")
-def test_the_backend_follows_the_device(
-    gpu, monkeypatch, device, size, backend, current
-) -> None:
+def test_the_backend_follows_the_device(gpu, monkeypatch, device, size, backend, current) -> None:
     """Two GPUs; this is the last rank."""
     chosen = []
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda name, **_: chosen.append(name)
-    )
+    monkeypatch.setattr(dist, "init_process_group", lambda name, **_: chosen.append(name))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    for name, value in (
-        ("RUN_ID", "x"),
-        ("LOCAL_RANK", size - 1),
-        ("LOCAL_WORLD_SIZE", size),
-    ):
+    for name, value in (("RUN_ID", "x"), ("LOCAL_RANK", size - 1), ("LOCAL_WORLD_SIZE", size)):
         prefix = "TORCHELASTIC_" if name == "RUN_ID" else ""
         monkeypatch.setenv(prefix + name, str(value))
     with ranks.joined(device):
@@ -190,9 +179,7 @@ def test_tensors_of_one_dtype_take_one_collective(gpu, monkeypatch) -> None:
     monkeypatch.setattr(ranks, "world", lambda: 2)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(dist, "all_reduce", lambda t: used.append((t.dtype, t.numel())))
-    monkeypatch.setattr(
-        dist, "broadcast", lambda t, src: used.append((t.dtype, t.numel()))
-    )
+    monkeypatch.setattr(dist, "broadcast", lambda t, src: used.append((t.dtype, t.numel())))
     net = fastbcd.models.resnet20(10, 8, width=4, blocks=1).cuda()
     ranks.agree(net.buffers())
     assert {dtype for dtype, _ in used} == {torch.float32, torch.uint8}
@@ -214,6 +201,4 @@ def test_collectives_use_the_device_of_the_data(gpu, monkeypatch, config) -> Non
     assert not gpu.counts["h2d"] + gpu.counts["d2h"]
     assert ranks.all_sum(here).device == here.device
     # NCCL alone reads GPU memory only: the tensor goes to the GPU of this rank, and back.
-    assert used[2] == (
-        here.device if config.startswith("cpu") else torch.device("cuda:0")
-    )
+    assert used[2] == (here.device if config.startswith("cpu") else torch.device("cuda:0"))

@@ -21,9 +21,7 @@ def test_accuracy(name) -> None:
             for i in range(37)
         )
     before = weights(net)
-    assert accuracy(net, (x, labels), batch_size=10) == pytest.approx(
-        100 * correct / 37
-    )
+    assert accuracy(net, (x, labels), batch_size=10) == pytest.approx(100 * correct / 37)
     assert net.training
     assert_same(before, weights(net))
     with pytest.raises(ValueError, match="no images"):
@@ -39,12 +37,8 @@ def test_invalid_outputs_are_refused() -> None:
 
     metric.bounds = (0, 1)
     late = torch.where(torch.arange(37) == 30, 7, labels)
-    with pytest.raises(
-        ValueError, match=r"the metric returns [23] for image 30 and the net"
-    ):
+    with pytest.raises(ValueError, match=r"the metric returns [23] for image 30 and the net"):
         accuracy(net, (x, late), metric=metric)
     x[30] = torch.inf
-    with pytest.raises(
-        FloatingPointError, match="the net gives NaN logits for image 30"
-    ):
+    with pytest.raises(FloatingPointError, match="the net gives NaN logits for image 30"):
         accuracy(net, (x, labels), batch_size=10)

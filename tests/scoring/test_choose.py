@@ -103,16 +103,12 @@ def test_hopeless_hypotheses_are_dropped_early() -> None:
 def test_answers_are_read_when_a_decision_is_possible(monkeypatch, adt, metric) -> None:
     """The choice is as if they were read after every batch; hardly more is scored."""
     net, data = trained("mlp", 120, 7, 2)
-    hypotheses = [
-        fastbcd.masks(net).sample(k, seed=2, step=0, trial=0) for k in (29, 9, 3, 30, 1)
-    ]
+    hypotheses = [fastbcd.masks(net).sample(k, seed=2, step=0, trial=0) for k in (29, 9, 3, 30, 1)]
     options = {"adt": adt, "engine": Engine(batch_size=3), "metric": metric}
     reads, plain = [], Answers.__call__
     monkeypatch.setattr(Answers, "__call__", lambda *a: reads.append(a) or plain(*a))
     few, count = choose(net, hypotheses, data, **options), len(reads)
-    monkeypatch.setattr(
-        Exact, "until", lambda self, numbers: min(self.seen(numbers[0]) + 3, 120)
-    )
+    monkeypatch.setattr(Exact, "until", lambda self, numbers: min(self.seen(numbers[0]) + 3, 120))
     all_ = choose(net, hypotheses, data, **options)
     assert (few.number, few.accepted) == (all_.number, all_.accepted)
     assert (few.value, few.loss) == pytest.approx((all_.value, all_.loss))
@@ -120,9 +116,7 @@ def test_answers_are_read_when_a_decision_is_possible(monkeypatch, adt, metric) 
     assert count < 0.6 * (len(reads) - count)
 
 
-def exact_choice(
-    rows: torch.Tensor, adt: float, bounds, losses=None, early: bool = True
-):
+def exact_choice(rows: torch.Tensor, adt: float, bounds, losses=None, early: bool = True):
     """The choice from values of a metric [1 + K, N], the base's first; and what each has seen."""
 
     def metric(outputs, targets):
@@ -134,16 +128,12 @@ def exact_choice(
 
     def run(numbers, begin, end):
         parts = {k: rows[k + 1, begin:end].double() for k in numbers}
-        return {
-            k: torch.stack([p, losses[k + 1].expand(len(p))]) for k, p in parts.items()
-        }
+        return {k: torch.stack([p, losses[k + 1].expand(len(p))]) for k, p in parts.items()}
 
     decision = Exact(Criterion(metric), total, adt=adt, early=early, batch=2)
     search = Search(run, decision)
     search.complete(-1)
-    return search.choose([[k] for k in range(count)]), [
-        decision.seen(k) for k in range(count)
-    ]
+    return search.choose([[k] for k in range(count)]), [decision.seen(k) for k in range(count)]
 
 
 def test_images_ahead_may_have_the_least_value_of_the_metric() -> None:
@@ -164,11 +154,7 @@ def test_near_ties_are_continued_for_their_losses() -> None:
                                      (5e-3, (0.0, 2.0, 1.0), 0)):  # fmt: skip
         rows[2, 0] = -difference
         choice, seen = exact_choice(rows, 1.0, (-1, 1), losses)
-        assert (
-            choice
-            == exact_choice(rows, 1.0, (-1, 1), losses, early=False)[0]
-            == (best, False)
-        )
+        assert choice == exact_choice(rows, 1.0, (-1, 1), losses, early=False)[0] == (best, False)
         assert seen[0] == 100
         assert (seen[1] == 100) == (difference < 1e-3)
 

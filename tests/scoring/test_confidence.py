@@ -31,12 +31,8 @@ def all_orders(weights: np.ndarray):
         yield list(order), float(np.prod(drawn / drawn[::-1].cumsum()[::-1]))
 
 
-@pytest.mark.parametrize(
-    "weights", [(1, 1, 1, 1, 1), (1, 5, 1, 2, 9), (1, 1, 1, 300, 300)]
-)
-def test_the_evidence_against_the_truth_is_1_on_average_and_seldom_large(
-    weights,
-) -> None:
+@pytest.mark.parametrize("weights", [(1, 1, 1, 1, 1), (1, 5, 1, 2, 9), (1, 1, 1, 300, 300)])
+def test_the_evidence_against_the_truth_is_1_on_average_and_seldom_large(weights) -> None:
     """All orders of all populations of 5 images, at every look."""
     w = np.array(weights, float)
     orders, chances = (np.array(a) for a in zip(*all_orders(w), strict=True))
@@ -69,10 +65,7 @@ def test_the_evidence_grows_with_the_difference_and_knows_what_is_certain() -> N
         assert (np.isneginf(found) == ((d <= now - ahead) & (d <= now + ahead))).all()
         # Several at once are as one by one.
         both = log_evidence(np.stack([x, -x]), weights, [3, 4])
-        assert both.tolist() == [
-            log_evidence(x, weights, 3),
-            log_evidence(-x, weights, 4),
-        ]
+        assert both.tolist() == [log_evidence(x, weights, 3), log_evidence(-x, weights, 4)]
 
 
 def test_the_interval_is_what_is_not_excluded() -> None:
@@ -86,9 +79,7 @@ def test_the_interval_is_what_is_not_excluded() -> None:
     # On paper, one look, nothing changed: (1 - n/N)^d < error.
     n, error = 2061, 0.001
     assert (1 - n / 10_000) ** 30 == pytest.approx(error, rel=0.05)
-    evidence = [
-        log_evidence(np.zeros(int(n * more)), np.ones(10_000), 30) for more in (1, 1.2)
-    ]
+    evidence = [log_evidence(np.zeros(int(n * more)), np.ones(10_000), 30) for more in (1, 1.2)]
     assert evidence[0] < -math.log(error) < evidence[1]
 
 
@@ -105,9 +96,7 @@ def steps(kind: str, total: int, limit: int, count: int, rng: np.random.Generato
         if kind == "strata":
             weights = 2.0 ** rng.integers(0, 7, total)
         # rare: no image that is expected to change does; misleading: those that do all gain.
-        losing = np.flatnonzero(
-            (base > 0) & ~(likely & (kind in ("rare", "misleading")))
-        )
+        losing = np.flatnonzero((base > 0) & ~(likely & (kind in ("rare", "misleading"))))
         gaining = np.flatnonzero((base < 0) & (likely | (kind != "misleading")))
         rows = [base]
         for _ in range(3):
@@ -119,9 +108,7 @@ def steps(kind: str, total: int, limit: int, count: int, rng: np.random.Generato
         yield np.stack(rows), weights
 
 
-def decided(
-    rows: np.ndarray, weights: np.ndarray, rng, **settings
-) -> tuple[int, Confident]:
+def decided(rows: np.ndarray, weights: np.ndarray, rng, **settings) -> tuple[int, Confident]:
     """The number that is accepted, or -1 - the number of the best; and the decision."""
     times = rng.exponential(size=len(weights)) / weights
     order = times.argsort()
@@ -131,9 +118,7 @@ def decided(
         rows_of = {k: np.stack([part[k + 1], np.zeros(end - begin)]) for k in numbers}
         return {k: torch.from_numpy(answers) for k, answers in rows_of.items()}
 
-    visits = Visits(
-        torch.from_numpy(order), weights[order], times[order], torch.zeros(0)
-    )
+    visits = Visits(torch.from_numpy(order), weights[order], times[order], torch.zeros(0))
     decision = Confident(visits, **settings)
     number, accepted = Search(visit, decision).choose([[0], [1, 2]])
     return number if accepted else -1 - number, decision
@@ -183,24 +168,16 @@ def test_a_step_errs_no_more_often_than_promised(kind, monkeypatch) -> None:
     assert early > count / 4, "many are decided early, or the test would not say much"
 
 
-def search_of(
-    rows: np.ndarray, order: np.ndarray, adt: float, promise: float
-) -> Search:
+def search_of(rows: np.ndarray, order: np.ndarray, adt: float, promise: float) -> Search:
     """Of hypotheses with these margins [1 + K, N], the base's first; all images weigh the same."""
 
     def visit(numbers, begin, end):
         parts = {k: rows[k + 1, order[begin:end]] for k in numbers}
-        return {
-            k: torch.from_numpy(np.stack([part, abs(part)]))
-            for k, part in parts.items()
-        }
+        return {k: torch.from_numpy(np.stack([part, abs(part)])) for k, part in parts.items()}
 
     total = len(order)
     visits = Visits(
-        torch.from_numpy(order),
-        np.ones(total),
-        np.arange(1.0, total + 1),
-        torch.zeros(0),
+        torch.from_numpy(order), np.ones(total), np.arange(1.0, total + 1), torch.zeros(0)
     )
     return Search(visit, Confident(visits, adt=adt, confidence=1 - promise))
 
@@ -218,9 +195,7 @@ def test_the_errors_of_a_step_add_up_to_what_was_promised(count, monkeypatch) ->
     monkeypatch.setattr(Confident, "is_below", is_below)
     rows = np.ones((1 + count, 200))
     rows[1:, :50] = -1
-    search_of(rows, np.random.default_rng(0).permutation(200), 2.0, 0.3).choose(
-        [[*range(count)]]
-    )
+    search_of(rows, np.random.default_rng(0).permutation(200), 2.0, 0.3).choose([[*range(count)]])
     assert all(len(errors) == 1 for errors in spent.values()), "the same at every look"
     verdicts = sum(max(spent[-1, k]) for k in range(count))
     compared = {max(errors) for (one, _), errors in spent.items() if one >= 0}
@@ -258,10 +233,7 @@ def test_an_answer_with_a_margin_of_0_is_wrong() -> None:
     one = [fastbcd.masks(net).bits.nonzero()[0]]
     expected = pytest.approx((labels == 0).double().mean().item())
     for confidence in (None, 0.9):
-        assert (
-            choose(net, one, (x, labels), adt=1.0, confidence=confidence).value
-            == expected
-        )
+        assert choose(net, one, (x, labels), adt=1.0, confidence=confidence).value == expected
 
 
 def test_estimates_have_no_bias() -> None:
@@ -273,14 +245,10 @@ def test_estimates_have_no_bias() -> None:
     for _ in range(400):
         times = rng.exponential(size=total) / weights
         order = times.argsort()
-        visits = Visits(
-            torch.from_numpy(order), weights[order], times[order], torch.zeros(0)
-        )
+        visits = Visits(torch.from_numpy(order), weights[order], times[order], torch.zeros(0))
         decision = Confident(visits, adt=1.0, confidence=0.9)
         for k in (-1, 0):
-            decision.add(
-                k, torch.from_numpy(np.stack([rows[0], abs(rows[0])])[:, order[:150]])
-            )
+            decision.add(k, torch.from_numpy(np.stack([rows[0], abs(rows[0])])[:, order[:150]]))
         found.append(decision.totals(0))
         assert decision.drop(0) == 0
     correct, losses = np.mean(found, axis=0)
@@ -303,9 +271,7 @@ def test_a_choice_takes_fewer_images_and_is_the_exact_one() -> None:
     margins = None
     for step, adt in enumerate((20.0, 20.0, 1.0, -20.0)):
         exact = choose(net, hypotheses, data, adt=adt)
-        found = choose(
-            net, hypotheses, data, adt=adt, confidence=0.999, step=step, margins=margins
-        )
+        found = choose(net, hypotheses, data, adt=adt, confidence=0.999, step=step, margins=margins)
         margins = found.margins
         assert (found.number, found.accepted) == (exact.number, exact.accepted)
         assert found.images < exact.images
@@ -322,14 +288,7 @@ def test_a_choice_depends_on_no_engine_batch_size_or_wave() -> None:
     masks = fastbcd.masks(net)
     hypotheses = [masks.sample(1, seed=1, step=0, trial=t) for t in range(3)]
     found = [
-        choose(
-            net,
-            hypotheses,
-            data,
-            adt=0.9,
-            confidence=0.9,
-            engine=Engine(name, batch_size=size),
-        )
+        choose(net, hypotheses, data, adt=0.9, confidence=0.9, engine=Engine(name, batch_size=size))
         for name, size in (("sequential", 128), ("stacked", 7), ("collapsed", 50))
     ]
     assert len({(c.number, c.accepted, str(c.seen), c.interval) for c in found}) == 1
@@ -341,9 +300,7 @@ def order_of(data, margins=None, *, adt=1.0, step=0):
 
 
 def blank(n: int) -> fastbcd.ImageData:
-    return fastbcd.ImageData.from_arrays(
-        torch.zeros(n, 1, 2, 2), torch.zeros(n, dtype=torch.long)
-    )
+    return fastbcd.ImageData.from_arrays(torch.zeros(n, 1, 2, 2), torch.zeros(n, dtype=torch.long))
 
 
 def test_the_order_is_random_and_the_same_again() -> None:
@@ -380,10 +337,7 @@ def test_images_that_may_change_are_visited_sooner_and_by_their_weights() -> Non
     assert by_image[n // 5 :].max() == by_image.min()
     assert (visits.order.numpy()[:200] < n // 5).mean() > 0.4
     # A decision needs fewer images if ADT allows more losses.
-    needed = [
-        expected_visits(order_of(data, visits.margins, adt=adt))
-        for adt in (0.0, 0.5, 5.0)
-    ]
+    needed = [expected_visits(order_of(data, visits.margins, adt=adt)) for adt in (0.0, 0.5, 5.0)]
     assert n >= needed[0] > 0.99 * n > needed[1] > needed[2] > 10
     # The first visit, over many steps, goes to each image by its share of the weights.
     data, margins = blank(1000), torch.tensor([[0.1] * 200 + [9.0] * 800, [1.0] * 1000])

@@ -9,13 +9,7 @@ from torch import nn
 import fastbcd
 from fastbcd import Engine, MaskedReLU, MaskSet, masks, score, set_masks
 from fastbcd.scoring.collapsed import build as building
-from fastbcd.scoring.program import (
-    Activation,
-    Convolution,
-    NotTraceable,
-    Operation,
-    make_program,
-)
+from fastbcd.scoring.program import Activation, Convolution, NotTraceable, Operation, make_program
 from helpers.affine_nets import engine_of, zoo
 from helpers.nets import TRACEABLE, emptied, images, make, randomize, thinned
 
@@ -25,18 +19,10 @@ class Awkward(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = (
-            nn.Conv2d(3, 4, 3, padding=1),
-            nn.Conv2d(4, 4, 3, padding=1, groups=2),
-        )
-        self.twice, self.norm = (
-            nn.Conv2d(4, 4, 3, padding=1, bias=False),
-            nn.BatchNorm2d(4),
-        )
+        self.one, self.two = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, groups=2)
+        self.twice, self.norm = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
         self.norms = nn.ModuleList([nn.BatchNorm2d(4) for _ in range(4)])
-        self.point = nn.Conv2d(
-            4, 6, 1, groups=2, bias=False
-        )  # does not pad: takes the norm before
+        self.point = nn.Conv2d(4, 6, 1, groups=2, bias=False)  # does not pad: takes the norm before
         self.acts = nn.ModuleList([MaskedReLU((4, 8, 8)) for _ in range(7)])
         self.linear, self.flat = nn.Linear(6, 7), nn.BatchNorm1d(7)
         self.last, self.head = MaskedReLU(7), nn.Linear(7, 5)
@@ -72,9 +58,7 @@ def program_of(net: nn.Module):
         return make_program(net, images(1)[0].to(next(net.parameters())))
 
 
-def assert_scores_agree(
-    net: nn.Module, engines, seed: int = 0, dtype=torch.float32
-) -> None:
+def assert_scores_agree(net: nn.Module, engines, seed: int = 0, dtype=torch.float32) -> None:
     """The counts and losses of sequential, which runs the net's own modules."""
     net, (x, labels) = net.to(dtype), images(30, seed)
     size = max(1, masks(net).count() // 8)
@@ -91,11 +75,7 @@ def assert_scores_agree(
 
 @pytest.mark.parametrize("name", [*TRACEABLE, "awkward", "zoo"])
 def test_random_emptied_sites(name) -> None:
-    affine = name not in (
-        "dense",
-        "poly",
-        "mixture",
-    )  # the others pool by maxima, or square
+    affine = name not in ("dense", "poly", "mixture")  # the others pool by maxima, or square
     engines = ["stacked", "collapsed"] if affine else ["stacked"]
     for seed in range(3):
         net = {"awkward": awkward, "zoo": zoo}.get(name, lambda: make(name))()
@@ -145,19 +125,14 @@ def test_what_something_else_reads_is_not_folded() -> None:
     x = images(4)[0]
     with torch.inference_mode():
         engine = engine_of(net, x)
-        ((_, logits),) = engine.logits(
-            x.contiguous(memory_format=torch.channels_last), [], True
-        )
+        ((_, logits),) = engine.logits(x.contiguous(memory_format=torch.channels_last), [], True)
         torch.testing.assert_close(logits[0], net(x), rtol=1e-5, atol=1e-5)
 
 
 def test_no_site_is_left() -> None:
     """Only the base can be scored; a net that is a single site is its own input."""
     x, labels = images(12)
-    for net in (
-        keep_only(awkward(), set()),
-        nn.Sequential(nn.Flatten(), MaskedReLU(192)),
-    ):
+    for net in (keep_only(awkward(), set()), nn.Sequential(nn.Flatten(), MaskedReLU(192))):
         keep_only(net, set())
         truth = score(net, [], (x, labels), engine="sequential")
         found = score(net, [], (x, labels), engine="stacked")
@@ -167,9 +142,7 @@ def test_no_site_is_left() -> None:
 
 def test_an_emptied_site_that_is_called_twice_is_refused_as_before() -> None:
     act = MaskedReLU(6)
-    net = nn.Sequential(
-        nn.Flatten(), nn.Linear(192, 6), act, nn.Linear(6, 6), act
-    ).eval()
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 6), act, nn.Linear(6, 6), act).eval()
     act.mask.zero_()
     with pytest.raises(NotTraceable, match="called more than once"):
         program_of(net)
@@ -179,9 +152,7 @@ def test_the_form_is_kept_when_a_site_is_emptied(monkeypatch) -> None:
     """And built again when ReLUs come back, or when weights of an emptied site change."""
     built, plain = [], building.FormBuilder.build
     monkeypatch.setattr(
-        building.FormBuilder,
-        "build",
-        lambda self, image: built.append(1) or plain(self, image),
+        building.FormBuilder, "build", lambda self, image: built.append(1) or plain(self, image)
     )
     net = thinned(make("resnet"))
     before = masks(net).copy()

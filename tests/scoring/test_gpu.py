@@ -19,9 +19,7 @@ from helpers.nets import images, make, thinned
 
 
 def hypotheses(net, count: int = 3, size: int = 9) -> list[torch.Tensor]:
-    return [
-        fastbcd.masks(net).sample(size, seed=1, step=0, trial=t) for t in range(count)
-    ]
+    return [fastbcd.masks(net).sample(size, seed=1, step=0, trial=t) for t in range(count)]
 
 
 @pytest.mark.parametrize("engine", ["sequential", "stacked", "collapsed"])
@@ -35,26 +33,13 @@ def test_data_goes_to_the_device_of_the_net(gpu, engine) -> None:
     assert torch.equal(found.correct, truth.correct)
     torch.testing.assert_close(found.loss, truth.loss)
     assert fastbcd.accuracy(there, data) == fastbcd.accuracy(net, data)
-    chosen = [
-        choose(n, removals, data, adt=-100.0, engine=engine).number
-        for n in (net, there)
-    ]
+    chosen = [choose(n, removals, data, adt=-100.0, engine=engine).number for n in (net, there)]
     assert chosen[0] == chosen[1]
     data, margins = images(200), None
     for step in range(2):  # the second with the margins of the first
-        some = {
-            "adt": 9.0,
-            "engine": engine,
-            "confidence": 0.8,
-            "step": step,
-            "margins": margins,
-        }
+        some = {"adt": 9.0, "engine": engine, "confidence": 0.8, "step": step, "margins": margins}
         here, away = (choose(n, removals, data, **some) for n in (net, there))
-        assert (here.number, here.seen, here.interval) == (
-            away.number,
-            away.seen,
-            away.interval,
-        )
+        assert (here.number, here.seen, here.interval) == (away.number, away.seen, away.interval)
         margins = here.margins
 
 
@@ -63,9 +48,7 @@ def test_data_goes_to_the_device_of_the_net(gpu, engine) -> None:
 def test_nets_in_half_precision(gpu, dtype) -> None:
     net, data = thinned(make("mlp")).to(dtype), images(9)
     truth = score(net, hypotheses(net), data)
-    assert torch.equal(
-        score(net.to("cuda"), hypotheses(net), data).correct, truth.correct
-    )
+    assert torch.equal(score(net.to("cuda"), hypotheses(net), data).correct, truth.correct)
 
 
 @pytest.mark.filterwarnings("ignore:fastbcd runs its slow reference on cuda tensors")
@@ -84,19 +67,14 @@ def test_batches_neither_wait_nor_copy(gpu, engine) -> None:
 
 
 def test_sequential_writes_the_masks_that_a_hypothesis_changes(gpu) -> None:
-    net, data = (
-        make("resnet").to("cuda"),
-        fastbcd.ImageData.from_arrays(*images(8)).to("cuda"),
-    )
+    net, data = make("resnet").to("cuda"), fastbcd.ImageData.from_arrays(*images(8)).to("cuda")
     launches = []
     for sites in (1, 4):
         ids = torch.tensor([[site.start for site in fastbcd.masks(net).sites[:sites]]])
         gpu.reset()
         score(net, ids, data, Engine("sequential", batch_size=4))
         launches.append(gpu.counts["launch"])
-    assert (
-        launches[1] - launches[0] == 2 * 3 * 4
-    )  # batches; further sites; clone, fill, two copies
+    assert launches[1] - launches[0] == 2 * 3 * 4  # batches; further sites; clone, fill, two copies
 
 
 @pytest.mark.filterwarnings("ignore:fastbcd runs its slow reference on cuda tensors")
@@ -106,9 +84,7 @@ def test_choose_waits_when_a_decision_is_possible(gpu, engine) -> None:
     net = thinned(make("mlp")).to("cuda")
     x, labels = images(200)
     with torch.no_grad():
-        labels = torch.where(
-            torch.arange(200) % 5 > 0, net(x.cuda()).argmax(1).cpu(), labels
-        )
+        labels = torch.where(torch.arange(200) % 5 > 0, net(x.cuda()).argmax(1).cpu(), labels)
     data = fastbcd.ImageData.from_arrays(x, labels).to("cuda")
     engine, counts = Engine(engine, batch_size=4), []
     for some in (data.first(4), data.first(4), data):  # the first call also plans
@@ -124,11 +100,7 @@ def test_autocast_gives_float32_beside_bfloat16(gpu, engine) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv, self.other, self.relu = (
-                nn.Conv2d(4, 4, 1),
-                nn.Conv2d(4, 4, 1),
-                nn.ReLU(),
-            )
+            self.conv, self.other, self.relu = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1), nn.ReLU()
             self.norm = nn.GroupNorm(2, 4)  # in float32 under CUDA's autocast
 
         def forward(self, x):
@@ -160,24 +132,16 @@ def test_lanes_are_halved_when_memory_runs_out() -> None:
     limit = (sizes[1] + sizes[8]) // 2
     with fake_cuda.device(memory=limit):
         there = copy.deepcopy(net).to("cuda")
-        with pytest.warns(
-            RuntimeWarning, match="hypotheses at a time instead of 8: out of memory"
-        ):
-            found = score(
-                there, removals, data, Engine("stacked", batch_size=64, memory=2**40)
-            )
+        with pytest.warns(RuntimeWarning, match="hypotheses at a time instead of 8: out of memory"):
+            found = score(there, removals, data, Engine("stacked", batch_size=64, memory=2**40))
     assert torch.equal(found.correct, truth.correct)
 
 
 def test_batches_fill_a_gpu(gpu) -> None:
     net, x = make("mlp"), images(2)[0].to("cuda")
 
-    def cut(
-        hypotheses: int, per_image: int, memory: int, batch_size=None
-    ) -> tuple[int, int]:
-        request = Request(
-            net, fastbcd.masks(net), [], hypotheses, 50_000, x, batch_size, memory
-        )
+    def cut(hypotheses: int, per_image: int, memory: int, batch_size=None) -> tuple[int, int]:
+        request = Request(net, fastbcd.masks(net), [], hypotheses, 50_000, x, batch_size, memory)
         return portions(request, per_image, per_image)
 
     for hypotheses in (1, 3, 8, 50):

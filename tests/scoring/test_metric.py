@@ -31,9 +31,7 @@ class Task(nn.Module):
         y = self.act2(self.second(early))
         vector = self.head(y.mean((2, 3)))
         if self.kind == "tuple":
-            return vector, early.mean(
-                (2, 3)
-            )  # the second depends on the first site alone
+            return vector, early.mean((2, 3))  # the second depends on the first site alone
         if self.kind == "dict":
             return {"out": self.pixels(y), "aux": [vector, x.mean((1, 2, 3))]}
         return self.pixels(y) if self.kind == "segmentation" else vector
@@ -54,9 +52,7 @@ def pixel_accuracy(outputs, targets):
 
 @bounded(0, 1)
 def labels_right(outputs, targets):
-    return (
-        ((outputs.sigmoid_() > 0.5) == targets.bool()).float().mean(1)
-    )  # in place: its own copy
+    return ((outputs.sigmoid_() > 0.5) == targets.bool()).float().mean(1)  # in place: its own copy
 
 
 def closeness(outputs, targets):
@@ -113,11 +109,7 @@ def removals_of(net, count: int = 5, size: int = 40) -> list[torch.Tensor]:
     masks = fastbcd.masks(net)
     found = [masks.sample(size, seed=1, step=0, trial=t) for t in range(count)]
     kept = masks.bits.nonzero().flatten()
-    return [
-        *found,
-        kept[-9:],
-        kept[:0],
-    ]  # one that changes the last site alone, one that does not
+    return [*found, kept[-9:], kept[:0]]  # one that changes the last site alone, one that does not
 
 
 def plain(net, removals, data, metric, loss):
@@ -131,9 +123,7 @@ def plain(net, removals, data, metric, loss):
                 each = F.cross_entropy if loss is None else loss
                 losses.append(each(net(x[None]), target[None]).mean())
                 values.append(metric(net(x[None]), target[None]))
-        rows.append(
-            (torch.stack(values).mean().item(), torch.stack(losses).mean().item())
-        )
+        rows.append((torch.stack(values).mean().item(), torch.stack(losses).mean().item()))
     fastbcd.set_masks(net, before)
     return rows
 
@@ -144,24 +134,15 @@ def test_engines_equal_a_plain_loop(name, engine) -> None:
     net, data, criterion = task(name)
     removals = removals_of(net)
     *rows, base = plain(net, removals, data, **criterion)
-    assert len({loss for _, loss in rows}) == 7, (
-        "the hypotheses differ, so a mix-up would show"
-    )
-    for batch_size, memory in (
-        (4, 2**40),
-        (11, 1),
-    ):  # lanes together, and one at a time
+    assert len({loss for _, loss in rows}) == 7, "the hypotheses differ, so a mix-up would show"
+    for batch_size, memory in ((4, 2**40), (11, 1)):  # lanes together, and one at a time
         options = Engine(engine, batch_size=batch_size, memory=memory)
         found = score(net, removals, data, options, **criterion)
         assert found.engine == ("stacked" if engine == "auto" else engine)
         assert found.correct is None
         assert found.base_correct is None
-        assert found.value.tolist() == pytest.approx(
-            [value for value, _ in rows], abs=1e-5
-        )
-        assert found.loss.tolist() == pytest.approx(
-            [loss for _, loss in rows], abs=1e-5
-        )
+        assert found.value.tolist() == pytest.approx([value for value, _ in rows], abs=1e-5)
+        assert found.loss.tolist() == pytest.approx([loss for _, loss in rows], abs=1e-5)
         assert (found.base_value, found.base_loss) == pytest.approx(base, abs=1e-5)
         low, high = getattr(criterion["metric"], "bounds", (0, 100))
         drop = 100 / (high - low) * (found.base_value - found.value)
@@ -174,9 +155,7 @@ def test_collapsed_scores_one_tensor_of_any_shape(name) -> None:
     removals = removals_of(net)
     truth = score(net, removals, data, "sequential", **criterion)
     for _ in range(2):  # a form that is built, and one that is kept
-        found = score(
-            net, removals, data, Engine("collapsed", batch_size=4), **criterion
-        )
+        found = score(net, removals, data, Engine("collapsed", batch_size=4), **criterion)
         assert found.engine == "collapsed"
         torch.testing.assert_close(found.value, truth.value, rtol=0, atol=1e-5)
         torch.testing.assert_close(found.loss, truth.loss, rtol=0, atol=1e-5)
@@ -185,9 +164,7 @@ def test_collapsed_scores_one_tensor_of_any_shape(name) -> None:
 @pytest.mark.parametrize("name", ["tuple", "dict"])
 def test_collapsed_refuses_several_tensors(name) -> None:
     net, data, criterion = task(name)
-    with pytest.raises(
-        ValueError, match="it returns several tensors instead of one; use engine="
-    ):
+    with pytest.raises(ValueError, match="it returns several tensors instead of one; use engine="):
         score(net, removals_of(net), data, "collapsed", **criterion)
 
 
@@ -232,9 +209,7 @@ def test_top1_as_a_metric_of_ones_own() -> None:
     torch.testing.assert_close(found.value, truth.value)
     torch.testing.assert_close(found.drop, truth.drop)
     torch.testing.assert_close(found.loss, truth.loss)
-    assert fastbcd.accuracy(net, data, metric=top1) == pytest.approx(
-        fastbcd.accuracy(net, data)
-    )
+    assert fastbcd.accuracy(net, data, metric=top1) == pytest.approx(fastbcd.accuracy(net, data))
 
 
 def test_top1_with_a_loss_of_ones_own() -> None:
@@ -248,9 +223,7 @@ def test_top1_with_a_loss_of_ones_own() -> None:
     chosen = [choose(net, removals, data, adt=-200.0, loss=loss).number
               for loss in (None, F.cross_entropy)]  # fmt: skip
     assert chosen[0] == chosen[1]
-    with pytest.raises(
-        ValueError, match=r"the loss returns float32 \[2, 5\] for a batch of 2"
-    ):
+    with pytest.raises(ValueError, match=r"the loss returns float32 \[2, 5\] for a batch of 2"):
         score(net, removals, data, loss=lambda outputs, targets: outputs)
 
 
@@ -348,18 +321,12 @@ def test_results_of_any_class_are_scored_sequentially() -> None:
 def test_targets_that_cross_entropy_does_not_fit() -> None:
     for name in ("several labels", "regression", "tuple"):
         net, data, criterion = task(name)
-        with pytest.raises(
-            ValueError, match=r"cross-entropy needs logits .* pass loss="
-        ):
+        with pytest.raises(ValueError, match=r"cross-entropy needs logits .* pass loss="):
             score(net, removals_of(net), data, metric=criterion["metric"])
     net, (x, targets), criterion = task("segmentation")
-    with pytest.raises(
-        ValueError, match="target 3 is out of range: the net has 3 classes"
-    ):
+    with pytest.raises(ValueError, match="target 3 is out of range: the net has 3 classes"):
         score(net, removals_of(net), (x, targets + 1), **criterion)
-    with pytest.raises(
-        ValueError, match=r"needs class indices, but the labels are .*\[11, 5\]"
-    ):
+    with pytest.raises(ValueError, match=r"needs class indices, but the labels are .*\[11, 5\]"):
         score(make("resnet"), torch.tensor([[0]]), (x, torch.randn(11, 5)))
 
 
@@ -368,9 +335,7 @@ def test_values_that_become_invalid_name_the_hypothesis_and_the_image() -> None:
     base = net(data[0]).detach()
 
     @bounded(-100, 100)
-    def moved(
-        outputs, targets
-    ):  # by more than its bounds for image 6, if a ReLU is removed
+    def moved(outputs, targets):  # by more than its bounds for image 6, if a ReLU is removed
         i = next(i for i in range(9) if torch.equal(data[1][i], targets[0]))
         far = (outputs - base[i : i + len(outputs)]).abs().amax((1, 2, 3)) > 1e-3
         late = torch.arange(i, i + len(outputs)) == 6
@@ -378,9 +343,7 @@ def test_values_that_become_invalid_name_the_hypothesis_and_the_image() -> None:
 
     removals = removals_of(net)[-1::-1]
     for engine in ("sequential", "stacked"):
-        with pytest.raises(
-            ValueError, match="returns 7000 for image 6 and hypothesis 1; its"
-        ):
+        with pytest.raises(ValueError, match="returns 7000 for image 6 and hypothesis 1; its"):
             score(net, removals[:2], data, Engine(engine, batch_size=3), metric=moved)
 
 

@@ -36,13 +36,7 @@ def naive(net, removals, x, labels):
             logits = torch.cat([net(image) for image in x.split(1)])
             margin = logits.topk(2, 1).values.diff(dim=1).abs().squeeze(1)
             loss = F.cross_entropy(logits.double(), labels).item()
-            rows.append(
-                (
-                    int((logits.argmax(1) == labels).sum()),
-                    loss,
-                    int((margin < 1e-4).sum()),
-                )
-            )
+            rows.append((int((logits.argmax(1) == labels).sum()), loss, int((margin < 1e-4).sum())))
     fastbcd.set_masks(net, before)
     return rows
 
@@ -72,9 +66,7 @@ def test_engines_equal_the_naive_loop(name, engine) -> None:
     net, (x, labels) = thinned(make(name)), images(23)
     removals = hypotheses(net, 6, 9)
     rows = naive(net, removals, x, labels)
-    assert len({r[1] for r in rows}) == 7, (
-        "the hypotheses differ, so a mix-up would show"
-    )
+    assert len({r[1] for r in rows}) == 7, "the hypotheses differ, so a mix-up would show"
     for batch_size in (None, 5, 64):
         found = score(net, removals, (x, labels), Engine(engine, batch_size=batch_size))
         assert_same(found, rows)
@@ -91,9 +83,7 @@ def test_any_removals_and_any_cut(name, sizes, n, batch, lanes, seed) -> None:
     """Mixed lengths, empty removals, K = 0, single sites, any chunk of images and lanes."""
     net, (x, labels) = thinned(make(name)), images(n, seed)
     masks = fastbcd.masks(net)
-    removals = [
-        masks.sample(k, seed=seed, step=0, trial=t) for t, k in enumerate(sizes)
-    ]
+    removals = [masks.sample(k, seed=seed, step=0, trial=t) for t, k in enumerate(sizes)]
     # Some hypotheses stay inside one late site, so that they share a prefix.
     last = masks.sites[-1]
     kept = masks.bits[last.start :].nonzero().flatten() + last.start
@@ -119,16 +109,10 @@ def test_prefix_is_shared_until_the_first_change() -> None:
         calls.clear()
         work = engine.prepare(removals, 3)
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
-            patch.setattr(
-                F, "conv2d", lambda i, *a: calls.append(len(i)) or conv(i, *a)
-            )
+            patch.setattr(F, "conv2d", lambda i, *a: calls.append(len(i)) or conv(i, *a))
             list(engine.logits(x, work, base=True))
         assert sum(n == 12 for n in calls) == extra
-    assert [first_change(masks, r) for r in (late[0], early[0], torch.empty(0))] == [
-        4,
-        0,
-        5,
-    ]
+    assert [first_change(masks, r) for r in (late[0], early[0], torch.empty(0))] == [4, 0, 5]
 
 
 def test_batch_norm_and_residual_are_fused() -> None:
@@ -153,21 +137,15 @@ def test_base_masks_and_mode_are_restored() -> None:
         score(net, hypotheses(net, 2, 5), (x, labels), engine=engine)
         assert [m.training for m in net.modules()] == modes
         assert torch.equal(fastbcd.masks(net).bits, bits)
-        assert all(
-            torch.equal(a, b) for a, b in zip(statistics, net.buffers(), strict=True)
-        )
+        assert all(torch.equal(a, b) for a, b in zip(statistics, net.buffers(), strict=True))
 
 
 def test_edges() -> None:
     net, (x, labels) = make("resnet"), images(1)
     for engine in ("sequential", "stacked"):
-        none = score(
-            net, torch.empty(0, 5, dtype=torch.int64), (x, labels), engine=engine
-        )
+        none = score(net, torch.empty(0, 5, dtype=torch.int64), (x, labels), engine=engine)
         assert none.correct.shape == none.loss.shape == none.drop.shape == (0,)
-        empty = score(
-            net, torch.empty(3, 0, dtype=torch.int64), (x, labels), engine=engine
-        )
+        empty = score(net, torch.empty(3, 0, dtype=torch.int64), (x, labels), engine=engine)
         assert empty.correct.tolist() == [empty.base_correct] * 3
         assert empty.loss.tolist() == [empty.base_loss] * 3
         assert empty.drop.tolist() == [0.0] * 3
@@ -194,18 +172,14 @@ def test_inputs_of_any_rank(sizes, engine) -> None:
     """Feature vectors, signals and volumes, as well as images."""
     torch.manual_seed(0)
     kinds: dict = {1: (nn.Conv1d, nn.BatchNorm1d), 3: (nn.Conv3d, nn.BatchNorm3d)}
-    conv, norm = kinds.get(
-        len(sizes), (lambda a, b, *_: nn.Linear(a, b), nn.BatchNorm1d)
-    )
+    conv, norm = kinds.get(len(sizes), (lambda a, b, *_: nn.Linear(a, b), nn.BatchNorm1d))
     model = nn.Sequential(conv(3, 4, 3, 1, 1), norm(4), nn.ReLU(), conv(4, 4, 3, 1, 1), nn.ReLU(),
                           nn.Flatten(), nn.LazyLinear(5))  # fmt: skip
     x, labels = torch.randn(9, 3, *sizes), torch.arange(9) % 5
     model(x)
     net = thinned(fastbcd.convert(model.eval(), x[:1]))
     removals = hypotheses(net, 3, 2)
-    assert_same(
-        score(net, removals, (x, labels), engine), naive(net, removals, x, labels)
-    )
+    assert_same(score(net, removals, (x, labels), engine), naive(net, removals, x, labels))
 
 
 def test_untraceable_nets_score_sequentially_and_say_so_once(monkeypatch) -> None:
@@ -218,9 +192,7 @@ def test_untraceable_nets_score_sequentially_and_say_so_once(monkeypatch) -> Non
         found = [score(net, removals, (x, labels)) for _ in range(2)]
     assert [f.engine for f in found] == ["sequential"] * 2
     assert_same(found[0], rows)
-    said = [
-        str(w.message) for w in caught if "one hypothesis at a time" in str(w.message)
-    ]
+    said = [str(w.message) for w in caught if "one hypothesis at a time" in str(w.message)]
     assert len(said) == 1
     assert "cannot trace" in said[0]
     with pytest.raises(ValueError, match="engine='stacked' cannot score Untraceable"):
@@ -269,13 +241,7 @@ def test_explain_prints_the_plan(capsys) -> None:
     late = torch.tensor([[fastbcd.masks(net).sites[-1].start]])
     score(net, late, (x, labels), explain=True)
     out = capsys.readouterr().out
-    for word in (
-        "stacked",
-        "multiply-adds",
-        "saved by shared prefixes",
-        "images x",
-        "MiB",
-    ):
+    for word in ("stacked", "multiply-adds", "saved by shared prefixes", "images x", "MiB"):
         assert word in out
     share = float(out.split("prefix")[1].split("%")[0])
     assert 40 < share < 50, "half of (base + one hypothesis), less the head"
@@ -296,10 +262,7 @@ def test_portions_follow_cache_and_memory() -> None:
     assert cut(2**20, 2**18, 50, 16, 2**22) == (16, 1)
     assert cut(10, 10, 3, 4, 2**40) == (4, 3)
     assert cut(10, 2**40, 3, None, 2**40) == (32, 1)
-    assert cut(10, 2**40, 3, None, 2**40, work=1e4) == (
-        128,
-        2,
-    )  # steps that are mostly calls
+    assert cut(10, 2**40, 3, None, 2**40, work=1e4) == (128, 2)  # steps that are mostly calls
     assert cut(10, 2**40, 3, None, 500, work=1e4) == (50, 1)
 
 
@@ -328,9 +291,7 @@ def test_a_plan_of_stacked_takes_the_memory_that_is_allowed(capsys) -> None:
     each, masks = peak_bytes(program_of(net)), fastbcd.masks(net).copy()
     for lanes in (1, 3, 6):
         memory = 5 * each * (lanes + 1) - 1
-        request = Request(
-            net, masks, hypotheses(net, 8, 3), 8, 1000, images(2)[0], 5, memory
-        )
+        request = Request(net, masks, hypotheses(net, 8, 3), 8, 1000, images(2)[0], 5, memory)
         with torch.inference_mode():
             plan = make_plan(request, "stacked")
         assert (plan.batch, plan.lanes) == (5, lanes)
@@ -368,9 +329,7 @@ def test_ranks_plan_by_the_memory_of_the_first(monkeypatch, engine) -> None:
     net, data = thinned(make("resnet")), images(40)
     removals = hypotheses(net, 8, 9)
     little = plan_of(net, removals, data, Engine(engine, memory=10**8))
-    monkeypatch.setattr(
-        answers, "from_first", lambda mine: torch.full_like(mine, 10**8)
-    )
+    monkeypatch.setattr(answers, "from_first", lambda mine: torch.full_like(mine, 10**8))
     for memory in (None, 10**9, 2**70):  # of another rank
         plan = plan_of(net, removals, data, Engine(engine, memory=memory))
         assert plan.request.memory == 10**8
@@ -387,8 +346,7 @@ def test_in_place_modules_do_not_disturb_later_lanes() -> None:
     net = fastbcd.convert(model, x, skip=["3"])
     removals = hypotheses(net, 4, 6)
     assert_same(
-        score(net, removals, (x, labels), engine="stacked"),
-        naive(net, removals, x, labels),
+        score(net, removals, (x, labels), engine="stacked"), naive(net, removals, x, labels)
     )
 
 
@@ -397,12 +355,7 @@ def test_in_place_modules_do_not_disturb_later_lanes() -> None:
 
 def bad_call(**changes):
     net, (x, labels) = make("resnet"), images(4)
-    arguments = {
-        "net": net,
-        "removals": torch.tensor([[0, 1]]),
-        "data": (x, labels),
-        **changes,
-    }
+    arguments = {"net": net, "removals": torch.tensor([[0, 1]]), "data": (x, labels), **changes}
     return score(**arguments)
 
 
@@ -429,21 +382,13 @@ def test_bad_input(changes, error, words) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        (
-            {"name": "fast"},
-            ValueError,
-            r"engine='fast'; choose from auto, sequential, stacked",
-        ),
+        ({"name": "fast"}, ValueError, r"engine='fast'; choose from auto, sequential, stacked"),
         ({"batch_size": 0}, ValueError, "batch_size=0"),
         ({"batch_size": 2.5}, TypeError, "batch_size=2.5"),
         ({"memory": -1}, ValueError, "memory=-1"),
         ({"wave": 0}, ValueError, "wave=0"),
         ({"wave": None}, TypeError, "wave=None"),
-        (
-            {"precision": "fp8"},
-            ValueError,
-            "precision='fp8'; choose from float32, tf32, bf16",
-        ),
+        ({"precision": "fp8"}, ValueError, "precision='fp8'; choose from float32, tf32, bf16"),
     ],
 )
 def test_bad_engines(options, error, words) -> None:
@@ -477,9 +422,7 @@ def test_nan_logits_name_the_hypothesis_and_the_image(engine) -> None:
     x[7, 0, 0, 0] = 1000.0  # -1e41: -inf at neuron 3, which its ReLU hides
     net.train()
     bits = fastbcd.masks(net).bits
-    with pytest.raises(
-        FloatingPointError, match=r"hypothesis 1 gives NaN logits for image 7"
-    ):
+    with pytest.raises(FloatingPointError, match=r"hypothesis 1 gives NaN logits for image 7"):
         score(net, torch.tensor([[1], [3]]), (x, labels), Engine(engine, batch_size=3))
     assert net.training
     assert torch.equal(fastbcd.masks(net).bits, bits)

@@ -23,9 +23,7 @@ from helpers.nets import images, make, thinned
 
 
 def hypotheses(net, count: int = 4, size: int = 9) -> list[torch.Tensor]:
-    return [
-        fastbcd.masks(net).sample(size, seed=1, step=0, trial=t) for t in range(count)
-    ]
+    return [fastbcd.masks(net).sample(size, seed=1, step=0, trial=t) for t in range(count)]
 
 
 @pytest.mark.parametrize("engine", ["sequential", "stacked", "collapsed"])
@@ -56,9 +54,7 @@ def test_nets_in_half_precision_are_scored_sequentially(dtype) -> None:
     """Rounding would make the counts depend on the engine."""
     net, data = thinned(make("resnet")).to(dtype), images(20)
     assert score(net, hypotheses(net), data).engine == "sequential"
-    with pytest.raises(
-        ValueError, match="depend on the engine by rounding; use engine='sequ"
-    ):
+    with pytest.raises(ValueError, match="depend on the engine by rounding; use engine='sequ"):
         score(net, hypotheses(net), data, engine="stacked")
 
 
@@ -93,13 +89,9 @@ def test_bfloat16_is_for_nets_in_float32_and_not_for_collapsed(monkeypatch) -> N
     ids, engine = hypotheses(net, 1), Engine("collapsed", precision="bf16")
     with pytest.warns(RuntimeWarning, match="meant for GPUs"):
         assert score(net, ids, data, Engine(precision="bf16")).engine == "stacked"
-    with pytest.raises(
-        ValueError, match=r"large terms that cancel.*use engine='stacked'"
-    ):
+    with pytest.raises(ValueError, match=r"large terms that cancel.*use engine='stacked'"):
         score(net, ids, data, engine)
-    with pytest.raises(
-        ValueError, match=r"for nets in float32, and this one is in torch\.float64"
-    ):
+    with pytest.raises(ValueError, match=r"for nets in float32, and this one is in torch\.float64"):
         score(net.double(), ids, data, Engine(precision="bf16"))
 
 
@@ -109,9 +101,7 @@ def test_values_of_another_precision_are_not_reused() -> None:
         before = dict(compiled(net).images.known)
         score(net, hypotheses(net), data, Engine("collapsed", precision=precision))
         now = compiled(net).images.known
-        assert (
-            any(before.get(number) is image for number, image in now.items()) == cached
-        )
+        assert any(before.get(number) is image for number, image in now.items()) == cached
 
 
 FLAGS = [
@@ -168,9 +158,7 @@ def test_two_threads_score_two_nets() -> None:
     """torch.fx patches nn.Module while it traces; other threads must not notice."""
     nets = [models.resnet20(num_classes=5, image_size=8).eval() for _ in range(2)]
     data = images(6)
-    truth = [
-        score(net, hypotheses(net, 2), data, engine="sequential").loss for net in nets
-    ]
+    truth = [score(net, hypotheses(net, 2), data, engine="sequential").loss for net in nets]
     expected = flags()
     failures: list[BaseException] = []
 
@@ -202,9 +190,7 @@ def test_a_trace_waits_for_that_of_another_thread() -> None:
             self.conv, self.number = nn.Conv2d(3, 2, 1), number
 
         def forward(self, x):
-            begun, other = ((first_begun, second_begun), (second_begun, first_ended))[
-                self.number
-            ]
+            begun, other = ((first_begun, second_begun), (second_begun, first_ended))[self.number]
             begun.set()
             other.wait(0.3)
             return torch.relu(self.conv(x))
@@ -220,9 +206,7 @@ def test_a_trace_waits_for_that_of_another_thread() -> None:
         ended.set()
 
     ended = first_ended, threading.Event()
-    threads = [
-        threading.Thread(target=work, args=(Meets(i), ended[i])) for i in range(2)
-    ]
+    threads = [threading.Thread(target=work, args=(Meets(i), ended[i])) for i in range(2)]
     threads[0].start()
     first_begun.wait(600)
     threads[1].start()
@@ -237,10 +221,7 @@ def test_a_trace_waits_for_that_of_another_thread() -> None:
 def test_nothing_is_left_of_a_call() -> None:
     """No source code, node or tensor of a call stays behind when the weights change."""
     net, data = thinned(make("resnet"), 0.1), images(20)
-    ids, tune = (
-        hypotheses(net, 2, 3),
-        fastbcd.Finetune(epochs=1, batch_size=10, padding=0),
-    )
+    ids, tune = hypotheses(net, 2, 3), fastbcd.Finetune(epochs=1, batch_size=10, padding=0)
 
     def step() -> tuple[int, int, int]:
         score(net, ids, data, engine="collapsed")
@@ -287,10 +268,7 @@ print(1024 * (kib("VmHWM") - before))
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_building_a_form_stays_within_memory() -> None:
     """What is refused below some amount of memory takes no more than that when it is allowed."""
-    net, x = (
-        models.resnet20(num_classes=10, image_size=16).eval(),
-        torch.randn(2, 3, 16, 16),
-    )
+    net, x = models.resnet20(num_classes=10, image_size=16).eval(), torch.randn(2, 3, 16, 16)
     masks = fastbcd.masks(net)
     bits = torch.zeros(masks.total, dtype=torch.bool)
     torch.manual_seed(0)
@@ -299,18 +277,10 @@ def test_building_a_form_stays_within_memory() -> None:
     with pytest.raises(ValueError, match="while it is built") as refused:
         score(net, torch.zeros(0, 1).long(), (x, torch.zeros(2).long()),
               Engine("collapsed", memory=2**24))  # fmt: skip
-    needed = int(
-        str(refused.value)
-        .split(" MiB while it is built")[0]
-        .split()[-1]
-        .replace(",", "")
-    )
+    needed = int(str(refused.value).split(" MiB while it is built")[0].split()[-1].replace(",", ""))
     memory = (needed + 1) * 2**20
     child = subprocess.run(
-        [sys.executable, "-c", CHILD, str(memory)],
-        capture_output=True,
-        text=True,
-        timeout=600,
+        [sys.executable, "-c", CHILD, str(memory)], capture_output=True, text=True, timeout=600
     )
     assert child.returncode == 0, child.stderr
     assert int(child.stdout) < 1.1 * memory, (int(child.stdout) / 2**20, memory / 2**20)

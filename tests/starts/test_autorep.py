@@ -14,13 +14,7 @@ from fastbcd import MaskedPoly, MaskedReLU
 from fastbcd.masking.fitted import to_poly
 from fastbcd.masking.twin import twin
 from fastbcd.starts import autorep as module
-from fastbcd.starts.autorep import (
-    AutoRepSettings,
-    IndicatorPoly,
-    autorep,
-    count_on,
-    dapa,
-)
+from fastbcd.starts.autorep import AutoRepSettings, IndicatorPoly, autorep, count_on, dapa
 from fastbcd.training.settings import Finetune
 from helpers.nets import images, make, thinned
 from helpers.start_cases import NONE, data, made, same, state
@@ -41,10 +35,7 @@ def test_dapa_is_the_least_squares_quadratic(u, s) -> None:
     x, root = u + s * z, torch.exp(-z * z / 4)
     powers = torch.stack([x**0, x, x * x], 1) * root[:, None]
     fit = torch.linalg.lstsq(powers, (torch.relu(x) * root)[:, None]).solution.flatten()
-    found = dapa(
-        torch.tensor([u], dtype=torch.float64),
-        torch.tensor([s * s], dtype=torch.float64),
-    )
+    found = dapa(torch.tensor([u], dtype=torch.float64), torch.tensor([s * s], dtype=torch.float64))
     torch.testing.assert_close(found.flatten(), fit, rtol=1e-4, atol=1e-5)
 
 
@@ -58,12 +49,7 @@ def test_hysteresis() -> None:
     act = IndicatorPoly(poly, torch.tensor([0.002, -0.002, -0.004, 0.5, 0.5, -0.5]))
     act.follow(0.003)
     assert act.mask.tolist() == [True, True, False, True, False, False]
-    for aux, expected in (
-        (0.002, False),
-        (0.004, True),
-        (-0.002, True),
-        (-0.004, False),
-    ):
+    for aux, expected in ((0.002, False), (0.004, True), (-0.002, True), (-0.004, False)):
         with torch.no_grad():
             act.aux[2] = aux
         act.follow(0.003)
@@ -134,18 +120,13 @@ def statistics(net: nn.Module, train, batch_size: int) -> dict[str, list[torch.T
         if isinstance(act, MaskedPoly):
             act.register_forward_pre_hook(
                 lambda m, x, name=name: found.setdefault(name, []).append(
-                    torch.var_mean(
-                        x[0], [d for d in range(x[0].ndim) if d != 1], correction=0
-                    )
+                    torch.var_mean(x[0], [d for d in range(x[0].ndim) if d != 1], correction=0)
                 )
             )
     with torch.no_grad():
         for x, _ in train.batches(batch_size):
             net(x)
-    return {
-        n: [torch.stack(v).mean(0) for v in zip(*s, strict=True)]
-        for n, s in found.items()
-    }
+    return {n: [torch.stack(v).mean(0) for v in zip(*s, strict=True)] for n, s in found.items()}
 
 
 @pytest.mark.parametrize("scale_x2", [0.1, 1.0])
@@ -158,37 +139,22 @@ def test_the_training_is_the_published_one(monkeypatch, scale_x2) -> None:
     measured = statistics(copy.deepcopy(net), train, 48)
     teacher = copy.deepcopy(net).eval()
     generator = torch.Generator().manual_seed(0)
-    gates = twin(
-        net, lambda a: IndicatorPoly(a, torch.rand(a.mask.shape, generator=generator))
-    )
+    gates = twin(net, lambda a: IndicatorPoly(a, torch.rand(a.mask.shape, generator=generator)))
     for name, act in list(gates.named_modules()):
         if isinstance(act, IndicatorPoly):
             var, mean = measured[name]
             student.set_submodule(name, PublishedPoly(act, dapa(mean, var), scale_x2))
     sites = {n: m for n, m in student.named_modules() if isinstance(m, PublishedPoly)}
     optimizer = torch.optim.Adam(student.parameters(), lr)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
-        optimizer, epochs, eta_min=0.02
-    )
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs, eta_min=0.02)
     for epoch in range(epochs):
         student.train()
-        for x, labels, _, _ in train.train_batches(
-            48, seed=0, step=0, epoch=epoch, padding=1
-        ):
+        for x, labels, _, _ in train.train_batches(48, seed=0, step=0, epoch=epoch, padding=1):
             s = student(x)
-            density = (
-                sum(Through.apply(m.aux, m.bits).sum() for m in sites.values()) / total
-            )
+            density = sum(Through.apply(m.aux, m.bits).sum() for m in sites.values()) / total
             t = teacher(x).detach()
-            kd = (
-                F.kl_div(
-                    F.log_softmax(s / 4, 1), F.softmax(t / 4, 1), reduction="batchmean"
-                )
-                * 16
-            )
-            loss = (
-                F.cross_entropy(s, labels) + kd + lam * F.relu(density - budget / total)
-            )
+            kd = F.kl_div(F.log_softmax(s / 4, 1), F.softmax(t / 4, 1), reduction="batchmean") * 16
+            loss = F.cross_entropy(s, labels) + kd + lam * F.relu(density - budget / total)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -217,9 +183,7 @@ def test_the_training_is_the_published_one(monkeypatch, scale_x2) -> None:
     noise = ("0.bias", "running_mean", "num_batches_tracked", "bits", "aux", "coef")
     for key, value in student.state_dict().items():
         if not key.endswith(noise):
-            torch.testing.assert_close(
-                net.state_dict()[key], value, rtol=1e-3, atol=1e-3
-            )
+            torch.testing.assert_close(net.state_dict()[key], value, rtol=1e-3, atol=1e-3)
     counts = [r.count for r in start.history]
     assert min(counts) < total
 
@@ -228,9 +192,7 @@ def test_quadratics_follow_the_statistics_at_first(monkeypatch) -> None:
     """Refreshed every few iterations while there are statistics, trained afterwards."""
     seen = []
     refresh = module.Replacement._refresh
-    monkeypatch.setattr(
-        module.Replacement, "_refresh", lambda s: seen.append(refresh(s))
-    )
+    monkeypatch.setattr(module.Replacement, "_refresh", lambda s: seen.append(refresh(s)))
     monkeypatch.setattr(module, "REFRESH", 5)
     monkeypatch.setattr(module, "EVERY", 2)
     autorep(make("resnet"), data(), 300, **QUICK)
@@ -246,10 +208,7 @@ def test_an_identity_net_becomes_a_polynomial_one() -> None:
     found = autorep(net, data(32), 300, **QUICK)
     assert same(state(net), before)
     assert found.model is not net
-    assert {type(m) for m in found.model.modules()} & {
-        MaskedReLU,
-        IndicatorPoly,
-    } == set()
+    assert {type(m) for m in found.model.modules()} & {MaskedReLU, IndicatorPoly} == set()
 
 
 def test_a_training_that_stays_above_the_budget_warns() -> None:
@@ -274,8 +233,7 @@ def test_which_units_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "penalty"),
-    [(6_000, 200.0), (6_001, 140.0), (15_000, 60.0), (15_001, 40.0)],
+    ("budget", "penalty"), [(6_000, 200.0), (6_001, 140.0), (15_000, 60.0), (15_001, 40.0)]
 )
 def test_the_published_penalty_of_a_budget(budget, penalty) -> None:
     net = fastbcd.models.resnet20(width=2, replacement="poly")

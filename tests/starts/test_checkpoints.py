@@ -21,25 +21,17 @@ IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 def save_snl(path, net, prefix="", edit=lambda state: None, **more):
-    state = {
-        prefix + name: value.detach().clone()
-        for name, value in net.state_dict().items()
-    }
+    state = {prefix + name: value.detach().clone() for name, value in net.state_dict().items()}
     edit(state)
     optimizer = torch.optim.SGD(net.parameters(), 1e-3, 0.9).state_dict()
-    torch.save(
-        {"arch": "resnet18_in", "state_dict": state, "optimizer": optimizer, **more},
-        path,
-    )
+    torch.save({"arch": "resnet18_in", "state_dict": state, "optimizer": optimizer, **more}, path)
     return path
 
 
 def save_autorep(path, net, edit=lambda state: None):
     state = dict(net.state_dict())
     edit(state)
-    torch.save(
-        {"epoch": 7, "state_dict": state, "best_prec1": 71.6, "is_best": True}, path
-    )
+    torch.save({"epoch": 7, "state_dict": state, "best_prec1": 71.6, "is_best": True}, path)
     return path
 
 
@@ -53,9 +45,7 @@ def test_snl_logits(tmp_path, arch, prefix) -> None:
     net = fastbcd.load_snl(save_snl(tmp_path / "c.pth", theirs, prefix))
     with torch.no_grad():
         torch.testing.assert_close(net(IMAGES), theirs(IMAGES), atol=1e-5, rtol=1e-5)
-    kept = sum(
-        int(v.sum()) for k, v in theirs.state_dict().items() if k.endswith("alphas")
-    )
+    kept = sum(int(v.sum()) for k, v in theirs.state_dict().items() if k.endswith("alphas"))
     assert fastbcd.masks(net).count() == kept == net.import_report.kept
     assert net.import_report.ignored == ["arch", "optimizer"]
     assert not net.import_report.notes
@@ -73,9 +63,7 @@ def test_autorep_logits(tmp_path, arch, s, clip) -> None:
         expected = theirs(IMAGES)
         assert expected.isfinite().all()
         scale = float(expected.abs().max())
-        torch.testing.assert_close(
-            net(IMAGES) / scale, expected / scale, atol=1e-5, rtol=1e-5
-        )
+        torch.testing.assert_close(net(IMAGES) / scale, expected / scale, atol=1e-5, rtol=1e-5)
     after = kept_by(theirs.state_dict())
     assert fastbcd.masks(net).count() == after
     assert before != after, "the hysteresis must matter in this test"
@@ -84,12 +72,8 @@ def test_autorep_logits(tmp_path, arch, s, clip) -> None:
 
 def kept_by(state) -> int:
     """ReLUs that the masks of one alias keep."""
-    alias = next(k for k in state if k.endswith("alpha_mask_0_0")).removesuffix(
-        "alpha_mask_0_0"
-    )
-    return sum(
-        int(v.sum()) for k, v in state.items() if k.startswith(alias + "alpha_mask")
-    )
+    alias = next(k for k in state if k.endswith("alpha_mask_0_0")).removesuffix("alpha_mask_0_0")
+    return sum(int(v.sum()) for k, v in state.items() if k.startswith(alias + "alpha_mask"))
 
 
 def test_relupruner_logits(tmp_path) -> None:
@@ -100,13 +84,7 @@ def test_relupruner_logits(tmp_path) -> None:
         if not k.endswith("alphas")
     }
     masks = [v[0] for k, v in theirs.state_dict().items() if k.endswith("alphas")]
-    content = {
-        "format_version": 1,
-        "epoch": 3,
-        "model": state,
-        "config": {"a": 1},
-        "metrics": {},
-    }
+    content = {"format_version": 1, "epoch": 3, "model": state, "config": {"a": 1}, "metrics": {}}
     torch.save({**content, "masks": masks, "relu_count": 5}, tmp_path / "c.pth")
     net = fastbcd.load_relupruner(tmp_path / "c.pth", arch="resnet18")
     with torch.no_grad():
@@ -134,8 +112,7 @@ def test_one_more_mask_is_the_stems_or_the_final_relu(tmp_path) -> None:
     assert "final_relu" in str(imported.import_report)
     torch.save({"model": state, "masks": masks[2:]}, tmp_path / "c.pth")
     with pytest.raises(
-        CheckpointError,
-        match=r"wide_resnet22_8 .* 1 missing: block3\.layer\.2\.alpha2\.mask",
+        CheckpointError, match=r"wide_resnet22_8 .* 1 missing: block3\.layer\.2\.alpha2\.mask"
     ):
         fastbcd.load_relupruner(tmp_path / "c.pth")
 
@@ -168,10 +145,7 @@ def test_the_report_is_readable_and_logged(tmp_path, caplog) -> None:
     assert "ignored: arch, optimizer" in text
     assert text in caplog.text
     # the threshold decides
-    assert (
-        fastbcd.masks(fastbcd.load_snl(path, threshold=0.6)).counts()["layer1.0.alpha1"]
-        == 0
-    )
+    assert fastbcd.masks(fastbcd.load_snl(path, threshold=0.6)).counts()["layer1.0.alpha1"] == 0
     assert fastbcd.masks(net).counts()["layer1.0.alpha1"] > 0
 
 
@@ -210,9 +184,7 @@ def put(key, value):
     ],
 )  # fmt: skip
 def test_bad_snl_files(tmp_path, edit, options, words) -> None:
-    path = save_snl(
-        tmp_path / "c.pth", published.snl("resnet18"), edit=edit or (lambda s: None)
-    )
+    path = save_snl(tmp_path / "c.pth", published.snl("resnet18"), edit=edit or (lambda s: None))
     with pytest.raises(ValueError, match=words):
         fastbcd.load_snl(path, **options)
 
@@ -231,9 +203,7 @@ def test_bad_snl_files(tmp_path, edit, options, words) -> None:
     ],
 )
 def test_bad_autorep_files(tmp_path, edit, options, words) -> None:
-    path = save_autorep(
-        tmp_path / "c", published.autorep("resnet18"), edit or (lambda s: None)
-    )
+    path = save_autorep(tmp_path / "c", published.autorep("resnet18"), edit or (lambda s: None))
     with pytest.raises(ValueError, match=words):
         fastbcd.load_autorep(path, **{"scale_x2": 0.1, **options})
 
@@ -246,11 +216,7 @@ def test_bad_autorep_files(tmp_path, edit, options, words) -> None:
         ("alpha_aux_3_0", None, "alpha_aux_3_0 is missing"),
         ("alpha_aux_3_0", torch.ones(2, 2), r"alpha_aux_3_0 has shape \(2, 2\)"),
         ("poly_para_5_2", None, "poly_para_5_2 is missing"),
-        (
-            "poly_para_5_2",
-            torch.full((1, 8, 1, 1), torch.inf),
-            "poly_para_5_2 holds values",
-        ),
+        ("poly_para_5_2", torch.full((1, 8, 1, 1), torch.inf), "poly_para_5_2 holds values"),
         ("poly_para_0_1", None, "poly_para_0_1 is missing"),
     ],
 )
@@ -295,23 +261,15 @@ def test_files_that_are_no_checkpoints(tmp_path, loader) -> None:
     torch.save({"epoch": 3, "loss": torch.zeros(())}, tmp_path / "other")
     with pytest.raises(CheckpointError, match="no state_dict: it holds epoch, loss"):
         loader(tmp_path / "other")
-    torch.save(
-        {"state_dict": {}, "args": argparse.Namespace(lr=0.1)}, tmp_path / "objects"
-    )
-    with pytest.raises(
-        CheckpointError, match=r"argparse\.Namespace.*if you trust it, save"
-    ):
+    torch.save({"state_dict": {}, "args": argparse.Namespace(lr=0.1)}, tmp_path / "objects")
+    with pytest.raises(CheckpointError, match=r"argparse\.Namespace.*if you trust it, save"):
         loader(tmp_path / "objects")
 
 
 def test_weights_without_batch_norms_counters_load(tmp_path) -> None:
     """As in checkpoints that were written for other libraries."""
     net = fastbcd.models.resnet20(10, 8, width=4, blocks=1)
-    weights = {
-        k: v
-        for k, v in net.state_dict().items()
-        if not k.endswith((".mask", "_tracked"))
-    }
+    weights = {k: v for k, v in net.state_dict().items() if not k.endswith((".mask", "_tracked"))}
     other = fastbcd.models.resnet20(10, 8, width=4, blocks=1)
     check_weights(other, weights, "a file")
     other.load_state_dict(weights, strict=False)
@@ -335,19 +293,14 @@ ODD = {
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 @pytest.mark.parametrize(
-    "leaf",
-    ["conv1.weight", "layer1.0.conv1.weight", "linear.weight", "bn1.weight", "mask"],
+    "leaf", ["conv1.weight", "layer1.0.conv1.weight", "linear.weight", "bn1.weight", "mask"]
 )
-def test_odd_tensors_are_refused_before_a_net_is_built(
-    tmp_path, monkeypatch, leaf, odd
-) -> None:
+def test_odd_tensors_are_refused_before_a_net_is_built(tmp_path, monkeypatch, leaf, odd) -> None:
     """In each of the three formats."""
     build = models.build
 
     def on_meta(*args, **options):
-        assert torch.get_default_device().type == "meta", (
-            "a net is built from a bad file"
-        )
+        assert torch.get_default_device().type == "meta", "a net is built from a bad file"
         return build(*args, **options)
 
     def edit(state) -> None:
@@ -363,9 +316,7 @@ def test_odd_tensors_are_refused_before_a_net_is_built(
     names = [k for k in autorep.state_dict() if k.endswith("alpha_mask_0_0")]
     names = names if leaf == "mask" else []
     with pytest.raises(CheckpointError):
-        fastbcd.load_autorep(
-            save_autorep(tmp_path / "autorep.pth", autorep, edit), scale_x2=0.1
-        )
+        fastbcd.load_autorep(save_autorep(tmp_path / "autorep.pth", autorep, edit), scale_x2=0.1)
     state = dict(snl.state_dict())
     bits = [state.pop(name)[0] for name in masks]
     if leaf == "mask":
@@ -377,9 +328,7 @@ def test_odd_tensors_are_refused_before_a_net_is_built(
         fastbcd.load_relupruner(tmp_path / "pruned.pth")
 
 
-@pytest.mark.filterwarnings(
-    "ignore"
-)  # torch deprecates quantised, warns of nested ones
+@pytest.mark.filterwarnings("ignore")  # torch deprecates quantised, warns of nested ones
 def test_quantised_and_nested_tensors_are_refused(tmp_path) -> None:
     quantised = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
@@ -400,7 +349,5 @@ def test_a_checkpoint_that_unpacks_to_more_than_the_file_is_refused(tmp_path) ->
         for name in whole.namelist():
             bomb.writestr(name, whole.read(name))
     assert (tmp_path / "bomb.pth").stat().st_size < 10_000
-    with pytest.raises(
-        CheckpointError, match=r"bomb.pth .*it unpacks to 4,000,\d+ bytes"
-    ):
+    with pytest.raises(CheckpointError, match=r"bomb.pth .*it unpacks to 4,000,\d+ bytes"):
         fastbcd.load_snl(tmp_path / "bomb.pth")

@@ -12,14 +12,7 @@ import torch.nn.functional as F
 import fastbcd
 from fastbcd import MaskSet
 from fastbcd.report import published
-from fastbcd.starts.deepreduce import (
-    candidates,
-    criticality,
-    deepreduce,
-    only,
-    reshaped,
-    stages,
-)
+from fastbcd.starts.deepreduce import candidates, criticality, deepreduce, only, reshaped, stages
 from helpers.nets import make
 from helpers.start_cases import NONE, data
 
@@ -37,22 +30,15 @@ def names(found: list) -> list[list[str]]:
 
 
 def test_a_stage_ends_where_the_resolution_changes() -> None:
-    m = full(
-        stem=(4, 8, 8), a=(16, 8, 8), b=(16, 4, 4), c=(4, 8, 8), d=(5,), e=(5,), f=(7,)
-    )
+    m = full(stem=(4, 8, 8), a=(16, 8, 8), b=(16, 4, 4), c=(4, 8, 8), d=(5,), e=(5,), f=(7,))
     assert names(stages(m)) == [["stem", "a"], ["b"], ["c"], ["d", "e"], ["f"]]
     empty = m.without(torch.arange(m.sites[2].start, m.sites[3].start))
-    assert names(stages(empty)) == [["stem", "a", "c"], ["d", "e"], ["f"]], (
-        "b keeps no ReLU"
-    )
+    assert names(stages(empty)) == [["stem", "a", "c"], ["d", "e"], ["f"]], "b keeps no ReLU"
 
 
 def test_the_stages_of_the_papers_networks() -> None:
     nets = fastbcd.models.resnet18(10, 32), fastbcd.models.resnet20(10, 32)
-    sizes = [
-        [sum(s.numel for s in stage) for stage in stages(fastbcd.masks(n))]
-        for n in nets
-    ]
+    sizes = [[sum(s.numel for s in stage) for stage in stages(fastbcd.masks(n))] for n in nets]
     assert sizes == [[262_144, 131_072, 65_536, 32_768], [114_688, 49_152, 24_576]]
 
 
@@ -62,8 +48,7 @@ def test_culling_and_thinning_give_the_published_numbers_of_relus() -> None:
     later, counts = stages(m)[1:], set()
     for kept in (later, later[:2]):
         whole, thin = (
-            only(m, [site for stage in kept for site in stage[::step]]).count()
-            for step in (1, 2)
+            only(m, [site for stage in kept for site in stage[::step]]).count() for step in (1, 2)
         )
         counts |= {whole, thin, thin // 2, thin // 4, thin // 8}
     points = [
@@ -93,9 +78,7 @@ def plain_reshaped(m: MaskSet, scores: torch.Tensor, budget: int) -> set[int]:
         m.sites, m.split(), shares(list(m.counts().values()), budget), strict=True
     ):
         width = site.numel // site.shape[0]
-        units = [
-            (int(i), float(scores[site.start + i])) for i in kept.flatten().nonzero()
-        ]
+        units = [(int(i), float(scores[site.start + i])) for i in kept.flatten().nonzero()]
 
         def mean_of(channel: int, units: list = units, width: int = width) -> float:
             own = [score for i, score in units if i // width == channel]
@@ -107,9 +90,7 @@ def plain_reshaped(m: MaskSet, scores: torch.Tensor, budget: int) -> set[int]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_budget_is_met_by_the_same_share_of_each_site_and_whole_channels(
-    seed,
-) -> None:
+def test_every_budget_is_met_by_the_same_share_of_each_site_and_whole_channels(seed) -> None:
     g = torch.Generator().manual_seed(seed)
     m = full(a=(4, 3, 3), b=(6, 2), c=(5,), d=(2, 2, 2, 2))
     m = m.without((torch.rand(m.total, generator=g) < 0.2).nonzero().flatten())
@@ -117,9 +98,7 @@ def test_every_budget_is_met_by_the_same_share_of_each_site_and_whole_channels(
     for budget in range(m.count() + 1):
         found = reshaped(m, scores, budget)
         assert found.count() == budget
-        assert set(found.bits.nonzero().flatten().tolist()) == plain_reshaped(
-            m, scores, budget
-        )
+        assert set(found.bits.nonzero().flatten().tolist()) == plain_reshaped(m, scores, budget)
 
 
 def test_candidates_are_culled_in_order_and_thinned() -> None:
@@ -156,12 +135,7 @@ def plain_training(net, masks, train, epochs, first, lr):
             s = student(x)
             with torch.no_grad():
                 t = teacher(x)
-            kd = (
-                F.kl_div(
-                    F.log_softmax(s / 4, 1), F.softmax(t / 4, 1), reduction="batchmean"
-                )
-                * 16
-            )
+            kd = F.kl_div(F.log_softmax(s / 4, 1), F.softmax(t / 4, 1), reduction="batchmean") * 16
             loss = F.cross_entropy(s, labels) + kd
             sgd.zero_grad()
             loss.backward()

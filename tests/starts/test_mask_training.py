@@ -66,11 +66,7 @@ def test_records(method) -> None:
     assert "on the test set" in repr(found)
     counts = [before, *(record.count for record in found.history)]
     for number, record in enumerate(found.history):
-        assert (record.number, record.epoch, record.phase) == (
-            number + 1,
-            number,
-            "masks",
-        )
+        assert (record.number, record.epoch, record.phase) == (number + 1, number, "masks")
         assert record.notes["decrease"] == counts[number] - counts[number + 1]
         assert ("iou" in record.notes) == (number > 0)
         assert 0 <= record.notes.get("iou", 0) <= 1
@@ -84,15 +80,11 @@ def test_a_cost_is_a_budget(method) -> None:
     net = thinned(make("mlp"))
     before = fastbcd.masks(net).copy()
     for most in ({"bytes": 464 * 12 + 1}, {"rounds": 9})[: 1 + (method != "autorep")]:
-        target = fastbcd.private.Target(
-            **most, protocol="crypten", activations_only=True
-        )
+        target = fastbcd.private.Target(**most, protocol="crypten", activations_only=True)
         found = start(method, copy.deepcopy(net), target, finetune=NONE)
         assert target.met(found.model)
         assert found.masks.count() >= 10
-        more = to_return(
-            found.model, data(8), limits_of(target, found.model), among=before.bits
-        )
+        more = to_return(found.model, data(8), limits_of(target, found.model), among=before.bits)
         assert len(more) == 0, "nothing more fits"
         assert not (found.masks.bits & ~before.bits).any()
     with pytest.raises(ValueError, match=r"the net as it is costs .* is met"):
@@ -127,19 +119,14 @@ def test_bcd_and_linearize_continue_from_it(method, kind) -> None:
 
 @each_method
 @pytest.mark.filterwarnings("ignore:.*more than the budget:RuntimeWarning")
-def test_an_interrupted_run_resumes_to_the_same_result(
-    tmp_path, monkeypatch, method
-) -> None:
+def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, monkeypatch, method) -> None:
     """In every third epoch of masks, in the fine-tune, and whatever weights the net has then.
 
     Its own weights at the start of the run are the default teacher's.
     """
     settings = {"finetune": Finetune(epochs=2, lr=0.01, padding=1, optimizer="adam")}
     straight = start(method, make(KIND[method]), 120, test=data(8), **settings)
-    stops = [(epoch, 0) for epoch in range(1, len(straight.history), 3)] + [
-        (0, 1),
-        (1, 1),
-    ]
+    stops = [(epoch, 0) for epoch in range(1, len(straight.history), 3)] + [(0, 1), (1, 1)]
     settings |= {"run_dir": tmp_path, "test": data(8)}
     for epoch, step in stops:
         net = make(KIND[method])
@@ -158,24 +145,18 @@ def test_an_interrupted_run_resumes_to_the_same_result(
         assert same(state(found.model), state(straight.model))
         assert found.accuracy == straight.accuracy
         for now, then in zip(
-            found.history + found.finetune,
-            straight.history + straight.finetune,
-            strict=True,
+            found.history + found.finetune, straight.history + straight.finetune, strict=True
         ):
             now.seconds, then.seconds = {}, {}
             assert now == then
     saved = fastbcd.load_run(tmp_path, make(KIND[method]))
     assert (saved.kind, saved.done, saved.masks) == (method, True, straight.masks)
-    with pytest.raises(
-        ValueError, match=r"another run: .*budget is 120 there and 30 now"
-    ):
+    with pytest.raises(ValueError, match=r"another run: .*budget is 120 there and 30 now"):
         start(method, make(KIND[method]), 30, **settings)
 
 
 @each_method
-def test_a_run_of_a_net_in_half_precision_resumes(
-    tmp_path, monkeypatch, method
-) -> None:
+def test_a_run_of_a_net_in_half_precision_resumes(tmp_path, monkeypatch, method) -> None:
     settings = {"finetune": Finetune(epochs=2, lr=0.01, padding=1)}
     nets = [make(KIND[method]).bfloat16() for _ in range(3)]
     straight = start(method, nets[0], 120, **settings)
@@ -191,9 +172,7 @@ def test_a_run_of_a_net_in_half_precision_resumes(
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_the_fine_tune_is_finetuners(optimizer) -> None:
     """One epoch per call gives the same as Finetuner.run; masks at the budget are not trained."""
-    settings = Finetune(
-        epochs=3, lr=0.01, padding=1, optimizer=optimizer, batch_size=32
-    )
+    settings = Finetune(epochs=3, lr=0.01, padding=1, optimizer=optimizer, batch_size=32)
     net, train = thinned(make("resnet")), data()
     teacher, other = copy.deepcopy(net), copy.deepcopy(net)
     count = fastbcd.masks(net).count()
@@ -238,50 +217,26 @@ BAD = [
     ("snl", {"resume": "maybe"}, "resume='maybe'"),
     ("snl", {"run_dir": 3}, "run_dir=3; it must be"),
     ("snl", {"finetune": lambda net, step: None}, "finetune=.*it must be Finetune"),
-    (
-        "snl",
-        {"finetune": Finetune(epochs=0.5)},
-        "finetune.epochs=0.5; it must be a whole",
-    ),
+    ("snl", {"finetune": Finetune(epochs=0.5)}, "finetune.epochs=0.5; it must be a whole"),
     ("snl", {"test": (torch.zeros(2, 3, 8, 8), torch.tensor([0, 9]))}, "label 9"),
     ("snl", {"lr": 0.0}, "lr=0.0; it must be finite and above 0"),
     ("snl", {"kappa": 0.9}, "kappa=0.9; it must be finite and at least 1"),
     ("snl", {"lambda0": float("nan")}, "lambda0=nan"),
     ("snl", {"lambda0": "1"}, "lambda0='1'; it must be a number"),
     ("snl", {"max_epochs": -1}, "max_epochs=-1"),
-    (
-        "snl",
-        {"max_epoch": 1},
-        "snl has no argument 'max_epoch'; did you mean 'max_epochs'",
-    ),
+    ("snl", {"max_epoch": 1}, "snl has no argument 'max_epoch'; did you mean 'max_epochs'"),
     ("snl", {"net": make("poly")}, POLY),
     ("autorep", {"penalty": float("inf")}, "penalty=inf"),
     ("autorep", {"threshold": "x"}, "threshold='x'"),
     ("deepreduce", {"discount": -1}, "discount=-1"),
     ("deepreduce", {"trial_epochs": 0}, "trial_epochs=0"),
-    (
-        "deepreduce",
-        {"epochs": 6},
-        "epochs=6; up to 6 trials of 1 epochs each, for 2 stages",
-    ),
+    ("deepreduce", {"epochs": 6}, "epochs=6; up to 6 trials of 1 epochs each, for 2 stages"),
     ("deepreduce", {"net": make("poly")}, POLY),
-    (
-        "senet",
-        {"teacher": make("resnet")},
-        "the teacher belongs to another network: site 0",
-    ),
-    (
-        "senet",
-        {"density": 1.5},
-        "density=1.5; it must be finite and above 0 and at most 1",
-    ),
+    ("senet", {"teacher": make("resnet")}, "the teacher belongs to another network: site 0"),
+    ("senet", {"density": 1.5}, "density=1.5; it must be finite and above 0 and at most 1"),
     ("senet", {"every": 0}, "every=0"),
     ("senet", {"tolerance": -1.0}, "tolerance=-1.0"),
-    (
-        "senet",
-        {"net": Functional(), "budget": 2},
-        "Functional has no layer with a weight",
-    ),
+    ("senet", {"net": Functional(), "budget": 2}, "Functional has no layer with a weight"),
     ("relupruner", {"interval": 0}, "interval=0"),
     ("relupruner", {"finetune": Finetune(compile=True)}, r"finetune\.compile=True"),
     ("relupruner", {"net": make("poly")}, POLY),
@@ -289,22 +244,15 @@ BAD = [
 
 
 SEEDED = {
-    **{
-        method: lambda seed, m=method: start(m, make("mlp"), 10, seed=seed)
-        for method in METHODS
-    },
+    **{method: lambda seed, m=method: start(m, make("mlp"), 10, seed=seed) for method in METHODS},
     "bcd": lambda seed: fastbcd.bcd(make("mlp"), data(8), 40, seed=seed),
-    "linearize": lambda seed: fastbcd.linearize(
-        make("mlp"), data(8), 40, epochs=1, seed=seed
-    ),
+    "linearize": lambda seed: fastbcd.linearize(make("mlp"), data(8), 40, epochs=1, seed=seed),
     "train": lambda seed: fastbcd.train(make("mlp"), data(8), epochs=0, seed=seed),
     "Finetuner": lambda seed: Finetuner(make("mlp"), data(8), NONE, seed=seed),
     "choose": lambda seed: fastbcd.choose(
         make("mlp"), [torch.tensor([0])], data(8), adt=1.0, confidence=0.9, seed=seed
     ),
-    "sample": lambda seed: fastbcd.masks(make("mlp")).sample(
-        1, seed=seed, step=0, trial=0
-    ),
+    "sample": lambda seed: fastbcd.masks(make("mlp")).sample(1, seed=seed, step=0, trial=0),
     "order": lambda seed: data(8).order(seed=seed, step=0, epoch=0),
 }
 
@@ -312,9 +260,7 @@ SEEDED = {
 @pytest.mark.parametrize("call", SEEDED.values(), ids=SEEDED)
 def test_seeds_are_whole_numbers_below_2_to_the_63(call) -> None:
     for seed in (-1, 2**63, 2**64, 1.5, "0"):
-        with pytest.raises(
-            (ValueError, TypeError), match=f"seed={seed!r}; it must be a whole"
-        ):
+        with pytest.raises((ValueError, TypeError), match=f"seed={seed!r}; it must be a whole"):
             call(seed)
     with pytest.raises(ValueError, match="9,223,372,036,854,775,807 at most"):
         call(2**63)
@@ -322,10 +268,7 @@ def test_seeds_are_whole_numbers_below_2_to_the_63(call) -> None:
 
 RATES = {
     "snl": ({"max_epochs": 2}, [0.03, 0.03]),
-    "autorep": (
-        {"lr": 0.1, "lr_end": 0.02, "epochs": 4},
-        [0.1, 0.088284, 0.06, 0.031716],
-    ),
+    "autorep": ({"lr": 0.1, "lr_end": 0.02, "epochs": 4}, [0.1, 0.088284, 0.06, 0.031716]),
     "senet": ({"epochs": 3, "tolerance": 0.0}, [0.02] * 3),
     "relupruner": ({"epochs": 2}, [0.01, 0.01]),
 }
@@ -335,11 +278,7 @@ RATES = {
 def test_learning_rates_of_the_mask_training(method, monkeypatch) -> None:
     """Those of CosineAnnealingLR(T_max=epochs, eta_min=lr_end), and constant ones."""
     rates, whole = [], Session.epoch
-
-    def noted(self, epoch, lr, **more):
-        rates.append(lr)
-        return whole(self, epoch, lr, **more)
-
+    noted = lambda self, epoch, lr, **more: rates.append(lr) or whole(self, epoch, lr, **more)  # noqa: E731
     monkeypatch.setattr(Session, "epoch", noted)
     settings, expected = RATES[method]
     start(method, make(KIND[method]), 120, finetune=NONE, **settings)
@@ -348,12 +287,7 @@ def test_learning_rates_of_the_mask_training(method, monkeypatch) -> None:
 
 @pytest.mark.parametrize(("method", "change", "words"), BAD)
 def test_bad_input_is_refused_before_any_work(tmp_path, method, change, words) -> None:
-    arguments = {
-        "net": make("mlp"),
-        "budget": 10,
-        "run_dir": tmp_path / "run",
-        **change,
-    }
+    arguments = {"net": make("mlp"), "budget": 10, "run_dir": tmp_path / "run", **change}
     before = state(arguments["net"]) if isinstance(arguments["net"], nn.Module) else {}
     with pytest.raises((ValueError, TypeError), match=words):
         start(method, **arguments)
@@ -388,25 +322,7 @@ def test_the_command_and_bcd_on_its_run_directory(tmp_path, capsys, method) -> N
     assert cli.main([*line, "99"]) == 2
     assert "the net keeps 50 ReLUs" in capsys.readouterr().err
     net = "poly_net" if method == "autorep" else "small_net"
-    line = [
-        "bcd",
-        "--model",
-        f"helpers.start_cases:{net}",
-        "--weights",
-        run,
-        "--budget",
-        "20",
-    ]
-    line += [
-        *common,
-        str(tmp_path / "b"),
-        "--drc",
-        "5",
-        "--rt",
-        "2",
-        "--epochs",
-        "1",
-        "--quiet",
-    ]
+    line = ["bcd", "--model", f"helpers.start_cases:{net}", "--weights", run, "--budget", "20"]
+    line += [*common, str(tmp_path / "b"), "--drc", "5", "--rt", "2", "--epochs", "1", "--quiet"]
     assert cli.main(line) == 0
     assert "20 ReLUs kept" in capsys.readouterr().out

@@ -17,14 +17,7 @@ from fastbcd.starts.relupruner import Pruner, relupruner, scheduled
 from helpers.nets import make
 from helpers.start_cases import NONE, data
 
-QUICK = {
-    "epochs": 5,
-    "warmup": 1,
-    "interval": 1,
-    "lr": 0.01,
-    "batch_size": 32,
-    "finetune": NONE,
-}
+QUICK = {"epochs": 5, "warmup": 1, "interval": 1, "lr": 0.01, "batch_size": 32, "finetune": NONE}
 
 # ------------------------------------------------------------------ the published algorithm
 
@@ -63,12 +56,7 @@ def published(net, train, budget, *, epochs, warmup, interval, lr, batch_size):
             s = student(x)
             with torch.no_grad():
                 t = teacher(x)
-            kd = (
-                F.kl_div(
-                    F.log_softmax(s / 4, 1), F.softmax(t / 4, 1), reduction="batchmean"
-                )
-                * 16
-            )
+            kd = F.kl_div(F.log_softmax(s / 4, 1), F.softmax(t / 4, 1), reduction="batchmean") * 16
             sgd.zero_grad()
             (F.cross_entropy(s, labels) + kd).backward()
             batches += 1
@@ -79,26 +67,17 @@ def published(net, train, budget, *, epochs, warmup, interval, lr, batch_size):
                 value = (g * z).abs().mean(0) * torch.stack(last[i]).mean(0)
                 value = value + 0.5 * z.square().mean(0) * fisher[i]
                 importance[i] = 0.95 * importance[i] + 0.05 * weights[i] * value
-                norms[i] = 0.95 * norms[i] + 0.05 * float(
-                    g.flatten(1).norm(dim=1).mean()
-                )
+                norms[i] = 0.95 * norms[i] + 0.05 * float(g.flatten(1).norm(dim=1).mean())
                 squares[i] = 0.95 * squares[i] + 0.05 * float(g.square().mean())
             raw = [
-                norms[i]
-                * math.sqrt(squares[i] + 1e-8)
-                * (1 + 0.2 * i / max(1, len(acts) - 1))
+                norms[i] * math.sqrt(squares[i] + 1e-8) * (1 + 0.2 * i / max(1, len(acts) - 1))
                 for i in range(len(acts))
             ]
             spread = max(raw) - min(raw)
             weights = [(r - min(raw)) / spread + 0.1 if spread else 1.0 for r in raw]
             sgd.step()
-            keep = scheduled(
-                epoch, epochs=epochs, warmup=warmup, count=total, budget=budget
-            )
-            if (
-                epoch >= warmup
-                and batches % (interval * (2 if keep == budget else 1)) == 0
-            ):
+            keep = scheduled(epoch, epochs=epochs, warmup=warmup, count=total, budget=budget)
+            if epoch >= warmup and batches % (interval * (2 if keep == budget else 1)) == 0:
                 flat = torch.cat([v.flatten() for v in importance])
                 chosen = torch.zeros_like(flat)
                 chosen[flat.topk(keep).indices] = 1
@@ -113,9 +92,7 @@ def published(net, train, budget, *, epochs, warmup, interval, lr, batch_size):
 @pytest.mark.parametrize("name", ["resnet", "mlp"])
 def test_the_mask_training_is_the_published_one(name, monkeypatch) -> None:
     found, decide = [], Pruner.decide
-    monkeypatch.setattr(
-        Pruner, "decide", lambda s: found.append(s.values()) or decide(s)
-    )
+    monkeypatch.setattr(Pruner, "decide", lambda s: found.append(s.values()) or decide(s))
     net, train = make(name), data()
     total = fastbcd.masks(net).count()
     settings = {k: v for k, v in QUICK.items() if k != "finetune"}
@@ -124,9 +101,7 @@ def test_the_mask_training_is_the_published_one(name, monkeypatch) -> None:
     assert [r.count for r in start.history] == counts
     assert counts[0] == total > counts[2] > counts[-1] == total // 3
     torch.testing.assert_close(found[0], values, rtol=1e-2, atol=1e-7)
-    assert (start.masks.bits != bits).sum() <= 0.02 * total, (
-        "units of equal importance, rounding"
-    )
+    assert (start.masks.bits != bits).sum() <= 0.02 * total, "units of equal importance, rounding"
 
 
 def test_saliency_is_the_first_term_of_the_paper() -> None:

@@ -78,11 +78,7 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.more, self.shortcut = (nn.Conv2d(a, 4, 1) for a in (3, 4, 4))
-        self.norm, self.head, self.unused = (
-            nn.BatchNorm2d(4),
-            nn.Linear(4, 5),
-            nn.Linear(2, 2),
-        )
+        self.norm, self.head, self.unused = nn.BatchNorm2d(4), nn.Linear(4, 5), nn.Linear(2, 2)
         self.acts = nn.ModuleList(MaskedReLU((4, 8, 8)) for _ in range(3))
         for number, act in enumerate(self.acts):
             act.order = number
@@ -98,11 +94,7 @@ def test_sensitivity_of_sites() -> None:
     torch.manual_seed(0)
     net = Branches()
     every = [net.conv, net.more, net.shortcut, net.head, net.unused]
-    sizes = (
-        torch.cat([layer.weight.detach().abs().flatten() for layer in every])
-        .sort()
-        .values
-    )
+    sizes = torch.cat([layer.weight.detach().abs().flatten() for layer in every]).sort().values
     for density in (0.1, 0.5, 1.0):
         cut = sizes[len(sizes) - round(density * len(sizes))]
         gone = {layer: (layer.weight.abs() < cut).double() for layer in every}
@@ -115,20 +107,14 @@ def test_sensitivity_of_sites() -> None:
 # --------------------------------------------------------------------- stage 2: relearned masks
 
 
-def plain_differences(
-    net: nn.Module, teacher: nn.Module, x: torch.Tensor
-) -> list[torch.Tensor]:
+def plain_differences(net: nn.Module, teacher: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """One site after the other: what replaces its ReLUs, on its inputs; the teacher's outputs."""
     found = []
     for name, act in mask_modules(net).items():
         seen = []
-        act.register_forward_hook(
-            lambda m, given, output, seen=seen: seen.append(given[0])
-        )
+        act.register_forward_hook(lambda m, given, output, seen=seen: seen.append(given[0]))
         other = mask_modules(teacher)[name]
-        other.register_forward_hook(
-            lambda m, given, output, seen=seen: seen.append(output)
-        )
+        other.register_forward_hook(lambda m, given, output, seen=seen: seen.append(output))
         with torch.no_grad():
             net.eval()(x)
             teacher.eval()(x)
@@ -188,16 +174,12 @@ def test_masks_are_relearned_now_and_then(name) -> None:
     assert ["changed" in r.notes for r in found.history] == [False, True, False, True]
     assert all(0 <= r.notes.get("changed", 0) <= 1 for r in found.history)
     assert found.accuracy["trained"] == found.accuracy["thresholded"]
-    coefficients = [
-        n for n, p in net.named_parameters() if n.endswith("coef") and p.requires_grad
-    ]
+    coefficients = [n for n, p in net.named_parameters() if n.endswith("coef") and p.requires_grad]
     assert bool(coefficients) == (name == "poly")
 
 
 def test_it_stops_when_masks_hardly_change() -> None:
-    start = senet(
-        make("mlp"), data(), 20, **{**QUICK, "epochs": 50, "every": 1, "tolerance": 0.3}
-    )
+    start = senet(make("mlp"), data(), 20, **{**QUICK, "epochs": 50, "every": 1, "tolerance": 0.3})
     changed = [r.notes["changed"] for r in start.history]
     assert changed[-1] <= 0.3 < min(changed[:-1])
     assert len(changed) < 50

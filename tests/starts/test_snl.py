@@ -33,9 +33,7 @@ class PublishedReLU(nn.Module):
         return self.alphas * F.relu(x) + (1 - self.alphas) * x
 
 
-def published_snl(
-    net, train, budget, *, lr, lambda0, kappa, threshold, batch_size, epochs
-):
+def published_snl(net, train, budget, *, lr, lambda0, kappa, threshold, batch_size, epochs):
     """SNL's mask phase in plain PyTorch; counts, λ of each epoch, the trained net's tensors."""
     teacher = copy.deepcopy(net).eval()
     student = copy.deepcopy(net)
@@ -55,17 +53,8 @@ def published_snl(
             s = student(x)
             with torch.no_grad():
                 t = teacher(x)
-            kd = (
-                F.kl_div(
-                    F.log_softmax(s / 4, 1), F.softmax(t / 4, 1), reduction="batchmean"
-                )
-                * 16
-            )
-            loss = (
-                F.cross_entropy(s, labels)
-                + kd
-                + lam * sum(torch.norm(a, p=1) for a in alphas)
-            )
+            kd = F.kl_div(F.log_softmax(s / 4, 1), F.softmax(t / 4, 1), reduction="batchmean") * 16
+            loss = F.cross_entropy(s, labels) + kd + lam * sum(torch.norm(a, p=1) for a in alphas)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -83,23 +72,10 @@ def published_snl(
 def test_the_mask_training_is_the_published_one(name) -> None:
     """Same counts and λ, the same weights up to rounding, through several updates of λ."""
     net, train = make(name), data()
-    settings = {
-        "lr": 2e-3,
-        "lambda0": 1e-3,
-        "kappa": 3.0,
-        "threshold": 0.97,
-        "batch_size": 48,
-    }
+    settings = {"lr": 2e-3, "lambda0": 1e-3, "kappa": 3.0, "threshold": 0.97, "batch_size": 48}
     counts, lambdas, student = published_snl(net, train, 1, **settings, epochs=9)
     with pytest.warns(RuntimeWarning, match="more than the budget"):
-        start = snl(
-            net,
-            train,
-            1,
-            **settings,
-            max_epochs=9,
-            finetune=Finetune(epochs=0, padding=1),
-        )
+        start = snl(net, train, 1, **settings, max_epochs=9, finetune=Finetune(epochs=0, padding=1))
     assert [r.notes["lambda"] for r in start.history] == lambdas
     assert max(lambdas) > lambdas[0]
     assert min(counts) < counts[0]
@@ -109,9 +85,7 @@ def test_the_mask_training_is_the_published_one(name) -> None:
     noise = ("0.bias", "running_mean") if name == "resnet" else ()
     for key, value in student.state_dict().items():
         if not key.endswith(("alphas", "num_batches_tracked", *noise)):
-            torch.testing.assert_close(
-                net.state_dict()[key], value, rtol=1e-4, atol=1e-4
-            )
+            torch.testing.assert_close(net.state_dict()[key], value, rtol=1e-4, atol=1e-4)
 
 
 def test_the_twin_computes_what_the_net_computes() -> None:
@@ -131,9 +105,7 @@ def test_fused_additions_train_alike() -> None:
     net, train = thinned(make("resnet")), data(32)
     soft = twin(net, lambda act: SoftReLU(act.mask))
     trainer = Trainer(soft, train, SHORT)
-    assert any(
-        n.op == "call_module" and len(n.args) == 2 for n in trainer.model.graph.nodes
-    )
+    assert any(n.op == "call_module" and len(n.args) == 2 for n in trainer.model.graph.nodes)
     x, labels = next(train.batches(16))
     grads = []
     for model in (soft, trainer.model):
@@ -170,9 +142,7 @@ def test_the_training_stops_at_the_budget_and_lambda_grows() -> None:
     counts = [r.count for r in found.history]
     assert counts[-1] <= 300 < min(counts[:-1])
     updates = [r.notes["lambda_updates"] for r in found.history]
-    assert updates == [
-        sum(growth(counts[: n + 1], lowest=total)) for n in range(len(counts))
-    ]
+    assert updates == [sum(growth(counts[: n + 1], lowest=total)) for n in range(len(counts))]
     as_published = snl(make("mlp"), data(), 30, **{**QUICK, "exact": False})
     assert as_published.masks.count() == as_published.history[-1].count <= 30
 
@@ -180,9 +150,7 @@ def test_the_training_stops_at_the_budget_and_lambda_grows() -> None:
 def test_too_few_epochs_warn() -> None:
     for exact, count in ((True, 5), (False, 50)):
         with pytest.warns(RuntimeWarning, match="more than the budget of 5") as caught:
-            found = snl(
-                make("mlp"), data(32), 5, max_epochs=1, exact=exact, finetune=None
-            )
+            found = snl(make("mlp"), data(32), 5, max_epochs=1, exact=exact, finetune=None)
         assert found.masks.count() == count
         assert caught[0].filename == __file__
 

@@ -22,9 +22,7 @@ QUICK = {"epochs": 4, "lr": 0.05, "batch_size": 16, "padding": 1}
 def test_equals_a_plain_loop(name) -> None:
     net, data = thinned(make(name)), pair()
     plain = copy.deepcopy(net).train()
-    optimizer = torch.optim.SGD(
-        plain.parameters(), 0.05, momentum=0.9, weight_decay=5e-4
-    )
+    optimizer = torch.optim.SGD(plain.parameters(), 0.05, momentum=0.9, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3])
     rates = []
     for epoch in range(4):
@@ -45,9 +43,7 @@ def test_equals_a_plain_loop(name) -> None:
 
 
 @pytest.mark.parametrize("epoch", [0, 2, 3])
-def test_an_interrupted_run_resumes_to_the_same_result(
-    tmp_path, monkeypatch, epoch
-) -> None:
+def test_an_interrupted_run_resumes_to_the_same_result(tmp_path, monkeypatch, epoch) -> None:
     straight = fastbcd.train(make("resnet"), pair(), **QUICK)
     net = make("resnet")
     with monkeypatch.context() as patch:
@@ -63,9 +59,7 @@ def test_an_interrupted_run_resumes_to_the_same_result(
         fastbcd.train(net, pair(), run_dir=tmp_path, **{**QUICK, "lr": 0.1})
 
 
-def test_after_an_error_the_net_has_the_weights_of_the_last_finished_epoch(
-    monkeypatch,
-) -> None:
+def test_after_an_error_the_net_has_the_weights_of_the_last_finished_epoch(monkeypatch) -> None:
     net, two = make("mlp"), make("mlp")
     with monkeypatch.context() as patch:
         patch.setattr(Session, "epoch", stopped_at(2))
@@ -82,11 +76,7 @@ def test_after_an_error_the_net_has_the_weights_of_the_last_finished_epoch(
         ({"epochs": -1}, ValueError, "epochs=-1"),
         ({"lr": math.nan}, ValueError, "lr=nan"),
         ({"net": Other()}, ValueError, "no parameter to train"),
-        (
-            {"test": (torch.zeros(2, 3, 8, 8), torch.tensor([0, 9]))},
-            ValueError,
-            "label 9",
-        ),
+        ({"test": (torch.zeros(2, 3, 8, 8), torch.tensor([0, 9]))}, ValueError, "label 9"),
         ({"resume": "maybe"}, ValueError, "resume='maybe'"),
     ],
 )

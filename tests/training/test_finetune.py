@@ -28,9 +28,7 @@ def activations(net: nn.Module) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
     for module in net.modules():
         if isinstance(module, MaskedActivation):
-            module.register_forward_hook(
-                lambda m, given, output: seen.append(output.flatten(1))
-            )
+            module.register_forward_hook(lambda m, given, output: seen.append(output.flatten(1)))
     return seen
 
 
@@ -41,20 +39,10 @@ def plain_trainer(net, data, s: Finetune, teacher, seed: int, step: int) -> floa
         "sgd": lambda p: torch.optim.SGD(
             p, s.lr, momentum=s.momentum, weight_decay=s.weight_decay, foreach=False
         ),
-        "adam": lambda p: torch.optim.Adam(
-            p, s.lr, weight_decay=s.weight_decay, foreach=False
-        ),
+        "adam": lambda p: torch.optim.Adam(p, s.lr, weight_decay=s.weight_decay, foreach=False),
     }
-    groups = [
-        {
-            "params": [
-                p for name, p in net.named_parameters() if not name.endswith("coef")
-            ]
-        }
-    ]
-    coefs = {
-        "params": [p for name, p in net.named_parameters() if name.endswith("coef")]
-    }
+    groups = [{"params": [p for name, p in net.named_parameters() if not name.endswith("coef")]}]
+    coefs = {"params": [p for name, p in net.named_parameters() if name.endswith("coef")]}
     own = {"weight_decay": 0.0} if s.optimizer == "sgd" else {}
     groups += [{**coefs, **own}] if coefs["params"] else []
     optimizer = make_optimizer[s.optimizer](groups)
@@ -66,12 +54,7 @@ def plain_trainer(net, data, s: Finetune, teacher, seed: int, step: int) -> floa
         for group in optimizer.param_groups[1:] if s.optimizer == "sgd" else ():
             group["lr"] = 0.1 * optimizer.param_groups[0]["lr"]
         batches = data.train_batches(
-            s.batch_size,
-            seed=seed,
-            step=step,
-            epoch=epoch,
-            padding=s.padding,
-            flip=s.flip,
+            s.batch_size, seed=seed, step=step, epoch=epoch, padding=s.padding, flip=s.flip
         )
         share = min(1.0, s.epochs - epoch)
         for x, labels, _, _ in islice(
@@ -94,9 +77,7 @@ def plain_trainer(net, data, s: Finetune, teacher, seed: int, step: int) -> floa
             for coef in coefs["params"] if s.optimizer == "sgd" else ():
                 coef.grad[2:] *= 0.03  # c2 of quadratics
             least = 0.01 if s.optimizer == "sgd" else math.inf
-            bounds = [
-                coef.detach()[2:].abs().clamp(min=least) for coef in coefs["params"]
-            ]
+            bounds = [coef.detach()[2:].abs().clamp(min=least) for coef in coefs["params"]]
             if s.clip:
                 gradients = [p.grad for p in net.parameters() if p.grad is not None]
                 norm = torch.cat([g.flatten() for g in gradients]).norm()
@@ -133,9 +114,7 @@ def test_equals_the_plain_trainer(name, optimizer, mismatch, clip) -> None:
     with torch.no_grad():
         teacher.get_parameter(next(iter(dict(teacher.named_parameters())))).mul_(1.3)
     lr = 0.05 if optimizer == "sgd" else 1e-3
-    s = dataclasses.replace(
-        SMALL, optimizer=optimizer, lr=lr, mismatch=mismatch, clip=clip
-    )
+    s = dataclasses.replace(SMALL, optimizer=optimizer, lr=lr, mismatch=mismatch, clip=clip)
     result = Finetuner(net, data, s, teacher, seed=3).run(step=2)
     truth = plain_trainer(twin, data, s, teacher.eval(), seed=3, step=2)
     assert result["loss"] == pytest.approx(truth, rel=1e-3)
@@ -211,9 +190,7 @@ def test_compiled_trains_the_same(monkeypatch) -> None:
     )
     net = thinned(make("mlp"))
     twin = copy.deepcopy(net)
-    Finetuner(net, pair(), dataclasses.replace(SMALL, compile=True, epochs=1)).run(
-        step=0
-    )
+    Finetuner(net, pair(), dataclasses.replace(SMALL, compile=True, epochs=1)).run(step=0)
     Finetuner(twin, pair(), dataclasses.replace(SMALL, epochs=1)).run(step=0)
     for one, other in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one, other)
@@ -250,15 +227,11 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
     net = make("mlp")
     with torch.no_grad():
         net.get_parameter("5.bias")[0] = math.nan
-    with pytest.raises(
-        FloatingPointError, match=r"the loss \(nan\) of batch 0 .*epoch 0, step 4"
-    ):
+    with pytest.raises(FloatingPointError, match=r"the loss \(nan\) of batch 0 .*epoch 0, step 4"):
         Finetuner(net, pair(), SMALL).run(step=4)
 
 
-def test_a_gradient_that_is_not_finite_is_noticed_in_the_next_batch(
-    monkeypatch,
-) -> None:
+def test_a_gradient_that_is_not_finite_is_noticed_in_the_next_batch(monkeypatch) -> None:
     net, calls = make("mlp"), []
 
     def spoil(grad):
@@ -267,9 +240,7 @@ def test_a_gradient_that_is_not_finite_is_noticed_in_the_next_batch(
 
     net.get_parameter("1.weight").register_hook(spoil)
     monkeypatch.setattr("fastbcd.training.finite.CHECK_EVERY", 2)
-    with pytest.raises(
-        FloatingPointError, match=r"loss \(nan\) of batch 2 .* in epoch 1, step 0"
-    ):
+    with pytest.raises(FloatingPointError, match=r"loss \(nan\) of batch 2 .* in epoch 1, step 0"):
         Finetuner(net, pair(), SMALL).run(step=0)
 
 
@@ -314,9 +285,7 @@ def test_bad_input() -> None:
         Finetuner(net, data.first(0), SMALL)
     x, labels = images(10)
     labels[3] = 5
-    with pytest.raises(
-        ValueError, match="label 5 of image 3 is out of range: the net has 5"
-    ):
+    with pytest.raises(ValueError, match="label 5 of image 3 is out of range: the net has 5"):
         Finetuner(net, (x, labels), SMALL)
     with pytest.raises(ValueError, match="no parameter to train"):
         Finetuner(copy.deepcopy(net).requires_grad_(False), data, SMALL)
@@ -353,9 +322,7 @@ def test_quadratics_do_not_grow_beyond_their_bound(monkeypatch) -> None:
         with torch.no_grad():
             for coef, c2 in zip(coefs, before, strict=True):
                 coef[2] = c2
-        Finetuner(net, data, Finetune(epochs=2, lr=0.1, batch_size=10, padding=1)).run(
-            step=0
-        )
+        Finetuner(net, data, Finetune(epochs=2, lr=0.1, batch_size=10, padding=1)).run(step=0)
         over = (coef.detach()[2].abs() / c2.abs().clamp(min=0.01)
                 for coef, c2 in zip(coefs, before, strict=True))  # fmt: skip
         largest.append(float(torch.cat(list(over)).max()))

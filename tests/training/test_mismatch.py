@@ -30,9 +30,7 @@ def test_gradients_are_those_of_the_formula() -> None:
     )
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, truth)
-    torch.testing.assert_close(
-        *(torch.autograd.grad(loss, a)[0] for loss in (found, truth))
-    )
+    torch.testing.assert_close(*(torch.autograd.grad(loss, a)[0] for loss in (found, truth)))
 
 
 def test_samples_without_a_direction_and_equal_ones_have_no_gradient() -> None:
@@ -41,9 +39,7 @@ def test_samples_without_a_direction_and_equal_ones_have_no_gradient() -> None:
     with torch.no_grad():
         a[1] = 1
     loss = mismatch([a, given + 0 * a], [direction(given), direction(given)])
-    assert loss.item() == pytest.approx(
-        1.0
-    )  # of a zero and a unit vector, twice, over two samples
+    assert loss.item() == pytest.approx(1.0)  # of a zero and a unit vector, twice, over two samples
     (gradient,) = torch.autograd.grad(loss, a)
     assert torch.equal(gradient[0], torch.zeros(3))
     assert gradient.isfinite().all()
@@ -53,9 +49,7 @@ def test_a_teacher_that_is_not_converted() -> None:
     """Its ReLUs are found by `convert`; it stays as it is."""
     x, labels = images(40)
     torch.manual_seed(0)
-    teacher = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5)
-    )
+    teacher = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
     results = []
     for other in (teacher, fastbcd.convert(teacher, x)):
         net = thinned(fastbcd.convert(teacher, x))
@@ -98,13 +92,9 @@ def test_what_cannot_be_compared_is_refused() -> None:
     net = make("mlp")
     with pytest.raises(ValueError, match=r"mismatch=0\.7 needs a teacher: give one"):
         Finetuner(net, pair(), MATCHED)
-    with pytest.raises(
-        ValueError, match="the teacher belongs to another network: site 0 is"
-    ):
+    with pytest.raises(ValueError, match="the teacher belongs to another network: site 0 is"):
         Finetuner(net, pair(), MATCHED, make("resnet"))
     with pytest.raises(ValueError, match=r"mismatch=1\.0 needs compile=False"):
         Finetune(mismatch=1.0, compile=True)
-    with pytest.raises(
-        ValueError, match="the net called 2 masked activations and the teacher 1"
-    ):
+    with pytest.raises(ValueError, match="the net called 2 masked activations and the teacher 1"):
         mismatch([torch.ones(1, 2)] * 2, [torch.ones(1, 2)])

@@ -63,9 +63,7 @@ def overflowing(bad: list[int | None]) -> nn.Module:
             self.net = make("mlp")
 
         def forward(self, x):
-            return self.net(
-                Overflows.apply(x + 0 * self.net.get_parameter("1.weight").sum())
-            )
+            return self.net(Overflows.apply(x + 0 * self.net.get_parameter("1.weight").sum()))
 
     Overflows.bad, Overflows.calls = bad, 0
     return Net()
@@ -77,13 +75,9 @@ def test_batches_whose_gradients_overflow_in_float16_are_left_out() -> None:
     net = overflowing([2])
     tuned(net, amp="fp16")
     assert all(p.isfinite().all() for p in net.parameters())
-    with pytest.raises(
-        FloatingPointError, match=r"loss \(nan\) of batch 2 is not finite"
-    ):
+    with pytest.raises(FloatingPointError, match=r"loss \(nan\) of batch 2 is not finite"):
         tuned(overflowing([2]), amp="bf16")
-    with pytest.raises(
-        FloatingPointError, match="float16 gradients overflow at any scale in"
-    ):
+    with pytest.raises(FloatingPointError, match="float16 gradients overflow at any scale in"):
         tuned(overflowing([None]), amp="fp16", batch_size=2)
 
 
@@ -121,14 +115,7 @@ def test_snl_trains_with_these_algorithms(gpu, fast, monkeypatch) -> None:
     noted = lambda *a, **k: seen.add(flags()[-1]) or plain(*a, **k)  # noqa: E731
     monkeypatch.setattr(Session, "epoch", noted)
     tune = dataclasses.replace(SMALL, fast=fast, epochs=1, amp=False)
-    fastbcd.snl(
-        make("mlp").to("cuda"),
-        images(16),
-        45,
-        max_epochs=1,
-        finetune=tune,
-        batch_size=8,
-    )
+    fastbcd.snl(make("mlp").to("cuda"), images(16), 45, max_epochs=1, finetune=tune, batch_size=8)
     assert seen == {fast}  # of cuDNN's benchmark, for masks and for the fine-tuning
 
 
@@ -156,14 +143,10 @@ def test_random_numbers_differ_by_seed_step_and_rank(monkeypatch) -> None:
 def test_a_second_thread_is_refused_while_one_trains() -> None:
     """With dropout, each would draw numbers that the other's depend on."""
     messages = []
-    net = nn.Sequential(
-        nn.Flatten(), nn.Linear(192, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 5)
-    )
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 5))
 
     def other(*_) -> None:
-        thread = threading.Thread(
-            target=lambda: messages.append(said(lambda: tuned(make("mlp"))))
-        )
+        thread = threading.Thread(target=lambda: messages.append(said(lambda: tuned(make("mlp")))))
         thread.start()
         thread.join()
 
@@ -171,9 +154,7 @@ def test_a_second_thread_is_refused_while_one_trains() -> None:
     tuner = Finetuner(net, pair(), SMALL)
     tuner.model.register_forward_hook(other)
     tuner.run(step=0)
-    assert all(
-        "another thread of this process trains" in message for message in messages[-2:]
-    )
+    assert all("another thread of this process trains" in message for message in messages[-2:])
     hook.remove()
     tuned(make("mlp"))  # afterwards any thread can
 
@@ -194,8 +175,6 @@ def test_synchronised_batch_norm(gpu, monkeypatch) -> None:
     own = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
     assert len(found) == len(own) > 0
     assert {id(m.weight) for m in found} == {id(m.weight) for m in own}
-    assert {m.running_mean.data_ptr() for m in found} == {
-        m.running_mean.data_ptr() for m in own
-    }
+    assert {m.running_mean.data_ptr() for m in found} == {m.running_mean.data_ptr() for m in own}
     with pytest.raises(ValueError, match="torch has it for GPUs only"):
         Finetuner(make("resnet"), images(16), settings)

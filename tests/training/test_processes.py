@@ -25,8 +25,7 @@ STARTS = ["snl", "autorep", "deepreduce", "senet", "relupruner"]
 
 
 @pytest.mark.parametrize(
-    "case",
-    ["finetuned", "finetuned_resnet", "finetuned_synced", "mismatch", "dense", *STARTS],
+    "case", ["finetuned", "finetuned_resnet", "finetuned_synced", "mismatch", "dense", *STARTS]
 )
 def test_two_ranks_train_as_one(found, case) -> None:
     first, second, alone = found[case]

@@ -98,9 +98,7 @@ def test_a_teacher_that_is_not_finite_is_named() -> None:
     teacher = make("mlp")
     with torch.no_grad():
         teacher.get_parameter("5.bias")[0] = torch.inf
-    with pytest.raises(
-        FloatingPointError, match="teacher gives non-finite logits for sample 0"
-    ):
+    with pytest.raises(FloatingPointError, match="teacher gives non-finite logits for sample 0"):
         Finetuner(make("mlp"), pair(), SMALL, teacher).run(step=0)
 
 

@@ -19,18 +19,12 @@ from helpers.train_cases import SMALL, assert_same, pair, weights
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.fx cannot trace:RuntimeWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:after . epochs .*more than the budget:RuntimeWarning"
-    ),
+    pytest.mark.filterwarnings("ignore:after . epochs .*more than the budget:RuntimeWarning"),
 ]
 ONE = Finetune(epochs=1, padding=1, batch_size=16)
 WAYS = {
-    "finetune": lambda net, data: (
-        Finetuner(net, data, SMALL, make("mlp")).run(step=0) and net
-    ),
-    "train": lambda net, data: (
-        fastbcd.train(net, data, epochs=2, batch_size=16, padding=1).model
-    ),
+    "finetune": lambda net, data: Finetuner(net, data, SMALL, make("mlp")).run(step=0) and net,
+    "train": lambda net, data: fastbcd.train(net, data, epochs=2, batch_size=16, padding=1).model,
     "snl": lambda net, data: (
         fastbcd.snl(net, data, 5, max_epochs=2, batch_size=16, finetune=ONE).model
     ),
@@ -73,9 +67,7 @@ def test_a_batch_norm_in_eval_mode_keeps_its_statistics(way, traceable) -> None:
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         assert torch.equal(after[f"bn1.{name}"], before[f"bn1.{name}"]), name
         assert not torch.equal(after[f"bn2.{name}"], before[f"bn2.{name}"]), name
-    assert not torch.equal(after["bn1.weight"], before["bn1.weight"]), (
-        "parameters are trained"
-    )
+    assert not torch.equal(after["bn1.weight"], before["bn1.weight"]), "parameters are trained"
     modes = {name: module.training for name, module in trained.named_modules()}
     assert not modes.pop("bn1")
     assert all(modes.values())
@@ -85,9 +77,7 @@ def test_a_batch_norm_in_eval_mode_keeps_its_statistics(way, traceable) -> None:
 def test_a_net_in_eval_mode_is_trained_as_a_whole(way) -> None:
     net = Normed(True).eval()
     trained = WAYS[way](net, pair())
-    assert (
-        int(trained.bn1.num_batches_tracked) == int(trained.bn2.num_batches_tracked) > 0
-    )
+    assert int(trained.bn1.num_batches_tracked) == int(trained.bn2.num_batches_tracked) > 0
     assert not any(module.training for module in trained.modules())
 
 
@@ -118,9 +108,7 @@ def test_any_dtype_is_trained(name, dtype) -> None:
         after = {k: v for k, v in weights(trained).items() if v.is_floating_point()}
         assert {v.dtype for v in after.values()} == {dtype}, way
         assert all(v.isfinite().all() for v in after.values()), way
-        assert any(
-            not torch.equal(v, before[k]) for k, v in after.items() if k in before
-        ), way
+        assert any(not torch.equal(v, before[k]) for k, v in after.items() if k in before), way
         assert 0 <= accuracy(trained, pair()) <= 100
 
 
@@ -132,18 +120,12 @@ def test_a_net_in_another_dtype_is_trained_as_in_float32(dtype) -> None:
     for one in (net, single):
         Finetuner(one, pair(), adam, make("mlp")).run(step=0)
     ulp = max(torch.finfo(dtype).eps, 1e-4)
-    for (key, one), other in zip(
-        weights(net).items(), weights(single).values(), strict=True
-    ):
+    for (key, one), other in zip(weights(net).items(), weights(single).values(), strict=True):
         if not key.endswith(("0.bias", "running_mean")):  # a gradient of pure rounding
-            torch.testing.assert_close(
-                one.float(), other.float(), rtol=2 * ulp, atol=2 * ulp
-            )
+            torch.testing.assert_close(one.float(), other.float(), rtol=2 * ulp, atol=2 * ulp)
 
 
-def test_a_run_in_half_precision_resumes_to_the_same_result(
-    tmp_path, monkeypatch
-) -> None:
+def test_a_run_in_half_precision_resumes_to_the_same_result(tmp_path, monkeypatch) -> None:
     settings = {"epochs": 4, "batch_size": 16, "padding": 1}
     nets = [make("resnet").bfloat16() for _ in range(3)]
     fastbcd.train(nets[0], pair(), **settings)
@@ -172,9 +154,7 @@ def test_a_last_batch_of_one_joins_the_batch_before_it(norm) -> None:
         nn.Flatten(), nn.Linear(192, 6), nn.BatchNorm1d(6) if norm else nn.Identity(),
         MaskedReLU(6), nn.Linear(6, 5), Seen(),
     )  # fmt: skip
-    net.forward = lambda x: nn.Sequential.forward(
-        net, x
-    )  # not traced: `seen` stays a list
+    net.forward = lambda x: nn.Sequential.forward(net, x)  # not traced: `seen` stays a list
     tuner = Finetuner(net, pair(33), ONE)
     seen.clear()
     tuner.run(step=0)
@@ -186,9 +166,7 @@ def test_a_last_batch_of_one_joins_the_batch_before_it(norm) -> None:
 
 def test_a_weight_that_is_not_finite_after_the_last_batch_is_named() -> None:
     net = make("mlp")
-    with pytest.raises(
-        FloatingPointError, match=r"the weight 1\.weight is not finite in epoch 0"
-    ):
+    with pytest.raises(FloatingPointError, match=r"the weight 1\.weight is not finite in epoch 0"):
         Finetuner(net, pair(), Finetune(epochs=1, lr=1e300, batch_size=40)).run(step=0)
 
 
@@ -223,14 +201,10 @@ def test_an_autocast_around_the_call_changes_nothing(amp) -> None:
 def test_mixed_precision_equals_a_plain_loop_with_autocast() -> None:
     net, data = make("resnet"), pair()
     plain = copy.deepcopy(net).train()
-    optimizer = torch.optim.SGD(
-        plain.parameters(), SMALL.lr, momentum=0.9, weight_decay=5e-4
-    )
+    optimizer = torch.optim.SGD(plain.parameters(), SMALL.lr, momentum=0.9, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, SMALL.epochs)
     for epoch in range(SMALL.epochs):
-        for x, labels, _, _ in data.train_batches(
-            16, seed=0, step=0, epoch=epoch, padding=1
-        ):
+        for x, labels, _, _ in data.train_batches(16, seed=0, step=0, epoch=epoch, padding=1):
             with torch.autocast("cpu", torch.bfloat16):
                 logits = plain(x)
             optimizer.zero_grad()

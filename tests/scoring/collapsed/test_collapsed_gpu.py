@@ -20,9 +20,7 @@ from helpers.nets import images, make, thinned
 
 def builder_of(net, memory: int = 2**30) -> FormBuilder:
     x = images(2)[0].to("cuda")
-    return FormBuilder(
-        AffineNet(make_program(net, x[:1])), masks(net).copy(), x, memory
-    )
+    return FormBuilder(AffineNet(make_program(net, x[:1])), masks(net).copy(), x, memory)
 
 
 @pytest.mark.parametrize("with_image", [False, True])
@@ -36,16 +34,11 @@ def test_building_a_form_copies_no_indices(gpu, monkeypatch, with_image) -> None
             builder = builder_of(net)
             gpu.reset()
             forms.append(builder.build(with_image))
-            assert gpu.counts["h2d"] == gpu.counts["d2h"] == gpu.counts["sync"] == 0, (
-                gpu.places
-            )
+            assert gpu.counts["h2d"] == gpu.counts["d2h"] == gpu.counts["sync"] == 0, gpu.places
             batches.append(len(list(builder.batches(with_image))))
     assert batches[1] < batches[0]
     order = [torch.argsort(form.ids) for form in forms]
-    values = [
-        form.constant[: form.kinks].cpu()[o]
-        for form, o in zip(forms, order, strict=True)
-    ]
+    values = [form.constant[: form.kinks].cpu()[o] for form, o in zip(forms, order, strict=True)]
     torch.testing.assert_close(*values)
 
 
@@ -73,9 +66,7 @@ def test_a_batch_waits_once(gpu) -> None:
 def test_products_have_all_of_their_columns(gpu, hypotheses) -> None:
     net, x = thinned(make("resnet"), 0.1).to("cuda"), images(2)[0].to("cuda")
     removals = [masks(net).sample(3, seed=0, step=0, trial=0)]
-    request = Request(
-        net, masks(net).copy(), removals, hypotheses, 50_000, x, None, 2**34
-    )
+    request = Request(net, masks(net).copy(), removals, hypotheses, 50_000, x, None, 2**34)
     with torch.inference_mode():
         plan = make_plan(request, "collapsed")
     assert 8192 - plan.batch < plan.batch * plan.lanes <= 8192

@@ -6,17 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastbcd import (
-    Engine,
-    MaskedLine,
-    MaskedReLU,
-    MaskSet,
-    bcd,
-    masks,
-    models,
-    score,
-    set_masks,
-)
+from fastbcd import Engine, MaskedLine, MaskedReLU, MaskSet, bcd, masks, models, score, set_masks
 from fastbcd.scoring import plan
 from fastbcd.scoring.collapsed import affine_net
 from fastbcd.scoring.collapsed import build as building
@@ -48,16 +38,12 @@ def test_the_papers_nets(name) -> None:
     torch.manual_seed(0)
     net = randomize(models.build(name, num_classes=20, image_size=8)).eval()
     now = masks(net)
-    kept = MaskSet.full({s.name: s.shape for s in now.sites}).sample(
-        150, seed=0, step=0, trial=0
-    )
+    kept = MaskSet.full({s.name: s.shape for s in now.sites}).sample(150, seed=0, step=0, trial=0)
     bits = torch.zeros(now.total, dtype=torch.bool)
     bits[kept] = True
     set_masks(net, MaskSet(now.sites, bits))
     x = torch.randn(3, 3, 8, 8)
-    assert (
-        worst_difference(net, engine_of(net, x), x, some_removals(net, 3, 20), 4) < 1e-4
-    )
+    assert worst_difference(net, engine_of(net, x), x, some_removals(net, 3, 20), 4) < 1e-4
 
 
 @pytest.fixture
@@ -113,13 +99,9 @@ def test_changes_are_noticed(builds, change) -> None:
         torch.optim.SGD([conv.weight], 0.1).step()
     elif change == "load":
         state = net.state_dict()
-        net.load_state_dict(
-            {k: v * 1.1 if v.is_floating_point() else v for k, v in state.items()}
-        )
+        net.load_state_dict({k: v * 1.1 if v.is_floating_point() else v for k, v in state.items()})
     elif change == "statistics":
-        next(
-            m for m in net.modules() if isinstance(m, nn.BatchNorm2d)
-        ).running_var.mul_(3)
+        next(m for m in net.modules() if isinstance(m, nn.BatchNorm2d)).running_var.mul_(3)
     else:  # a ReLU is kept again
         bits = masks(net).bits.clone()
         bits[(~bits).nonzero()[0]] = True
@@ -138,9 +120,7 @@ class ReadsMore(nn.Module):
         super().__init__()
         self.first, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
         self.act, self.head = MaskedReLU((4, 8, 8)), nn.Linear(4, 5)
-        self.last = nn.BatchNorm1d(
-            5
-        )  # neither a convolution before it nor an activation after it
+        self.last = nn.BatchNorm1d(5)  # neither a convolution before it nor an activation after it
         self.register_buffer("gain", torch.rand(4, 1, 1), persistent=False)
         self.factor = 1.0
 
@@ -149,9 +129,7 @@ class ReadsMore(nn.Module):
         return self.last(self.head(y.mean((2, 3)) * self.factor))
 
 
-@pytest.mark.parametrize(
-    "change", ["buffer", "eps", "statistics", "attribute", "padding"]
-)
+@pytest.mark.parametrize("change", ["buffer", "eps", "statistics", "attribute", "padding"])
 def test_changes_outside_the_state_dict_are_noticed(builds, change) -> None:
     torch.manual_seed(0)
     net, data = thinned(randomize(ReadsMore()).eval()), images(30)
@@ -184,9 +162,7 @@ def test_what_is_cached_is_checked(monkeypatch) -> None:
     with pytest.raises(ValueError, match="from those of its collapsed form"):
         score(net, ids, data, engine="collapsed")
     hook.remove()
-    assert (
-        score(net, ids, data, engine="collapsed").engine == "collapsed"
-    )  # it was built again
+    assert score(net, ids, data, engine="collapsed").engine == "collapsed"  # it was built again
 
 
 class Halves(nn.Module):
@@ -206,9 +182,7 @@ def test_tuples_are_followed() -> None:
     torch.manual_seed(0)
     net = thinned(Halves().double().eval(), 0.05)
     x = images(7)[0].double()
-    assert (
-        worst_difference(net, engine_of(net, x), x, some_removals(net, 3, 3), 4) < 1e-12
-    )
+    assert worst_difference(net, engine_of(net, x), x, some_removals(net, 3, 3), 4) < 1e-12
 
 
 @pytest.mark.parametrize("lost", [0, 1])
@@ -232,12 +206,7 @@ def test_a_rule_that_loses_a_path_is_noticed(monkeypatch, lost) -> None:
     net = thinned(Halves().eval(), 0.05)
     net.head.weight.data[:, :3] *= 1e-5  # the logits hardly depend on the first half
     with pytest.raises(ValueError, match=r"node 'getitem.* is not an affine function"):
-        score(
-            net,
-            [masks(net).sample(2, seed=0, step=0, trial=0)],
-            images(9),
-            engine="collapsed",
-        )
+        score(net, [masks(net).sample(2, seed=0, step=0, trial=0)], images(9), engine="collapsed")
 
 
 def count_images(monkeypatch) -> list[int]:
@@ -274,9 +243,7 @@ def test_a_batch_is_found_by_its_number(monkeypatch) -> None:
     ids = list(some_removals(net, 2).values())
     engine, compared, plain = Engine("collapsed", batch_size=5), [], torch.equal
     score(net, ids, (x, labels), engine)
-    monkeypatch.setattr(
-        torch, "equal", lambda a, b: compared.append(a.shape) or plain(a, b)
-    )
+    monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(a.shape) or plain(a, b))
     score(net, ids, (x, labels), engine)
     assert compared.count(x[:5].shape) == 10
     x[30] += 1
@@ -294,16 +261,8 @@ def test_images_are_found_in_any_order(monkeypatch) -> None:
         engine = plan.make_plan(request, "collapsed").engine
         truth = engine.affine_part(x, None)
         calls.clear()
-        for seed, count, new in (
-            (0, 20, 20),
-            (1, 20, None),
-            (2, 40, None),
-            (3, 40, 0),
-            (3, 7, 0),
-        ):
-            some = torch.randperm(40, generator=torch.Generator().manual_seed(seed))[
-                :count
-            ]
+        for seed, count, new in ((0, 20, 20), (1, 20, None), (2, 40, None), (3, 40, 0), (3, 7, 0)):
+            some = torch.randperm(40, generator=torch.Generator().manual_seed(seed))[:count]
             before = sum(calls)
             found = torch.cat(
                 [engine.affine_part(x[part], part) for part in some.split(8)], 1
@@ -313,9 +272,7 @@ def test_images_are_found_in_any_order(monkeypatch) -> None:
         assert sum(calls) == 40
         engine.cache.begin(x[:2], "float32", 2**30)  # another call
         other = torch.cat([x[:30], x[30:] + 1])
-        found, expected = (
-            engine.affine_part(other, n) for n in (torch.arange(40), None)
-        )
+        found, expected = (engine.affine_part(other, n) for n in (torch.arange(40), None))
         torch.testing.assert_close(found, expected)
 
 
@@ -366,11 +323,7 @@ def test_nonlinear_steps_are_refused(function) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.act, self.head = (
-                nn.Linear(192, 9),
-                MaskedReLU(9),
-                nn.Linear(9, 5),
-            )
+            self.first, self.act, self.head = nn.Linear(192, 9), MaskedReLU(9), nn.Linear(9, 5)
 
         def forward(self, x):
             y = self.act(self.first(x.flatten(1)))
@@ -409,9 +362,7 @@ def test_the_memory_of_a_form_is_known_to_the_byte(builds) -> None:
 
 def test_too_little_memory_is_refused_before_any_work(builds) -> None:
     net, data = make("resnet"), images(10)
-    with pytest.raises(
-        ValueError, match=r"form of 1,024 ReLUs takes .* MiB.*memory=.*stacked"
-    ):
+    with pytest.raises(ValueError, match=r"form of 1,024 ReLUs takes .* MiB.*memory=.*stacked"):
         score(net, torch.tensor([[0]]), data, Engine("collapsed", memory=2**24))
     assert not builds
 
@@ -453,9 +404,7 @@ def test_a_kept_form_follows_the_lines() -> None:
                 next(m for m in net.modules() if isinstance(m, MaskedLine)).coef += 0.1
         removals = torch.stack([masks(net).sample(7, seed=1, step=2, trial=t)
                                 for t in range(5)])  # fmt: skip
-        found, truth = (
-            score(net, removals, data, e) for e in ("collapsed", "sequential")
-        )
+        found, truth = (score(net, removals, data, e) for e in ("collapsed", "sequential"))
         assert found.correct.tolist() == truth.correct.tolist()
         torch.testing.assert_close(found.loss, truth.loss, atol=1e-5, rtol=0)
         assert abs(found.base_loss - truth.base_loss) < 1e-5
@@ -466,11 +415,7 @@ class HardlySeen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.act, self.head = (
-            nn.Linear(192, 9),
-            MaskedReLU(9),
-            nn.Linear(9, 5),
-        )
+        self.first, self.act, self.head = nn.Linear(192, 9), MaskedReLU(9), nn.Linear(9, 5)
         self.part = nn.Identity()
 
     def forward(self, x):

@@ -16,13 +16,7 @@ from fastbcd.ops import reference
 from fastbcd.ops.kink import kink
 from fastbcd.scoring.collapsed.affine_net import AffineNet
 from fastbcd.scoring.collapsed.build import CollapsedCost, FormBuilder
-from fastbcd.scoring.collapsed.patches import (
-    Patch,
-    Positions,
-    convolve,
-    subsample,
-    whole,
-)
+from fastbcd.scoring.collapsed.patches import Patch, Positions, convolve, subsample, whole
 from fastbcd.scoring.engine import Request
 from fastbcd.scoring.program import Convolution, make_program
 from helpers.affine_nets import engine_of, some_removals, worst_difference, zoo
@@ -62,9 +56,7 @@ def test_any_convolutions(layers, keep, lanes, seed) -> None:
         conv = nn.Conv2d(y.shape[1], 3, (kh, kw), stride, padding, dilation).double()
         stack += [conv, MaskedReLU(tuple(conv(y).shape[1:]))]
         y = conv(y)
-    net = nn.Sequential(
-        *stack, nn.Flatten(), nn.Linear(y[0].numel(), 4).double()
-    ).eval()
+    net = nn.Sequential(*stack, nn.Flatten(), nn.Linear(y[0].numel(), 4).double()).eval()
     if not stack:
         return
     net = thinned(net, keep)
@@ -81,25 +73,15 @@ def test_any_convolutions(layers, keep, lanes, seed) -> None:
     st.integers(1, 9), st.integers(1, 9), st.data(), st.integers(1, 4), st.integers(1, 4),
     st.integers(1, 3), st.integers(-1, 3), st.integers(1, 3),
 )  # fmt: skip
-def test_patches_convolve_like_whole_images(
-    h, w, data, kh, kw, stride, padding, dilation
-) -> None:
+def test_patches_convolve_like_whole_images(h, w, data, kh, kw, stride, padding, dilation) -> None:
     """A padding of -1 stands for "same", which adds one more at the end for even kernels."""
     same = padding < 0
     if same:
         stride = 1
-    elif (
-        min(
-            h + 2 * padding - dilation * (kh - 1), w + 2 * padding - dilation * (kw - 1)
-        )
-        < 1
-    ):
+    elif min(h + 2 * padding - dilation * (kh - 1), w + 2 * padding - dilation * (kw - 1)) < 1:
         return
     top, left = data.draw(st.integers(0, h - 1)), data.draw(st.integers(0, w - 1))
-    bottom, right = (
-        data.draw(st.integers(top + 1, h)),
-        data.draw(st.integers(left + 1, w)),
-    )
+    bottom, right = data.draw(st.integers(top + 1, h)), data.draw(st.integers(left + 1, w))
     value = torch.randn(2, 3, bottom - top, right - left, dtype=torch.float64)
     patch = Patch(value, (range(top, bottom), range(left, right)), (h, w))
     conv = Convolution(
@@ -109,9 +91,7 @@ def test_patches_convolve_like_whole_images(
     truth = conv(whole(patch))
     found = convolve(patch, conv)
     assert torch.allclose(whole(found), truth, atol=1e-12)
-    assert torch.equal(
-        whole(subsample(patch, stride, kh)), whole(patch)[:, :, ::stride, ::kh]
-    )
+    assert torch.equal(whole(subsample(patch, stride, kh)), whole(patch)[:, :, ::stride, ::kh])
     if (
         not same
         and stride == 1
@@ -149,9 +129,7 @@ class NormAct(nn.Module):
         self.norm, self.mode = nn.BatchNorm2d(channels, eps=0.1), mode
 
     def forward(self, x):
-        training = {"follows": self.training, "frozen": False, "always": True}[
-            self.mode
-        ]
+        training = {"follows": self.training, "frozen": False, "always": True}[self.mode]
         norm = self.norm
         state = norm.running_mean, norm.running_var, norm.weight, norm.bias
         return F.relu(F.batch_norm(x, *state, training, 0.1, norm.eps))
@@ -186,9 +164,7 @@ def test_functional_batch_norm_of_the_batch_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1), (17, 3, 5), (64, 2, 4), (130, 1, 300), (3, 0, 2)]
-)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (17, 3, 5), (64, 2, 4), (130, 1, 300), (3, 0, 2)])
 @pytest.mark.parametrize("fresh", [False, True])
 def test_kinks_equal_the_reference(dtype, shape, fresh, device) -> None:
     if device == "cuda" and dtype is torch.float64:
@@ -198,9 +174,7 @@ def test_kinks_equal_the_reference(dtype, shape, fresh, device) -> None:
     table = torch.randn(n + 7, trials, batch, dtype=dtype, device=device)
     table[3:5] = float("nan") if not fresh else 0.0
     a = torch.randn(n + 2, batch, dtype=dtype, device=device)[1 : n + 1]
-    mask = torch.randint(2, (n + 3, trials), dtype=torch.uint8, device=device)[
-        2 : n + 2
-    ]
+    mask = torch.randint(2, (n + 3, trials), dtype=torch.uint8, device=device)[2 : n + 2]
     found, truth = table.clone(), table.clone()
     kink(found[3 : n + 3], a, mask, fresh=fresh)
     truth[3 : n + 3] = reference.kink(truth[3 : n + 3], a, mask, fresh)
@@ -221,13 +195,9 @@ def test_batches_cover_a_site_once() -> None:
     assert torch.equal(units.gather(value)[1], value.flatten(1)[:, units.flat])
 
 
-@pytest.mark.parametrize(
-    "box", [(0, 0, 10, 7), (3, 2, 5, 4), (9, 6, 10, 7), (0, 1, 8, 2)]
-)
+@pytest.mark.parametrize("box", [(0, 0, 10, 7), (3, 2, 5, 4), (9, 6, 10, 7), (0, 1, 8, 2)])
 def test_positions_outside_a_patch_are_zero(box) -> None:
-    units = Positions(
-        torch.randperm(6 * 10 * 7).view(6, 10, 7) < 300, torch.device("cpu")
-    )
+    units = Positions(torch.randperm(6 * 10 * 7).view(6, 10, 7) < 300, torch.device("cpu"))
     top, left, bottom, right = box
     value = torch.randn(2, 6, bottom - top, right - left)
     patch = Patch(value, (range(top, bottom), range(left, right)), (10, 7))
