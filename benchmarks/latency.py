@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import fastbcd
 from arms import Arm, Problem, add_options, problem_of
 from fastbcd import MaskSet, private
-from fastbcd.report.figures import log_axis, look_of
+from fastbcd.report.figures import LOOKS as FIGURES
 from table import machine
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -58,8 +58,8 @@ CONSTANT = replace(
 )
 SNL, COUNT, TARGET = "SNL", "BCD by count", "BCD for a target"
 LOOKS = {
-    SNL: look_of("SNL"),
-    COUNT: look_of("BCD"),
+    SNL: {"marker": "x", "color": FIGURES["methods"]["SNL"]["color"]},
+    COUNT: {"marker": "s", "color": FIGURES["methods"]["BCD"]["color"]},
     TARGET: {"marker": "o", "color": "black"},
 }
 
@@ -247,8 +247,9 @@ def plot(o: argparse.Namespace, rows: list[Row]) -> str:
             )
             for net in (net for row in mine for net in row.nets):
                 axes.plot(net.seconds(p, s), net.accuracy, markersize=3, **look)
-        log_axis(axes, "seconds for the ReLUs of one image")
         axes.set(
+            xscale="log",
+            xlabel="seconds for the ReLUs of one image",
             title=f"{p}, {s}: {', '.join(SETTINGS[s].values())}",
             ylabel="test accuracy, %",
         )

@@ -195,7 +195,7 @@ def cost(
     (475136.0, 9.0, ['b'], 9.0)
     >>> c = cost(fastbcd.models.resnet20(num_classes=10, image_size=32), "crypten")
     >>> c.linear.bytes, c.linear.rounds, c.activations.rounds
-    (7292992.0, 21.0, 171.0)
+    (7292832.0, 21.0, 171.0)
     """
     channel = Channel.of(protocol, bandwidth, rtt)
     check_choice("weights_of", weights_of, OWNERS)

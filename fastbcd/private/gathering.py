@@ -186,7 +186,7 @@ def _fold(layer: Any, act: MaskedLine) -> None:
     bias = getattr(layer, "bias", None)
     if not isinstance(layer, FOLDABLE) or bias is None or len(bias) != len(act.mask):
         return
-    empty = ~act.mask.flatten(1).any(1)
+    empty = ~act.mask.view(len(act.mask), -1).any(1)
     identity = _identity(act.coef)
     shift, scale = torch.where(empty, act.coef, identity)
     layer.weight.mul_(scale.view(-1, *[1] * (layer.weight.ndim - 1)))

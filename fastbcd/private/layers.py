@@ -68,7 +68,7 @@ def layers_of(net: nn.Module, images: Tensor | None = None) -> list[Layer]:
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
     >>> [(layer.name, layer.amounts["units"]) for layer in layers_of(net, torch.zeros(1, 3, 4, 4))]
-    [('0', 3456), ('2', 96), ('logits', 32)]
+    [('0', 3456), ('1', 128), ('2', 96), ('logits', 32)]
     """
     if images is not None:
         remember_shape(net, tuple(images.shape[1:]))
