@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastbcd import kernels
 from fastbcd.ops.calls import KERNELS, KernelCall, by_kernel
-from fastbcd.ops.selfcheck import B, Check, arguments
+from fastbcd.ops.selfcheck import BITS, VARIANTS, B, Check, arguments, checks
 from table import machine
 
 HERE = Path(__file__).parent
@@ -95,26 +95,36 @@ def bandwidths(
     batch: int = BATCH,
     rounds: int = 20,
 ) -> Iterator[Row]:
-    """Every kernel of the device in every dtype and memory order, with all arguments and few."""
+    """The kernels of the device: every variant in float32, the plain ones in every dtype."""
     module = kernels.module_for(torch.empty(0, device=device))
-    orders, optional = ("contiguous", "channels_last"), ("bare", "full")
-    for kernel, dtype, order, some in product(KERNELS, module.DTYPES, orders, optional):
-        check = Check(kernel, dtype, order, some)
+    for kernel, dtype in product(KERNELS, module.DTYPES):
         function = getattr(module, kernel, None)
-        if function is None or (
-            kernel == "kink" and (order, dtype) != (orders[0], torch.float32)
-        ):
+        variants = VARIANTS.get(kernel, ("",))
+        if function is None:
             continue
-        call = large_call(check, device, site, batch)
-        if call.fits:
-            tensors = [
-                t for t in (*call.outputs, *call.inputs) if isinstance(t, Tensor)
-            ]
-            seconds = median_time(
-                lambda f=function, c=call: by_kernel(f, c), device, rounds
-            )
-            name = str(check).removesuffix("-none").replace("-", " ")
-            yield Row(name, seconds, sum(t.numel() * t.element_size() for t in tensors))
+        if dtype != torch.float32:
+            variants = tuple(v for v in variants if v in ("", *BITS))
+        for check in checks(kernel, dtype, variants):
+            if check.trials == "none":
+                yield from measured(check, function, device, site, batch, rounds)
+
+
+def measured(
+    check: Check,
+    function: Callable[..., None],
+    device: torch.device,
+    site: tuple[int, ...],
+    batch: int,
+    rounds: int,
+) -> Iterator[Row]:
+    """The row of one check, if the kernel takes its call."""
+    call = large_call(check, device, site, batch)
+    if not call.fits:
+        return
+    seconds = median_time(lambda: by_kernel(function, call), device, rounds)
+    tensors = [t for t in (*call.outputs, *call.inputs) if isinstance(t, Tensor)]
+    size = sum(t.nbytes for t in tensors)
+    yield Row(str(check).removesuffix("-none"), seconds, size)
 
 
 def card_bandwidth(device: torch.device) -> float | None:

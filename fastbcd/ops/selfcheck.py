@@ -186,15 +186,22 @@ def arguments(check: Check, device: Any, site: tuple[int, ...] = SITE) -> list[A
         "eps": 1e-5,
     }
     from_output = check.kernel == "masked_backward" and check.variant == "identity"
-    absent = {"y": not from_output, "x": from_output and not full, "coef": not check.rows,
-              "shift": from_output, "units": True, "residual": from_output}  # fmt: skip
+    bare = not full
+    absent = {
+        "y": not from_output,
+        "x": from_output and bare,
+        "coef": not check.rows,
+        "shift": from_output or bare,
+        "residual": from_output or bare,
+        "units": True,
+    }
     if check.units or "soft" in check.variant:
         absent["scale"] = absent["shift"] = True
     values: list[Any] = []
     for kind, name in re.findall(r"(Tensor\??|bool|int|float) (\w+)", inputs):
         if not kind.startswith("Tensor"):
             values.append(flags.get(name, full))
-        elif kind == "Tensor?" and absent.get(name, not full):
+        elif kind == "Tensor?" and absent.get(name, bare):
             values.append(None)
         else:
             values.append(_draw(name, check, site, generator).to(device))

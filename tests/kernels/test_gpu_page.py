@@ -25,18 +25,18 @@ def test_every_kernel_is_measured() -> None:
 def test_bytes_are_those_of_arguments_and_results() -> None:
     found = {row.name: row.bytes for row in gpu.bandwidths(CPU, SITE, 10, rounds=1)}
     items, units, channels = 10 * 32, 32, 8
-    full = "masked_relu_forward float32 contiguous full"
+    full = "masked_forward-identity-float32-contiguous-full"
     assert found[full] == 3 * 4 * items + units + 2 * 4 * channels
-    assert found["masked_relu_forward float16 channels_last bare"] == 2 * 2 * items + units
-    bare = "soft_relu_backward float32 contiguous bare"
-    assert found[bare] == 3 * 4 * items + 2 * 4 * units
+    assert found["masked_forward-identity-float16-channels_last-bare"] == 2 * 2 * items + units
+    soft = "masked_backward-soft_identity_signed-float32-contiguous-bare"
+    assert found[soft] == 3 * 4 * items + 2 * 4 * units
 
 
 def test_the_page_has_the_share_of_the_card(monkeypatch) -> None:
-    rows = [gpu.Row("masked_relu_forward float32 contiguous bare", 1e-3, 2 * 10**9)]
+    rows = [gpu.Row("masked_forward-identity-float32-contiguous-bare", 1e-3, 2 * 10**9)]
     text = gpu.page("A GPU", {"Bandwidth": gpu.table(rows, 4e12, 2.5e12)})
     assert text.startswith("# fastbcd on A GPU\n")
-    assert "| masked_relu_forward float32 contiguous bare | 1.000 | 2000 | 50% | 80% |" in text
+    assert "| masked_forward-identity-float32-contiguous-bare | 1.000 | 2000 | 50% | 80% |" in text
     assert "4000 GB/s by its specification; a copy reaches 2500 GB/s" in text
     assert "unknown" in gpu.table(rows, None, 2.5e12)
     assert gpu.copy_bandwidth(CPU, elements=1000, rounds=1) > 0
