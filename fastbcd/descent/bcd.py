@@ -11,8 +11,7 @@ from torch import nn
 from fastbcd.descent.budget import Budget
 from fastbcd.descent.job import Job, Search
 from fastbcd.descent.plan import show_plan, watched
-from fastbcd.descent.problem import Problem
-from fastbcd.descent.tuning import Training, training_of
+from fastbcd.descent.tuning import Training
 from fastbcd.masking.masks import MaskSet, masks
 from fastbcd.runs.step import Step
 from fastbcd.runtime.settings import with_settings
@@ -39,9 +38,8 @@ class Run(NamedTuple):
 
     def __repr__(self) -> str:
         kept = f"{self.masks.count():,} of {self.masks.total:,} ReLUs kept"
-        text = (
-            f"{kept} in {len(self.masks.sites)} sites after {len(self.history)} steps"
-        )
+        sites = len(self.masks.sites)
+        text = f"{kept} in {sites} sites after {len(self.history)} steps"
         for last in self.history[-1:]:
             text += f", train {last.chosen_accuracy:.2f}{last.unit}"
             if last.test_accuracy is not None:
@@ -93,18 +91,22 @@ def bcd(
     >>> run.masks.count(), [step.after for step in run.history]
     (1, [4, 2, 1])
     """
-    settings = Search(**search)
-    problem = Problem(net, data, test, settings.criterion, settings.samples)
-    training = training_of(
-        problem, finetune, teacher, seed=settings.seed, progress=progress
+    job = Job.of(
+        net,
+        data,
+        budget,
+        Search(**search),
+        test=test,
+        finetune=finetune,
+        teacher=teacher,
+        progress=progress,
     )
-    job = Job.of(problem, budget, settings, training)
     if dry_run:
         show_plan(job, *job.saved(run_dir))
         return Run(net, masks(net), [])
     with job.journal(run_dir, resume) as run:
         for step in watched(job, run, progress):
-            if settings.finetune_when == "every_step" or not step.accepted:
+            if job.search.finetune_when == "every_step" or not step.accepted:
                 job.training(step)
     return Run(net, masks(net), run.history)
 
@@ -135,9 +137,8 @@ def steps(
     1 6 3
     2 3 2
     """
-    settings = Search(**search)
-    problem = Problem(net, data, test, settings.criterion, settings.samples)
-    job = Job.of(problem, budget, settings, Training("the loop's body", epochs=None))
+    body = Training("the loop's body", epochs=None)
+    job = Job.of(net, data, budget, Search(**search), test=test, finetune=body)
     return _steps(job, run_dir, resume, progress)
 
 

@@ -23,16 +23,9 @@ from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
 from fastbcd.descent.goals import Goal
-from fastbcd.descent.proposals import (
-    SITES,
-    Draw,
-    Proposal,
-    Saliency,
-    Uniform,
-    favouring,
-    uniforms,
-)
+from fastbcd.descent.proposals import Draw, Proposal, Saliency, Uniform, favouring
 from fastbcd.descent.saliency import rounded
+from fastbcd.runtime.philox import SITES, philox, uniform
 
 # How many sites more than hypothesis 0 the others empty, in turn, of those that pay at 10 times
 # the price.
@@ -83,15 +76,23 @@ class Account:
         enough = np.searchsorted(np.cumsum(saved[order]), saving * (1 - ROUNDING))
         return float(from_price[order[min(int(enough), len(order) - 1)]])
 
-    def beyond(self, worth: float, factor: np.ndarray) -> np.ndarray:
-        """The loss of emptying each site beyond what it saves at the price `worth`, [sites].
+    def candidates(
+        self, worth: float, near: float, factor: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The sites to empty until a goal is met, and those to empty if it demands it.
 
-        Σ max(loss - worth · price, 0) - worth · bonus: it pays where that is not above 0.
-        factor: of the losses of each site.
+        The first are those that pay at the price `near`, the cheapest first. The others are all
+        sites by what emptying them loses beyond what it saves at the price `worth`:
+        Σ max(loss - worth · price, 0) - worth · bonus. factor: of the losses of each site.
         """
+        pays = self.pays * factor
+        cheapest_first = np.argsort(pays, kind="stable")
+        wanted = (pays <= near) & (self.bonus > 0)
         loss = self.loss * factor[self.where]
         more = np.maximum(loss - worth * self.price[self.where], 0.0)
-        return np.bincount(self.where, more, len(self.price)) - worth * self.bonus
+        beyond = np.bincount(self.where, more, len(self.price)) - worth * self.bonus
+        others = np.argsort(beyond, kind="stable")
+        return cheapest_first[wanted[cheapest_first]], others
 
 
 @dataclass(frozen=True)
@@ -123,25 +124,22 @@ class Blocks(Saliency):
         account = Account(loss, goal.sites(kept), *goal.limits.savings(goal.counts))
         # As they pay; those that save nothing last, by loss.
         order = kept[torch.from_numpy(np.lexsort((account.loss, account.alone)))]
-        worth = account.worth(goal.limits.value(goal.counts) - goal.limits.most)
-
-        paying = _candidates(
-            account, worth, worth * (1 + ROUNDING), np.ones(len(goal.counts))
-        )
-        first = goal.emptied(*paying)
-        _, after = goal.without(first)
-        common = goal.at_most(after)
+        worth = account.worth(goal.saving)
+        same = np.ones(len(goal.counts))
+        first = goal.emptied(*account.candidates(worth, worth * (1 + ROUNDING), same))
+        common = goal.at_most(goal.without(first)[1])
 
         def emptied(trial: int) -> list[int]:
             if trial == 0:
                 return first
-            wanted, others = paying
+            factor = same
             number = 0
             if trial > 1:
-                u = uniforms(SITES, len(goal.counts), seed=seed, step=step, trial=trial)
-                factor = np.sqrt(1 / u - 1)  # 1/3 to 3 in 80 % of the draws
-                wanted, others = _candidates(account, worth, NEAR * worth, factor)
+                numbers = philox(SITES, seed=seed, step=step, trial=trial)
+                # 1/3 to 3 in 80 % of the draws.
+                factor = np.sqrt(1 / uniform(numbers, len(same)) - 1)
                 number = max(0, len(first) + MORE[trial % len(MORE)])
+            wanted, others = account.candidates(worth, NEAR * worth, factor)
             return common.emptied(wanted[:number], others)
 
         def draw(trial: int) -> Tensor:
@@ -161,21 +159,6 @@ PROPOSALS: dict[str, Proposal] = {
     "saliency": Saliency(),
     "blocks": Blocks(),
 }
-
-
-def _candidates(
-    account: Account, worth: float, near: float, factor: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The sites to empty if the step's goal is not met, and those to empty if it demands it.
-
-    The first are those that pay at the price `near`, the cheapest first; the others all sites by
-    what they lose beyond `worth`. factor: of the losses of each site.
-    """
-    pays = account.pays * factor
-    cheapest_first = np.argsort(pays, kind="stable")
-    wanted = (pays <= near) & (account.bonus > 0)
-    others = np.argsort(account.beyond(worth, factor), kind="stable")
-    return cheapest_first[wanted[cheapest_first]], others
 
 
 def _ratio(lost: np.ndarray, saved: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,9 @@ from fastbcd.descent.budget import Limits, counts_of
 from fastbcd.descent.saliency import gains, ranking
 from fastbcd.masking.masks import MaskSet, masks
 from fastbcd.scoring.metric import Loss
+
+# Which of the ReLUs at some sites, of masks with so many ReLUs at each site: bool [n].
+Selection = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,11 @@ class Goal:
     def size(self) -> int:
         """How many single ReLUs a hypothesis must remove, unless it empties a site."""
         return self.limits.size(self.counts)
+
+    @property
+    def saving(self) -> float:
+        """By how much the step must lower what the budget bounds."""
+        return self.limits.value(self.counts) - self.limits.most
 
     def sites(self, ids: Tensor) -> np.ndarray:
         """The number of the site of each id."""
@@ -73,25 +81,19 @@ class Goal:
 
         If all of them are too few, those of `others` that must go as well.
         """
-        gone = self._fit(ids)
+        gone = self._chosen(self.limits.fit, ids)
         if self.limits.met(counts_of(self.masks.without(gone))):
             return gone
-        return self._fit(torch.cat([ids, others[~torch.isin(others, ids)]]))
+        more = torch.cat([ids, others[~torch.isin(others, ids)]])
+        return self._chosen(self.limits.fit, more)
 
     def back(self, ids: Tensor) -> Tensor:
         """Those of the removed `ids`, the first ones first, that can return within the limits."""
-        return (
-            ids[torch.from_numpy(self.limits.back(self.counts, self.sites(ids)))]
-            .sort()
-            .values
-        )
+        return self._chosen(self.limits.back, ids)
 
-    def _fit(self, ids: Tensor) -> Tensor:
-        return (
-            ids[torch.from_numpy(self.limits.fit(self.counts, self.sites(ids)))]
-            .sort()
-            .values
-        )
+    def _chosen(self, select: Selection, ids: Tensor) -> Tensor:
+        chosen = select(self.counts, self.sites(ids))
+        return ids[torch.from_numpy(chosen)].sort().values
 
 
 def to_return(

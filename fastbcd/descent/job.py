@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import nn
 
 from fastbcd.descent.blocks import PROPOSALS
 from fastbcd.descent.budget import Budget, Count, Limits, counts_of, limits_of
 from fastbcd.descent.problem import Problem
 from fastbcd.descent.proposals import Proposal
 from fastbcd.descent.schedules import Schedule, size_of
-from fastbcd.descent.tuning import Training
+from fastbcd.descent.tuning import Function, Training, training_of
 from fastbcd.masking.masks import MaskSet, masks
 from fastbcd.runs.config import Config
 from fastbcd.runs.journal import Journal, journal
@@ -28,6 +29,7 @@ from fastbcd.runtime.settings import Settings, setting
 from fastbcd.scoring.confident import check_confidence
 from fastbcd.scoring.engine import ENGINES, Engine, as_engine
 from fastbcd.scoring.metric import Criterion, Loss, Metric
+from fastbcd.training.settings import Finetune
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,16 +130,25 @@ class Job(NamedTuple):
     @classmethod
     def of(
         cls,
-        problem: Problem,
+        net: nn.Module,
+        data: Any,
         budget: int | Budget,
         search: Search,
-        training: Training,
+        *,
+        test: Any = None,
+        finetune: Finetune | Function | Training | None = None,
+        teacher: nn.Module | None = None,
+        progress: bool = False,
         epochs: float = 0.0,
     ) -> Job:
-        """A job, checked; nothing is changed yet."""
+        """A job, checked; nothing is changed yet. Arguments are those of `bcd`."""
+        problem = Problem(net, data, test, search.criterion, search.samples)
+        training = training_of(
+            problem, finetune, teacher, seed=search.seed, progress=progress
+        )
         wanted = Budget.of(budget)
-        limits = limits_of(wanted, problem.net, search.max_sites)
-        kept = masks(problem.net)
+        limits = limits_of(wanted, net, search.max_sites)
+        kept = masks(net)
         if not limits.met(counts_of(kept)):
             size_of(search.drc, kept.count(), [])
         proposal = search.proposal

@@ -26,10 +26,9 @@ from fastbcd.descent.blocks import Blocks
 from fastbcd.descent.budget import Budget, check_reducible, counts_of, limits_of
 from fastbcd.descent.job import Job, Search
 from fastbcd.descent.plan import show_plan, watched
-from fastbcd.descent.problem import Problem, check_net
+from fastbcd.descent.problem import check_net
 from fastbcd.descent.proposals import Saliency
 from fastbcd.descent.schedules import Shares
-from fastbcd.descent.tuning import Tuned
 from fastbcd.masking.activations import REPLACEMENTS, MaskedActivation
 from fastbcd.masking.convert import convert
 from fastbcd.masking.fitted import to_line, to_poly
@@ -43,9 +42,8 @@ from fastbcd.training.settings import Finetune
 # What it chooses, and the measurement behind it. By benchmarks/settings.py: ResNet-20 on CIFAR-10,
 # 8,000 ReLUs, 12 epochs of 5,000 images, accuracy on 5,000 train images that no arm trains on, two
 # seeds each: linearize has 78.1 and 78.4 %. What lost is in benchmarks/RESULTS.md.
-DOWN = (
-    0.6  # share of the epochs on the way down; 0.4: 78.1 and 78.1, 0.8: 75.8 and 76.2
-)
+# Share of the epochs on the way down. 0.4: 78.1 and 78.1, 0.8: 75.8 and 76.2.
+DOWN = 0.6
 PARTS = 4  # steps per epoch there; 1: 78.3 and 78.5, 2: 78.0 and 77.4, 8: 76.8 and 76.9
 RT = 4  # hypotheses of a step; one: 78.5 and 77.6
 # The rest: 15 epochs of 2,000 images, accuracy on 8,000 train images that no arm trains on, with
@@ -68,11 +66,9 @@ SAMPLES = 500
 # lines that start as the identity 68.3. 20,000: lines 79.2, the identity 76.9, all with lr 0.01.
 LINE = "line"
 LAST = 1e-3  # what is left before the last step of a way down to nothing, a share
-BATCHES, SMALLEST, LARGEST = (
-    200,
-    25,
-    128,
-)  # of an epoch at least, and the sizes of a batch
+BATCHES = 200  # of an epoch, at least
+SMALLEST = 25  # images of a batch
+LARGEST = 128
 TESTS = 10  # of a run
 
 
@@ -191,25 +187,32 @@ def linearize(
     net = _net(model, data, start, chosen.replacement)
     check_reducible(budget, net)
     parts = chosen.parts(len(data))
-    finetune = Finetune(
-        **fields_in(Finetune, settings | vars(chosen) | {"epochs": 1 / parts})
-    )
-    search = _search(chosen, budget, net, parts, distilled=finetune.distill > 0)
-    problem = Problem(net, data, test, search.criterion, search.samples)
-    if teacher is None and finetune.distill > 0:
+    tuned = settings | vars(chosen) | {"epochs": 1 / parts}
+    finetune = Finetune(**fields_in(Finetune, tuned))
+    distilled = finetune.distill > 0
+    if teacher is None and distilled:
         teacher = model
-    training = Tuned(problem, finetune, teacher, seed=search.seed, progress=progress)
-    job = Job.of(problem, budget, search, training, chosen.epochs)
+    job = Job.of(
+        net,
+        data,
+        budget,
+        _search(chosen, budget, net, parts, distilled=distilled),
+        test=test,
+        finetune=finetune,
+        teacher=teacher,
+        progress=progress,
+        epochs=chosen.epochs,
+    )
     if dry_run:
         show_plan(job, *job.saved(run_dir))
         return Run(net, masks(net), [])
-    batches = len(training.tuner.sizes)
+    batches = job.training.batches
     with job.journal(run_dir, resume) as run:
         for step in watched(job, run, progress):
             left = job.epochs_left(run.history)
             epochs, lr = _portion(chosen, step, run.history, parts, batches)
             if left:
-                training(step, epochs=min(left, epochs), rates=[lr])
+                job.training(step, epochs=min(left, epochs), rates=[lr])
     return Run(net, masks(net), run.history)
 
 
@@ -271,9 +274,8 @@ def _net(model: nn.Module, data: ImageData, start: Any, replacement: str) -> nn.
     if isinstance(start, MaskSet):
         set_masks(net, start)
     for site, act in mask_modules(net).items():
-        if (
-            type(act) is not REPLACEMENTS[replacement]
-        ):  # a later one, which the net had before
+        # The net had a later one before.
+        if type(act) is not REPLACEMENTS[replacement]:
             raise ValueError(
                 f"site {site!r} is a {type(act).__name__}; pass its replacement, not "
                 f"{replacement!r}"

@@ -21,16 +21,13 @@ from fastbcd.descent.problem import Problem
 from fastbcd.descent.saliency import KINDS, ranking, saliency
 from fastbcd.descent.tuning import Training
 from fastbcd.masking.masks import masks
-from fastbcd.runtime.philox import philox
+from fastbcd.runtime.philox import RANKS, SHUFFLE, philox, uniform
 from fastbcd.runtime.settings import fields_of
 from fastbcd.runtime.validate import check_choice, check_number
 from fastbcd.scoring.metric import Loss
 from fastbcd.training.teacher import Distillation
 
 Draw = Callable[[int], Tensor]  # trial -> LongTensor[size] of kept ids, no repeats
-
-# Streams of random numbers beside those of philox.py.
-RANKS, ORDER, SITES = 3, 4, 5
 
 
 class Proposal(ABC):
@@ -55,9 +52,8 @@ class Proposal(ABC):
     tensor([ True,  True,  True,  True, False, False])
     """
 
-    greedy = (
-        False  # whether all hypotheses of a step are the same, so that one is enough
-    )
+    # Whether all hypotheses of a step are the same, so that one is enough.
+    greedy = False
 
     @abstractmethod
     def __call__(
@@ -71,9 +67,8 @@ class Proposal(ABC):
         """The draws of one step, each fitted to the step's goal."""
         size = goal.size
         draw = self(net, data, size, seed=seed, step=step)
-        every = shuffled(
-            goal.masks.bits.nonzero().flatten(), seed=seed, step=step, trial=0
-        )
+        kept = goal.masks.bits.nonzero().flatten()
+        every = shuffled(kept, seed=seed, step=step, trial=0)
 
         def fit(trial: int) -> Tensor:
             ids = torch.as_tensor(draw(trial))
@@ -171,13 +166,13 @@ class Saliency(Proposal):
         )
 
     def describe(self) -> dict[str, Any]:
-        described = {
+        described: dict[str, Any] = {
             "name": self.name,
             "temperature": float(self.temperature),
             "kind": self.kind,
         }
         if self.distilled:
-            return {**described, "distilled": True}
+            described["distilled"] = True
         return described
 
 
@@ -190,11 +185,10 @@ def favouring(
     """
     if trial == 0 or width == 0:
         return order[:size]
-    u = uniforms(RANKS, len(order), seed=seed, step=step, epoch=trial)
+    u = uniform(philox(RANKS, seed=seed, step=step, epoch=trial), len(order))
     # The `size` largest of log(probability) - log(-log u) are such a draw (Gumbel top-k).
-    with np.errstate(
-        over="ignore"
-    ):  # infinite for a tiny width: in order, which is its limit
+    # For a tiny width keys are infinite: ids are then in order, which is its limit.
+    with np.errstate(over="ignore"):
         keys = np.log(-np.log(u)) + np.arange(len(order)) / width
     chosen = np.argsort(keys, kind="stable")[:size]
     return order[torch.from_numpy(chosen)]
@@ -202,11 +196,5 @@ def favouring(
 
 def shuffled(ids: Tensor, *, seed: int, step: int, trial: int) -> Tensor:
     """The ids in a random order that is a pure function of the other arguments and their number."""
-    u = uniforms(ORDER, len(ids), seed=seed, step=step, trial=trial)
+    u = uniform(philox(SHUFFLE, seed=seed, step=step, trial=trial), len(ids))
     return ids[torch.from_numpy(np.argsort(u, kind="stable"))]
-
-
-def uniforms(stream: int, size: int, **numbers: int) -> np.ndarray:
-    """`size` random numbers between 0 and 1, a pure function of the arguments on any machine."""
-    raw = philox(stream, **numbers).random_raw(size)
-    return ((raw >> np.uint64(11)) + 0.5) * 2.0**-53

@@ -27,8 +27,10 @@ Function = Callable[[nn.Module, Step], Any]
 class Training:
     """No training that `bcd` calls, as described; the base of the others.
 
-    epochs: of one step, for the plan; None: unknown.
+    epochs: of one step, for the plan; None: unknown. batches: of an epoch.
     """
+
+    batches = 1
 
     def __init__(
         self, described: str | None = None, *, epochs: float | None = 0.0
@@ -36,8 +38,11 @@ class Training:
         self.described = described
         self.epochs = epochs
 
-    def __call__(self, step: Step) -> None:
-        """Train the net in place after the step's removal, and complete the step's record."""
+    def __call__(self, step: Step, **how: Any) -> None:
+        """Train the net in place after the step's removal, and complete the step's record.
+
+        how: of `Finetuner.run`; only `Tuned` has any use for it.
+        """
 
     def rehearse(self, images: ImageData) -> None:
         """An epoch of a copy of the net on some images, to be timed."""
@@ -64,7 +69,7 @@ class Own(Training):
         self.function = function
         self.seed = seed
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: Step, **how: Any) -> None:
         net = self.problem.net
         drop(net)  # what was made of other weights: its memory is needed now
         # Seeded, so that a step that is run again after a kill trains in the same way.
@@ -97,9 +102,9 @@ class Tuned(Training):
             seed=seed,
             loss=problem.criterion.loss,
         )
+        self.batches = len(self.tuner.sizes)
 
     def __call__(self, step: Step, **how: Any) -> None:
-        """Train. how: of `Finetuner.run`."""
         drop(self.tuner.net)
         report = self.tuner.run(step.number, progress=self.progress, **how)
         step.epochs = report["epochs"]
@@ -128,7 +133,7 @@ class Tuned(Training):
 
 def training_of(
     problem: Problem,
-    finetune: Finetune | Function | None,
+    finetune: Finetune | Function | Training | None,
     teacher: nn.Module | None,
     *,
     seed: int,
@@ -141,6 +146,8 @@ def training_of(
         raise ValueError("only Finetune distils from a teacher: leave teacher= out")
     if finetune is None:
         return Training()
+    if isinstance(finetune, Training):
+        return finetune
     if not callable(finetune):
         raise TypeError(
             f"finetune is a {type(finetune).__name__}; give fastbcd.Finetune(...), a function "

@@ -6,12 +6,15 @@ import numpy as np
 
 from fastbcd.runtime.validate import check_whole
 
-# The streams: what the numbers are for.
+# The streams: what the numbers are for. Two are used twice, with other steps and trials.
 MASKS = 0
 ORDER = 1
 VIEWS = 2
 PLACES = 3
+RANKS = 3
 AUGMENT = 4
+SHUFFLE = 4
+SITES = 5
 
 
 def philox(
@@ -28,9 +31,8 @@ def philox(
     for name, number in numbers.items():
         check_whole(name, number, 0, most=2**63 - 1)
     key = np.array([stream, seed], np.uint64)
-    counter = np.array(
-        [0, trial, epoch, step], np.uint64
-    )  # it counts in the lowest word
+    # It counts in the lowest word.
+    counter = np.array([0, trial, epoch, step], np.uint64)
     return np.random.Philox(key=key, counter=counter)
 
 
