@@ -24,19 +24,13 @@ from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.starts.checkpoints import files
 
 COSTS = ("seconds", "bytes", "rounds")
-NAMING = (
-    "command",
-    "arch",
-    "model",
-    "data",
-    "budget",
-    *COSTS,
-)  # what is in a run's default name
+# What is in a run's default name.
+NAMING = ("command", "arch", "model", "data", "budget", *COSTS)
 OF_SITES = (".mask", ".coef")  # ends of the names of what belongs to activations
 
 
 @dataclass(frozen=True)
-class Job:
+class Inputs:
     """Net, data and device.
 
     Args:
@@ -78,22 +72,8 @@ class Job:
         stored: dict[str, Tensor] = {}
         if weights is not None:
             stored = read_weights(weights)
-        torch.manual_seed(
-            self.seed % 2**63
-        )  # a seed beyond it is refused where it is used
-        example = next(data.batches(2))[0].cpu()
         kind = replacement(stored, {name.rpartition(".")[0] for name in stored})
-        if self.model is None:
-            arch = self.arch or "resnet18"
-            options: Any = {"in_channels": example.shape[1], "replacement": kind}
-            classes = data.need_classes("the net")
-            net = models.build(arch, classes, example.shape[-1], **options)
-        elif self.arch is None:
-            net = call_model(self.model, example, kind)
-        else:
-            raise ValueError(
-                f"--arch {self.arch} and --model {self.model}: give one of them"
-            )
+        net = self._built(data, kind)
         if weights is not None:
             mine = net.state_dict()
             stored = {n: t for n, t in mine.items() if n.endswith(OF_SITES)} | stored
@@ -105,6 +85,25 @@ class Job:
         if self.replacement == "poly":
             return fastbcd.to_poly(net, data)
         return net
+
+    def _built(self, data: ImageData, replacement: str) -> nn.Module:
+        """The untrained net of --model or --arch."""
+        # A seed beyond 2**63 is refused where it is used.
+        torch.manual_seed(self.seed % 2**63)
+        example = next(data.batches(2))[0].cpu()
+        if self.model is None:
+            return models.build(
+                self.arch or "resnet18",
+                data.need_classes("the net"),
+                example.shape[-1],
+                in_channels=example.shape[1],
+                replacement=replacement,
+            )
+        if self.arch is not None:
+            raise ValueError(
+                f"--arch {self.arch} and --model {self.model}: give one of them"
+            )
+        return call_model(self.model, example, replacement)
 
 
 def complete(options: Namespace) -> None:

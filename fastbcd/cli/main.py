@@ -13,7 +13,7 @@ from typing import Any
 import fastbcd
 from fastbcd import info
 from fastbcd.cli import demo, reading, runs
-from fastbcd.cli.inputs import Job, complete
+from fastbcd.cli.inputs import Inputs, complete
 from fastbcd.cli.options import add_options, call
 from fastbcd.private import Target
 from fastbcd.runtime import ranks
@@ -22,9 +22,9 @@ from fastbcd.runtime.show import say
 # What each command does, and what else has parameters that are its options.
 COMMANDS: dict[str, list[Callable[..., Any]]] = {
     "demo": [demo.demo],
-    "linearize": [runs.linearize, fastbcd.linearize, Target, Job],
-    "train": [runs.train, fastbcd.train, Job],
-    "bcd": [runs.bcd, fastbcd.bcd, fastbcd.Finetune, Target, Job],
+    "linearize": [runs.linearize, fastbcd.linearize, Target, Inputs],
+    "train": [runs.train, fastbcd.train, Inputs],
+    "bcd": [runs.bcd, fastbcd.bcd, fastbcd.Finetune, Target, Inputs],
     "report": [reading.report, fastbcd.report.write],
     "cost": [reading.cost, fastbcd.private.cost],
     "export": [reading.export],
@@ -32,7 +32,7 @@ COMMANDS: dict[str, list[Callable[..., Any]]] = {
 }
 for name in ("snl", "autorep", "deepreduce", "senet", "relupruner"):
     method = getattr(fastbcd, name)
-    COMMANDS[name] = [runs.starting_point(name), method, runs.tuned, Target, Job]
+    COMMANDS[name] = [runs.starting_point(name), method, runs.tuned, Target, Inputs]
 
 
 def parser() -> ArgumentParser:
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(words or ["--help"])
     options.options = options  # for the commands that pass them to other functions
     work, *others = COMMANDS[options.command]
-    if Job in others:
+    if Inputs in others:
         complete(options)
     try:
         with ranks.joined(getattr(options, "device", "cpu")):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import fastbcd
-from fastbcd.cli.inputs import Job, budget_of
+from fastbcd.cli.inputs import Inputs, budget_of
 from fastbcd.cli.options import call
 from fastbcd.runtime.settings import with_settings
 from fastbcd.runtime.show import say
@@ -106,18 +106,22 @@ def _net(options: Namespace, weights: Path | None) -> Any:
     """The net of the options with other weights; None without any."""
     if weights is None:
         return None
-    job = call(Job, options)
-    return job.net(job.split("train"), weights).eval()
+    inputs = call(Inputs, options)
+    return inputs.net(inputs.split("train"), weights).eval()
 
 
 def _run(function: Any, options: Namespace, **more: Any) -> None:
     """Load data and net, run the function, and print its result."""
-    job = call(Job, options)
-    data = job.split("train")
-    net = job.net(data, job.weights)
-    if job.weights is None and job.model is None and function is not fastbcd.train:
+    inputs = call(Inputs, options)
+    data = inputs.split("train")
+    net = inputs.net(data, inputs.weights)
+    if (
+        inputs.weights is None
+        and inputs.model is None
+        and function is not fastbcd.train
+    ):
         say("no --weights: the net is untrained")
-    call(function, options, net, data, test=job.split("test"), **more)
+    call(function, options, net, data, test=inputs.split("test"), **more)
     if getattr(options, "dry_run", False):
         return
     run = fastbcd.load_run(options.run_dir)

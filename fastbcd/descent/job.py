@@ -180,15 +180,18 @@ class Job(NamedTuple):
         memory = min(memory, start.memory.get(device.type, memory))
         return self._replace(engine=replace(self.engine, memory=max(memory, 1)))
 
+    def facts(self) -> Start:
+        """The facts about the net's masks as they are."""
+        sites = int((self.counts > 0).sum())
+        return Start(value=self.limits.value(self.counts), sites=sites)
+
     def begin(self) -> Start:
-        """The facts about the net as it is, before the first step."""
+        """The facts about the net before the first step."""
         device = self.problem.train.device
-        return Start(
-            value=self.limits.value(self.counts),
-            sites=int((self.counts > 0).sum()),
-            memory={device.type: self.engine.memory or default_memory(device)},
-            test_accuracy=self.problem.accuracy(),
-        )
+        start = self.facts()
+        start.memory = {device.type: self.engine.memory or default_memory(device)}
+        start.test_accuracy = self.problem.accuracy()
+        return start
 
     def met(self) -> bool:
         """Whether the net's masks are within the budget."""

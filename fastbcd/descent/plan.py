@@ -17,18 +17,18 @@ from fastbcd.descent.schedules import size_of
 from fastbcd.descent.search import decide, descend, goal_of
 from fastbcd.masking.masks import MaskSet, masks
 from fastbcd.runs.journal import Journal
-from fastbcd.runs.step import Start, Step
+from fastbcd.runs.step import Step
 from fastbcd.runtime import ranks
 from fastbcd.runtime.show import bar, duration, say
-from fastbcd.scoring.accuracy import accuracy
 from fastbcd.scoring.compiled import drop
 
 MANY_EPOCHS = 1_000  # a run that means more of them warns
 # A phase is timed on a few images, then twice as many, until that takes so many seconds or images.
-ENOUGH, FEW, MOST = 1.0, 2, 256
-ACCEPTED: Any = SimpleNamespace(
-    accepted=True, chosen=1
-)  # a step that a schedule may see
+ENOUGH = 1.0
+FEW = 2
+MOST = 256
+# A step that a schedule may see.
+ACCEPTED: Any = SimpleNamespace(accepted=True, chosen=1)
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,7 @@ class Plan:
     """
 
     sizes: list[int]  # ReLUs that each step removes; 0: it only trains
-    epochs: (
-        float | None
-    )  # of training, over all steps; None: the training is the user's
+    epochs: float | None  # of training in all; None: the training is the user's
     rt: int
 
     @property
@@ -124,27 +122,18 @@ def show_plan(job: Job, history: Sequence[Step], kept: MaskSet) -> None:
 def _seconds(job: Job, plan: Plan) -> dict[str, float]:
     """The seconds that each phase of a plan takes on one rank; the net is not changed."""
     problem = job.problem
-    start = Start(value=job.limits.value(job.counts), sites=int((job.counts > 0).sum()))
-    tests = math.ceil(len(plan.sizes) / job.search.test_every)
-
-    def decision(images: ImageData) -> None:
-        decide(job, images, goal_of(job, start, []), number=1)
-
-    def test(images: ImageData) -> None:
-        accuracy(problem.net, images, metric=problem.criterion.metric)
-
-    phases: list[
-        tuple[str, float | None, Callable[[ImageData], None], ImageData | None]
-    ] = [
-        ("scoring", plan.removals, decision, problem.scored),
-        ("testing", tests, test, problem.test),
-        ("training", plan.epochs, job.training.rehearse, problem.train),
-    ]
-    return {
-        name: times * _time(work, data)
-        for name, times, work, data in phases
-        if times and data is not None
-    }
+    seconds: dict[str, float] = {}
+    if plan.removals:
+        goal = goal_of(job, job.facts(), [])
+        one = _time(lambda images: decide(job, images, goal, number=1), problem.scored)
+        seconds["scoring"] = plan.removals * one
+    if problem.test is not None:
+        tests = math.ceil(len(plan.sizes) / job.search.test_every)
+        seconds["testing"] = tests * _time(problem.accuracy_on, problem.test)
+    if plan.epochs:
+        one = _time(job.training.rehearse, problem.train)
+        seconds["training"] = plan.epochs * one
+    return seconds
 
 
 def _time(work: Callable[[ImageData], object], data: ImageData) -> float:

@@ -45,7 +45,11 @@ class Problem:
         """The test accuracy of the net as it is; None without test data."""
         if self.test is None:
             return None
-        return accuracy(self.net, self.test, metric=self.criterion.metric)
+        return self.accuracy_on(self.test)
+
+    def accuracy_on(self, images: ImageData) -> float:
+        """The accuracy of the net as it is, on some images."""
+        return accuracy(self.net, images, metric=self.criterion.metric)
 
     @property
     def unit(self) -> str:

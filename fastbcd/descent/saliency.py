@@ -8,8 +8,7 @@ ReLU undoes its removal: the loss falls by E t.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,9 +80,8 @@ def gains(net: nn.Module, data: Any, *, loss: Loss | None = None) -> Tensor:
 
     Its output changes by -min(z, 0), and so the loss by -t: E t. A kept ReLU has -inf.
     """
-    return _mean(net, data, False, None, loss, None).masked_fill(
-        masks(net).bits, -torch.inf
-    )
+    mean = _mean(net, data, False, None, loss, None)
+    return mean.masked_fill(masks(net).bits, -torch.inf)
 
 
 def ranking(scores: Tensor, among: Tensor) -> Tensor:
@@ -122,7 +120,18 @@ def _mean(
             f"distill has logits for {len(distill.logits)} images; there are {len(images)}: use "
             f"Distillation.of(teacher, data, settings) on the same data"
         )
-    totals = _totals(net, images, absolute, batch_size, Criterion(loss=loss), distill)
+    criterion = Criterion(loss=loss)
+
+    def objective(outputs: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+        """The loss summed over a batch, in double: softmax - 1 loses its digits in float32."""
+        total = criterion.losses(outputs, labels).sum()
+        if distill is not None:
+            logits = distill.logits[positions].to(outputs.device, torch.float64)
+            mean = distillation(outputs.double(), logits, *distill[1:])
+            total = total + len(positions) * mean
+        return total
+
+    totals = _totals(net, images, batch_size, absolute, objective)
     mean = all_sum(torch.cat([t.flatten().cpu() for t in totals])) / len(images)
     if not mean.isfinite().all():
         site, position = sites.locate(int((~mean.isfinite()).nonzero()[0]))
@@ -136,19 +145,19 @@ def _mean(
 def _totals(
     net: nn.Module,
     data: ImageData,
-    absolute: bool,
     batch_size: int,
-    criterion: Criterion,
-    distill: Distillation | None,
+    absolute: bool,
+    objective: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> list[Tensor]:
     """Σ|t| or Σt over this rank's batches: a DoubleTensor of the site's shape for each site."""
     anchor = torch.zeros((), device=data.device, requires_grad=True)
-    model, memory_format = fused(net, train=False)
+    model, layout = fused(net, train=False)
     # The batches do not depend on the number of ranks.
-    batches = math.ceil(len(data) / batch_size)
-    first = rank() * batches // world() * batch_size
-    last = (rank() + 1) * batches // world() * batch_size
-    mine = data.first(min(last, len(data))).rest(first)
+    parts = torch.arange(len(data)).split(batch_size)
+    first = rank() * len(parts) // world()
+    parts = parts[first : (rank() + 1) * len(parts) // world()]
+    mine = torch.cat([torch.arange(0), *parts]).to(data.device)
+    options = {"memory_format": layout, "dtype": dtype_of(net)}
     with (
         kept_memory(),
         repeatable_convolutions(),
@@ -158,19 +167,9 @@ def _totals(
         _collecting(net, anchor, absolute, copy=model is net) as totals,
     ):
         model.eval()
-        for x, labels in mine.batches(
-            batch_size, memory_format=memory_format, dtype=dtype_of(net)
-        ):
-            outputs = logits_of(model(x))
-            # In double: softmax - 1 loses its digits where the net is certain.
-            loss = criterion.losses(outputs, labels).sum()
-            if distill is not None:
-                logits = distill.logits[first : first + len(x)]
-                logits = logits.to(outputs.device, torch.float64)
-                loss = loss + len(x) * distillation(
-                    outputs.double(), logits, *distill[1:]
-                )
-            first += len(x)
+        batches = data.batches(batch_size, mine, **options)
+        for (x, labels), part in zip(batches, parts, strict=True):
+            loss = objective(logits_of(model(x)), labels, part)
             # If no activation influences the logits, all effects are 0.
             if loss.requires_grad:
                 torch.autograd.grad(loss, anchor, allow_unused=True)

@@ -63,9 +63,8 @@ class RunDirectory:
                 f"resume='auto' would begin one"
             )
         path.mkdir(parents=True, exist_ok=True)
-        self.path = (
-            path.resolve()
-        )  # a link or a working directory may change during the run
+        # A link or a working directory may change during the run.
+        self.path = path.resolve()
         self._lock = _locked(self.path)
         try:
             self._begin(config, resume)
@@ -87,13 +86,14 @@ class RunDirectory:
     def write(self, state: State) -> None:
         """Make this the state after the last finished step; without a history it is the start."""
         self._check_alone()
+        path = self.path / START
+        keep = None
+        if state.history:
+            path = self.path / STATE
+            keep = self.path / PREVIOUS
         try:
-            if state.history:
-                content = _encoded(state, self.path / STATE)
-                write_atomically(self.path / STATE, content, keep=self.path / PREVIOUS)
-                self._export(state.history)
-            else:
-                write_atomically(self.path / START, _encoded(state, self.path / START))
+            write_atomically(path, _encoded(state, path), keep)
+            self._export(state.history)
         except OSError as error:
             raise OSError(
                 error.errno,
@@ -123,10 +123,8 @@ class RunDirectory:
                     )
             text = as_json(config, indent=2) + "\n"
             write_atomically(self.path / CONFIG, text.encode())
-        for name in OWN:
-            for leftover in self.path.glob(
-                f".{name}.[0-9]*.tmp"
-            ):  # of a killed process
+        for name in OWN:  # what a killed process has left
+            for leftover in self.path.glob(f".{name}.[0-9]*.tmp"):
                 leftover.unlink(missing_ok=True)
 
     def _check_alone(self) -> None:

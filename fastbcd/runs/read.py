@@ -107,9 +107,8 @@ class SavedRun:
         weights = self.final_weights
         try:
             self._check_numbers(arch)
-            with torch.device(
-                "meta"
-            ):  # first without memory, as the record may be wrong
+            # First without memory, as the record may be wrong.
+            with torch.device("meta"):
                 fingerprint.check_fits(models.build(**arch), weights)
         except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
             raise ValueError(

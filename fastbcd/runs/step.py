@@ -39,12 +39,10 @@ class Step:
     drc: int
     tried: int = 0  # hypotheses, as the loop over one at a time would count them
     chosen: int = 0  # the number of the chosen one, from 0
-    accepted: bool = (
-        True  # its drop is below ADT; if False all RT failed and it is the best of them
-    )
-    drops: dict[int, float] = field(
-        default_factory=dict
-    )  # percentage points, of the hypotheses scored on all images
+    # Whether its drop is below ADT; if not, all RT failed and it is the best of them.
+    accepted: bool = True
+    # In percentage points, of the hypotheses scored on all images.
+    drops: dict[int, float] = field(default_factory=dict)
     base_accuracy: float  # on the train set, before the removal
     base_loss: float
     chosen_accuracy: float  # after it, before any return or training
@@ -52,21 +50,16 @@ class Step:
     engine: str
     sites: list[int]  # ReLUs kept at each site after it
     returned: int = 0  # ReLUs removed in this step or earlier
-    cost: float | None = (
-        None  # after it, in the unit of the target; None without a target
-    )
-    epochs: float | None = (
-        None  # of fine-tuning by `Finetune`; None: the training is the user's
-    )
+    # After it, in the unit of the target; None without a target.
+    cost: float | None = None
+    epochs: float | None = None  # of `Finetune`; None: the training is the user's
     train_loss: float | None = None  # of the last epoch of the training, if it is known
     test_accuracy: float | None = None  # after the training, if there is test data
-    # With a confidence, accuracies, losses and drops are estimates; only then there are:
-    images: dict[int, int] | None = (
-        None  # that each decision took, by number; -1: the base
-    )
-    interval: tuple[float, float] | None = (
-        None  # holds the chosen drop, with that probability
-    )
+    # With a confidence, accuracies, losses and drops are estimates. Only then there are
+    # images, that each decision took, by number (-1: the base), and an interval that
+    # holds the chosen drop with that probability.
+    images: dict[int, int] | None = None
+    interval: tuple[float, float] | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     unit: str = " %"  # of accuracies; "" for a metric without bounds
 
@@ -86,13 +79,13 @@ class Step:
         if self.drc == 0:
             trained = f"train {self.base_accuracy:.2f}{self.unit}"
             return f"{self.after:,} ReLUs, only training, {trained}"
-        cost = "" if self.cost is None else f"cost {self.cost:,.6g}, "
+        parts = [f"{self.before:,} → {self.after:,} ReLUs"]
+        if self.cost is not None:
+            parts.append(f"cost {self.cost:,.6g}")
         outcome = "accepted" if self.accepted else "exhausted"
-        accuracy = (
-            f"train {self.base_accuracy:.2f} → {self.chosen_accuracy:.2f}{self.unit}"
-        )
-        removed = f"{self.before:,} → {self.after:,} ReLUs"
-        return f"{removed}, {cost}{outcome} after {self.tried}, {accuracy}"
+        parts.append(f"{outcome} after {self.tried}")
+        change = f"{self.base_accuracy:.2f} → {self.chosen_accuracy:.2f}"
+        return ", ".join([*parts, f"train {change}{self.unit}"])
 
 
 @dataclass(kw_only=True)
@@ -105,21 +98,17 @@ class Epoch:
 
     number: int  # of the record, 1 for the first
     epoch: int | None = None  # of its phase, 0 for the first
-    phase: str = (
-        "train"  # "masks", "decided", "finetune" or "final" in a starting point
-    )
+    # "masks", "decided", "finetune" or "final" in a starting point.
+    phase: str = "train"
     loss: float | None = None
     lr: float | None = None
-    count: int | None = (
-        None  # ReLUs kept, while masks are trained and when they are decided
-    )
+    # ReLUs kept, while masks are trained and when they are decided.
+    count: int | None = None
     test_accuracy: float | None = None  # percent, if there is test data
-    accuracy: dict[str, float] | None = (
-        None  # of the decision: "trained", "thresholded", "final"
-    )
-    notes: dict[str, Any] = field(
-        default_factory=dict
-    )  # what one method alone records, such as λ
+    # Of the decision: "trained", "thresholded", "final".
+    accuracy: dict[str, float] | None = None
+    # What one method alone records, such as λ.
+    notes: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
 
     def __str__(self) -> str:
@@ -142,9 +131,8 @@ class Start:
 
     value: float = 0.0  # what the budget bounds: ReLUs, or a cost
     sites: int = 0  # that keep a ReLU
-    memory: dict[str, int] = field(
-        default_factory=dict
-    )  # for scoring, by type of device
+    # For scoring, by type of device.
+    memory: dict[str, int] = field(default_factory=dict)
     test_accuracy: float | None = None
 
 

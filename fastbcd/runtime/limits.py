@@ -17,18 +17,15 @@ def default_memory(device: torch.device, *, whole: bool = False) -> int:
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        # Memory that torch reserved and does not use is free for its next tensors.
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
-            device
-        )
-        return int(0.7 * (total if whole else free + unused))
+        if not whole:
+            # Memory that torch reserved and does not use is free for its next tensors.
+            total = free + torch.cuda.memory_reserved(device)
+            total -= torch.cuda.memory_allocated(device)
+        return int(0.7 * total)
+    line = "MemTotal:" if whole else "MemAvailable:"
     try:
         words = Path("/proc/meminfo").read_text().split()
-        return (
-            int(words[words.index("MemTotal:" if whole else "MemAvailable:") + 1])
-            * 1024
-            // 2
-        )
+        return int(words[words.index(line) + 1]) * 1024 // 2
     except (OSError, ValueError):
         return 2**31
 

@@ -174,15 +174,13 @@ def _text(value: Any) -> str:
 
 def check_same(what: str, tensors: dict[str, Tensor]) -> None:
     """RuntimeError on all ranks, naming `what`, if their tensors differ in any bit."""
-    if world() > 1:
-        check_facts(
-            {
-                f"the digest of {what}": {
-                    n: digest({n: t}).hex()[:16] for n, t in tensors.items()
-                }
-            },
-            "give every rank the same net, and train it in DistributedDataParallel",
-        )
+    if world() == 1:
+        return
+    digests = {name: digest({name: t}).hex()[:16] for name, t in tensors.items()}
+    check_facts(
+        {f"the digest of {what}": digests},
+        "give every rank the same net, and train it in DistributedDataParallel",
+    )
 
 
 def digest(tensors: dict[str, Tensor]) -> bytes:
@@ -211,23 +209,22 @@ def joined(device: str = "cpu") -> Iterator[None]:
     if "TORCHELASTIC_RUN_ID" not in os.environ or dist.is_initialized():
         yield
         return
-    backend, gpus = (
-        "gloo",
-        torch.cuda.device_count() if device.startswith("cuda") else 0,
-    )
-    if gpus:
-        local, ranks = (
-            int(os.environ["LOCAL_RANK"]),
-            int(os.environ["LOCAL_WORLD_SIZE"]),
-        )
-        chosen = torch.device(device).index
-        torch.cuda.set_device(local % gpus if chosen is None else chosen)
-        if ranks == 1 or (chosen is None and ranks <= gpus):
+    backend = "gloo"
+    if device.startswith("cuda") and torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+        ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+        number = torch.device(device).index
+        if number is not None:
+            gpus = 1
+        else:
+            number = int(os.environ["LOCAL_RANK"]) % gpus
+        torch.cuda.set_device(number)
+        if ranks <= gpus:
             backend = "cpu:gloo,cuda:nccl"
         else:
-            shared = f"{gpus} GPUs" if chosen is None else device
             warn_once(
-                f"{ranks} ranks share {shared}: they exchange their values through the host"
+                f"{ranks} ranks share {gpus} of the GPUs: they exchange their values through "
+                f"the host"
             )
     dist.init_process_group(backend, timeout=TIMEOUT)
     yield

@@ -47,7 +47,6 @@ def setting(
     finite: bool = True,
     choices: Iterable[Any] = (),
     recorded: bool = True,
-    **more: Any,
 ) -> Any:
     """A field of `Settings`.
 
@@ -58,11 +57,10 @@ def setting(
         finite: whether infinity is refused.
         choices: the values that are allowed.
         recorded: whether the value can change an outcome, so that config.json has it.
-        more: for the command line, see fastbcd/cli/options.py.
     """
     metadata = {
         "help": help, "least": least, "above": above, "most": most, "finite": finite,
-        "choices": tuple(choices), "recorded": recorded, **more,
+        "choices": tuple(choices), "recorded": recorded,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -83,32 +81,30 @@ class Settings:
 
     def __init_subclass__(cls) -> None:
         """The docstring of a subclass ends with its settings."""
-        fields = [
-            (n, f) for n, f in vars(cls).items() if isinstance(f, dataclasses.Field)
-        ]
+        fields = {
+            name: field
+            for name, field in vars(cls).items()
+            if isinstance(field, dataclasses.Field)
+        }
         cls.__doc__ = inspect.cleandoc(cls.__doc__ or "") + _help(fields)
 
     def __post_init__(self) -> None:
         kinds = kinds_of(type(self))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if (
-                int in kinds[field.name]
-                and not isinstance(value, int)
-                and hasattr(value, "item")
-            ):
+            is_int = int not in kinds[field.name] or isinstance(value, int)
+            if not is_int and hasattr(value, "item"):
                 value = value.item()  # a number of NumPy or torch
                 object.__setattr__(self, field.name, value)
             _check(field.name, value, kinds[field.name], field.metadata)
 
     def describe(self) -> dict[str, Any]:
         """What config.json records: all settings that can change the outcome."""
-        recorded = [
-            field.name
+        return {
+            field.name: described(getattr(self, field.name))
             for field in dataclasses.fields(self)
             if field.metadata["recorded"]
-        ]
-        return {name: described(getattr(self, name)) for name in recorded}
+        }
 
 
 def kinds_of(cls: type[Settings]) -> dict[str, frozenset[Any]]:
@@ -196,9 +192,7 @@ def with_settings(
 
         changed: Any = call
         changed.__signature__ = signature.replace(parameters=list(parameters.values()))
-        changed.__doc__ = inspect.cleandoc(function.__doc__ or "") + _help(
-            added.items()
-        )
+        changed.__doc__ = inspect.cleandoc(function.__doc__ or "") + _help(added)
         return changed
 
     return decorate
@@ -221,10 +215,10 @@ def described(value: Any) -> Any:
     return value
 
 
-def _help(fields: Iterable[tuple[str, dataclasses.Field[Any]]]) -> str:
+def _help(fields: Mapping[str, dataclasses.Field[Any]]) -> str:
     """A section of a docstring with the settings, their meaning and their defaults."""
     lines = ["", "", "Settings:"]
-    for name, field in fields:
+    for name, field in fields.items():
         text = f"{name}: {field.metadata['help']} ({described(field.default)})"
         lines += textwrap.wrap(
             text, 96, initial_indent=" " * 4, subsequent_indent=" " * 8

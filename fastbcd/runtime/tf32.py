@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-_MATMUL = (
-    "float32_matmul_precision"  # a function of torch; the others are in torch.backends
-)
+# A function of torch; the others are in torch.backends.
+_MATMUL = "float32_matmul_precision"
 # In the order of writing: the first two change some of the others.
 _SETTINGS = (
     _MATMUL,
@@ -61,9 +60,8 @@ def _requested(request: dict[str, Any]) -> Iterator[None]:
         if not _requests:
             _before.clear()
             for name in _SETTINGS:
-                with suppress(
-                    RuntimeError
-                ):  # an old flag that the user has made unreadable
+                # An old flag may have been made unreadable by the user.
+                with suppress(RuntimeError):
                     _before[name] = _read(name)
         _requests.append(request)
         _apply()
@@ -130,7 +128,8 @@ def own_precision(device: torch.device, precision: str) -> Iterator[None]:
         try:
             yield
         finally:
-            if bf16:  # the cache of converted weights would outlive them in the caller's autocast
+            # The cache of converted weights would outlive them in the caller's autocast.
+            if bf16:
                 torch.clear_autocast_cache()
 
 

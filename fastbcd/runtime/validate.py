@@ -67,12 +67,8 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     ValueError: optimizer='lion'; choose from sgd, adam
     """
     allowed = list(choices)
-    same = [
-        choice
-        for choice in allowed
-        if choice == value and isinstance(value, type(choice))
-    ]
-    if not same:  # 0 == False
-        raise ValueError(
-            f"{name}={value!r}; choose from {', '.join(map(str, allowed))}"
-        )
+    equal = [choice for choice in allowed if choice == value]
+    # 0 == False, which is another choice.
+    if not any(isinstance(value, type(choice)) for choice in equal):
+        texts = ", ".join(map(str, allowed))
+        raise ValueError(f"{name}={value!r}; choose from {texts}")
