@@ -86,14 +86,12 @@ class RunDirectory:
     def write(self, state: State) -> None:
         """Make this the state after the last finished step; without a history it is the start."""
         self._check_alone()
-        path = self.path / START
-        keep = None
-        if state.history:
-            path = self.path / STATE
-            keep = self.path / PREVIOUS
+        name = STATE if state.history else START
+        content = _encoded(state, self.path / name)
         try:
-            write_atomically(path, _encoded(state, path), keep)
-            self._export(state.history)
+            write_atomically(self.path / name, content, self.path / PREVIOUS)
+            if state.history:
+                self._export(state.history)
         except OSError as error:
             raise OSError(
                 error.errno,
