@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from fastbcd.descent.budget import Budget
 from fastbcd.descent.job import Job, Search
 from fastbcd.descent.plan import show_plan, watched
-from fastbcd.descent.tuning import Training
+from fastbcd.descent.tuning import Callback, Training
 from fastbcd.masking.masks import MaskSet, masks
 from fastbcd.runs.step import Step
 from fastbcd.runtime.settings import with_settings
@@ -59,6 +59,7 @@ def bcd(
     run_dir: str | os.PathLike[str] | None = None,
     resume: str | bool = "auto",
     progress: bool = False,
+    callbacks: Sequence[Callback] = (),
     dry_run: bool = False,
     **search: Any,
 ) -> Run:
@@ -81,6 +82,8 @@ def bcd(
         resume: "auto"; "must" (True) refuses a directory without a run, "never" (False) one that
             is not empty.
         progress: show bars and one line per step.
+        callbacks: functions that rank 0 calls with every finished `Step`, and with the `Epoch`s
+            of a fine-tune of more than one epoch: for your own logs.
         dry_run: print the steps, epochs and expected minutes, and return; nothing is removed.
 
     After any exception the net is as it was at the end of the last finished step.
@@ -100,6 +103,7 @@ def bcd(
         finetune=finetune,
         teacher=teacher,
         progress=progress,
+        callbacks=callbacks,
     )
     if dry_run:
         show_plan(job, *job.saved(run_dir))

@@ -18,12 +18,13 @@ from fastbcd.descent.budget import Budget, Count, Limits, counts_of, limits_of
 from fastbcd.descent.problem import Problem
 from fastbcd.descent.proposals import Proposal
 from fastbcd.descent.schedules import Schedule, size_of
-from fastbcd.descent.tuning import Function, Training, training_of
+from fastbcd.descent.tuning import Callback, Function, Training, training_of
 from fastbcd.masking.masks import MaskSet, masks
 from fastbcd.runs.config import Config
 from fastbcd.runs.journal import Journal, journal
 from fastbcd.runs.read import saved_run
-from fastbcd.runs.step import Start, Step
+from fastbcd.runs.step import Epoch, Start, Step
+from fastbcd.runtime import ranks
 from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.settings import Settings, setting
 from fastbcd.scoring.confident import check_confidence
@@ -126,6 +127,7 @@ class Job(NamedTuple):
     engine: Engine
     training: Training
     epochs: float  # of training in all, at least; steps at the budget only train
+    report: Callback  # of finished steps and of epochs
 
     @classmethod
     def of(
@@ -139,12 +141,19 @@ class Job(NamedTuple):
         finetune: Finetune | Function | Training | None = None,
         teacher: nn.Module | None = None,
         progress: bool = False,
+        callbacks: Sequence[Callback] = (),
         epochs: float = 0.0,
     ) -> Job:
         """A job, checked; nothing is changed yet. Arguments are those of `bcd`."""
         problem = Problem(net, data, test, search.criterion, search.samples)
+        report = _reporting(callbacks)
         training = training_of(
-            problem, finetune, teacher, seed=search.seed, progress=progress
+            problem,
+            finetune,
+            teacher,
+            seed=search.seed,
+            progress=progress,
+            report=report,
         )
         wanted = Budget.of(budget)
         limits = limits_of(wanted, net, search.max_sites)
@@ -158,8 +167,17 @@ class Job(NamedTuple):
         if isinstance(proposal, str):
             proposal = PROPOSALS[proposal]
         proposal = proposal.informed(problem, training)
-        engine = as_engine(search.engine)
-        return cls(problem, wanted, limits, search, proposal, engine, training, epochs)
+        return cls(
+            problem=problem,
+            budget=wanted,
+            limits=limits,
+            search=search,
+            proposal=proposal,
+            engine=as_engine(search.engine),
+            training=training,
+            epochs=epochs,
+            report=report,
+        )
 
     @property
     def counts(self) -> np.ndarray:
@@ -251,6 +269,21 @@ class Job(NamedTuple):
             return [], masks(self.problem.net)
         self.config().check_same(saved.config, saved.path)
         return saved.history, saved.masks
+
+
+def _reporting(callbacks: Sequence[Callback]) -> Callback:
+    """A function that passes a record to all callbacks, on rank 0."""
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
+        raise TypeError(
+            f"callbacks={callbacks!r}; give a list of functions f(record), which are called with "
+            f"each finished Step, and with the Epochs of a longer fine-tune"
+        )
+
+    def call_all(record: Step | Epoch) -> None:
+        for callback in callbacks:
+            callback(record)
+
+    return lambda record: ranks.on_first(lambda: call_all(record))
 
 
 def _check_recorded(name: str, value: Any, kind: type) -> None:

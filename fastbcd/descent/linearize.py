@@ -29,6 +29,7 @@ from fastbcd.descent.plan import show_plan, watched
 from fastbcd.descent.problem import check_net
 from fastbcd.descent.proposals import Saliency
 from fastbcd.descent.schedules import Shares
+from fastbcd.descent.tuning import Callback
 from fastbcd.masking.activations import REPLACEMENTS, MaskedActivation
 from fastbcd.masking.convert import convert
 from fastbcd.masking.fitted import to_line, to_poly
@@ -158,6 +159,7 @@ def linearize(
     run_dir: str | os.PathLike[str] | None = None,
     resume: str | bool = "auto",
     progress: bool = True,
+    callbacks: Sequence[Callback] = (),
     dry_run: bool = False,
     **settings: Any,
 ) -> Run:
@@ -173,6 +175,7 @@ def linearize(
         teacher: to distil from; None: the model. distill=0 switches the distillation off.
         run_dir, resume: as in `bcd`.
         progress: print the plan, one line per step, and a bar with the time that is left.
+        callbacks: functions that rank 0 calls with every finished `Step`: for your own logs.
         dry_run: print the plan with the expected minutes, and return; nothing is removed.
 
     >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -201,6 +204,7 @@ def linearize(
         finetune=finetune,
         teacher=teacher,
         progress=progress,
+        callbacks=callbacks,
         epochs=chosen.epochs,
     )
     if dry_run:

@@ -52,6 +52,7 @@ def descend(job: Job, run: Journal[Step], *, progress: bool = False) -> Iterator
         run.finish(step, run.extra)
         if progress:
             say(str(step))
+        job.report(step)
 
 
 def _remove(job: Job, run: Journal[Step], start: Tensor) -> Step:

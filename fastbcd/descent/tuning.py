@@ -12,7 +12,7 @@ from torch import nn
 from fastbcd.data.images import ImageData
 from fastbcd.descent.problem import Problem
 from fastbcd.runs.fingerprint import weights_mark
-from fastbcd.runs.step import Step
+from fastbcd.runs.step import Epoch, Step
 from fastbcd.runtime import ranks
 from fastbcd.runtime.settings import described
 from fastbcd.scoring.compiled import drop
@@ -22,6 +22,7 @@ from fastbcd.training.settings import Finetune
 from fastbcd.training.teacher import Distillation
 
 Function = Callable[[nn.Module, Step], Any]
+Callback = Callable[[Step | Epoch], Any]
 
 
 class Training:
@@ -90,10 +91,12 @@ class Tuned(Training):
         *,
         seed: int,
         progress: bool,
+        report: Callback,
     ) -> None:
         super().__init__(epochs=settings.epochs)
         self.teacher = teacher
         self.progress = progress
+        self.report = report if settings.epochs > 1 else None
         self.tuner = Finetuner(
             problem.net,
             problem.train,
@@ -106,7 +109,8 @@ class Tuned(Training):
 
     def __call__(self, step: Step, **how: Any) -> None:
         drop(self.tuner.net)
-        report = self.tuner.run(step.number, progress=self.progress, **how)
+        shown: Any = {"progress": self.progress, "report": self.report}
+        report = self.tuner.run(step.number, **shown, **how)
         step.epochs = report["epochs"]
         step.train_loss = report.get("loss")
 
@@ -135,13 +139,11 @@ def training_of(
     problem: Problem,
     finetune: Finetune | Function | Training | None,
     teacher: nn.Module | None,
-    *,
-    seed: int,
-    progress: bool,
+    **options: Any,
 ) -> Training:
-    """The training that `finetune` asks for."""
+    """The training that `finetune` asks for. options: of `Tuned`."""
     if isinstance(finetune, Finetune):
-        return Tuned(problem, finetune, teacher, seed=seed, progress=progress)
+        return Tuned(problem, finetune, teacher, **options)
     if teacher is not None:
         raise ValueError("only Finetune distils from a teacher: leave teacher= out")
     if finetune is None:
@@ -153,4 +155,4 @@ def training_of(
             f"finetune is a {type(finetune).__name__}; give fastbcd.Finetune(...), a function "
             f"f(net, step), or None"
         )
-    return Own(problem, finetune, seed)
+    return Own(problem, finetune, options["seed"])

@@ -1,4 +1,4 @@
-"""What long work prints on rank 0: lines, through the logger "fastbcd", and bars on terminals.
+"""What long work prints on rank 0: lines, through the logger "fastbcd", and bars.
 
 Lines go to standard output. `logging.getLogger("fastbcd")` with a handler of yours takes them
 instead.
@@ -10,7 +10,7 @@ import logging
 import sys
 from typing import Any
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from fastbcd.runtime import ranks
 
@@ -41,14 +41,15 @@ def say(text: str) -> None:
 
 
 def bar(show: bool, *each: Any, **options: Any) -> tqdm:
-    """A progress bar; hidden unless `show`, on all ranks but the first, and in files.
+    """A progress bar on a terminal or in a notebook, on rank 0; hidden unless `show`.
 
     each, options: of `tqdm.tqdm`.
 
     >>> with bar(False, total=3) as hidden:
     ...     hidden.update()
     """
-    visible = show and ranks.rank() == 0 and sys.stderr.isatty()
+    seen = sys.stderr.isatty() or "ipykernel" in sys.modules
+    visible = show and seen and ranks.rank() == 0
     return tqdm(*each, disable=not visible, smoothing=0, **options)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from fastbcd.runs.step import Epoch, timed
 from fastbcd.runtime.show import bar
 from fastbcd.runtime.validate import check_number, check_whole
 from fastbcd.training.loop import Trainer
@@ -34,6 +36,7 @@ class Finetuner(Trainer):
         epochs: float | None = None,
         rates: Sequence[float] | None = None,
         progress: bool = False,
+        report: Callable[[Epoch], Any] | None = None,
     ) -> dict[str, float]:
         """Train the net in place, with a new optimizer and the cosine from its start.
 
@@ -42,7 +45,7 @@ class Finetuner(Trainer):
             epochs: in place of settings.epochs; the cosine then spans that many. Of the last epoch
                 of a fraction, a part of the batches is used.
             rates: the learning rate of each epoch, in place of the cosine.
-            progress: show a bar.
+            progress: show a bar. report: called with the record of each epoch.
 
         Returns the mean loss of the last epoch (if there is one), the seconds, and the epochs.
         Afterwards every module is in the mode it was in, and all ranks hold the same weights and
@@ -65,8 +68,13 @@ class Finetuner(Trainer):
         algorithms = repeatable(self.data.device, self.seed, step, self.settings.fast)
         with batch_bar, self.session() as session, algorithms:
             for epoch, (share, lr) in enumerate(zip(shares, rates, strict=True)):
-                result["loss"] = session.epoch(
-                    epoch, lr, step=step, share=share, bar=batch_bar
-                )
+                record = Epoch(number=epoch + 1, epoch=epoch, phase="finetune", lr=lr)
+                with timed(record.seconds, "epoch"):
+                    record.loss = session.epoch(
+                        epoch, lr, step=step, share=share, bar=batch_bar
+                    )
+                result["loss"] = record.loss
+                if report is not None:
+                    report(record)
         result["seconds"] = time.perf_counter() - begin
         return result
