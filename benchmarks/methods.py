@@ -11,6 +11,8 @@ with every seed, in `--epochs` epochs of `--images` images in all, in batches of
 distills from the dense net:
 
     SNL, AutoReP        train masks until `--final` epochs are left, then fine-tune
+    SNL lines           the same masks; removed ReLUs become lines before the fine-tune
+    AutoReP tuned       the same masks; the fine-tune is that of `linearize` with quadratics
     BCD                 the paper: SNL down to 40,000 ReLUs, then uniform hypotheses, one epoch per
                         step, and a fine-tune of `--final` epochs
     DeepReDuce          trials of one epoch, and the rest for the net that is best
@@ -58,13 +60,19 @@ def start(arm: Arm, method: Callable[..., Any], budget: int, **settings: Any) ->
         arm.net, arm.problem.train, budget, teacher=arm.problem.dense, seed=arm.seed,
         batch_size=o.batch, run_dir=arm.folder / "start", progress=o.progress, **settings,
     )  # fmt: skip
-    arm.net, records = found.model, found.history + found.finetune
+    arm.net = found.model
+    records = found.history + found.finetune
     arm.epochs += len(records)
-    arm.seconds += sum(sum(record["seconds"].values()) for record in records)
+    arm.seconds += sum(sum(record.seconds.values()) for record in records)
 
 
 def snl(arm: Arm, budget: int) -> None:
     arm.snl(budget, arm.o.epochs - arm.o.final)
+
+
+def snl_lines(arm: Arm, budget: int) -> None:
+    snl(arm, budget)
+    arm.net = fastbcd.to_line(arm.net, arm.problem.train)
 
 
 def bcd(arm: Arm, budget: int) -> None:
@@ -74,14 +82,17 @@ def bcd(arm: Arm, budget: int) -> None:
 
 
 def autorep(arm: Arm, budget: int) -> None:
-    o, arm.tuning = (
-        arm.o,
-        {"optimizer": "adam", "weight_decay": 0.0},
-    )  # as its mask training
+    o = arm.o
+    arm.tuning = {"optimizer": "adam", "weight_decay": 0.0}  # as its mask training
     start(
         arm, fastbcd.autorep, budget, epochs=o.epochs - o.final, lr=o.autorep_lr,
         penalty=o.autorep_penalty,
     )  # fmt: skip
+
+
+def autorep_tuned(arm: Arm, budget: int) -> None:
+    autorep(arm, budget)
+    arm.tuning = {"clip": 5.0}  # and SGD, as `linearize` with quadratics
 
 
 def deepreduce(arm: Arm, budget: int) -> None:
@@ -113,21 +124,36 @@ def linearize(arm: Arm, budget: int, replacement: str = "line") -> None:
 
 # Each with its learning rate of the fine-tune, or of its own training.
 ROWS: dict[str, tuple[Callable[[Arm, int], None], float]] = {
-    "SNL": (snl, 0.01), "BCD": (bcd, 0.01), "linearize": (linearize, 0.003),
+    "SNL": (snl, 0.01),
+    "SNL lines": (snl_lines, 0.003),
+    "BCD": (bcd, 0.01),
+    "linearize": (linearize, 0.003),
     "linearize identity": (partial(linearize, replacement="identity"), 0.01),
-    "AutoReP": (autorep, 1e-4), "linearize poly": (partial(linearize, replacement="poly"), 0.01),
-    "DeepReDuce": (deepreduce, 0.003), "SENet": (senet, 0.01), "ReLUPruner": (relupruner, 0.03),
-}  # fmt: skip
+    "AutoReP": (autorep, 1e-4),
+    "AutoReP tuned": (autorep_tuned, 0.003),
+    "linearize poly": (partial(linearize, replacement="poly"), 0.01),
+    "DeepReDuce": (deepreduce, 0.003),
+    "SENet": (senet, 0.01),
+    "ReLUPruner": (relupruner, 0.03),
+}
 
 
 # The options that a record must agree with: of all rows, and of each.
 COMMON = ("net", "images", "epochs", "batch", "lr")
-SNL, SCORED = ("snl_lr", "snl_lambda", "snl_kappa"), ("samples", "rt", "adt")
+SNL = ("final", "snl_lr", "snl_lambda", "snl_kappa")
+AUTOREP = ("final", "autorep_lr", "autorep_penalty")
+SCORED = ("samples", "rt", "adt")
 OWN: dict[str, tuple[str, ...]] = {
-    "SNL": ("final", *SNL), "BCD": ("final", "snl_epochs", "snl_tune", *SNL, *SCORED),
-    "linearize": SCORED, "linearize identity": SCORED, "linearize poly": SCORED,
-    "AutoReP": ("final", "autorep_lr", "autorep_penalty"), "SENet": ("mismatch",),
-}  # fmt: skip
+    "SNL": SNL,
+    "SNL lines": SNL,
+    "BCD": (*SNL, "snl_epochs", "snl_tune", *SCORED),
+    "linearize": SCORED,
+    "linearize identity": SCORED,
+    "linearize poly": SCORED,
+    "AutoReP": AUTOREP,
+    "AutoReP tuned": AUTOREP,
+    "SENet": ("mismatch",),
+}
 
 
 def recorded(path: Path, arm: Result) -> Result | None:

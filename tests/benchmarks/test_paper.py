@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -71,24 +73,60 @@ def test_the_plan_and_the_list(capsys) -> None:
     paper.main(["resnet18-cifar100-15k", "--dry-run"])
     text = capsys.readouterr().out
     assert "0.555 G multiply-adds" in text
-    assert "1  dense        160 epochs: 26.7 PFLOP" in text
-    assert "in 150 steps of 100" in text
-    assert "at most 7,500 passes: 416.6 PFLOP, 2.78 per step" in text
-    assert "3,000 epochs, 20 per step, sgd 0.001: 666.6 PFLOP, 4.44 per step" in text
+    assert "dense     160 epochs: training 26.7 PFLOP" in text
+    assert "in 150 steps of 100, ADT 0.3, RT 50, 20 epochs each by sgd 0.001" in text
+    assert "training 666.6 PFLOP, scoring at most 416.6, 13.9 h" in text
     assert "SNL 67.17 %, BCD 68.85 %" in text
     assert ROWS["wrn22-8-tiny-200k"].steps() == 334, "the last step is a short one"
+    paper.main(["resnet18-cifar100-autorep-15k", "--dry-run", "--method", "linearize"])
+    text = capsys.readouterr().out
+    assert "to 15,000 ReLUs in 60 epochs, poly: training 13.3 PFLOP, 0.1 h" in text
+    assert "AutoReP 72.93 %, BCD 73.70 %" in text
     paper.main([])
-    assert len(capsys.readouterr().out.splitlines()) == 1 + len(ROWS)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:-1]] == list(ROWS)
     with pytest.raises(SystemExit):
         paper.main(["resnet18-cifar100-16k"])
 
 
-@pytest.mark.filterwarnings("ignore:after 1 epochs:RuntimeWarning")  # SNL ends above its budget
-@pytest.mark.parametrize("name", ["resnet18-cifar100-15k", "resnet18-cifar100-autorep-15k"])
-def test_the_stages(name, tmp_path, capsys, monkeypatch) -> None:
-    """Dense training, start and BCD; the same command resumes after an interruption."""
-    row = ROWS[name]
-    line = [name, "--tiny", "--device", "cpu", "--run-dir"]
+NO_WARNING = pytest.mark.filterwarnings("ignore:after 1 epochs:RuntimeWarning")
+PATHS = ["resnet18-cifar100-15k", "resnet18-cifar100-autorep-15k", "wrn22-8-cifar10-50k"]
+
+
+def tiny(out, *arguments: str) -> list[dict]:
+    """The lines of results.jsonl after a run on small nets."""
+    paper.main([*arguments, "--tiny", "--device", "cpu", "--epochs", "1", "--out", str(out)])
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+@NO_WARNING  # SNL ends above its budget
+def test_rows_share_stages_and_are_recorded_once(tmp_path) -> None:
+    for method in paper.METHODS:
+        tiny(tmp_path, *PATHS, "--method", method)
+    nets = ["resnet18-fashion-mnist-mini", "wide_resnet22_8-fashion-mnist-mini"]
+    expected = {f"dense-{net}-0" for net in nets} | {f"snl-{net}-1700-0" for net in nets}
+    expected |= {f"autorep-{nets[0]}-1700-0", "results.jsonl"}
+    expected |= {f"{name}-tiny-{end}-0" for name in PATHS for end in ("bcd", "linearize-1")}
+    assert {path.name for path in tmp_path.iterdir()} == expected
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/state.safetensors")}
+    lines = tiny(tmp_path, *PATHS, "--method", "linearize")
+    assert written == {path: path.stat().st_mtime_ns for path in written}
+    assert [line["row"] for line in lines] == [f"{name}-tiny" for name in PATHS * 2]
+    for line, name in zip(lines, PATHS * 2, strict=True):
+        assert line["relus"] == 1_600
+        assert line["published"] == ROWS[name].published
+        assert line["difference"] == round(line["accuracy"] - line["published"], 4)
+    replaced = {
+        name: fastbcd.load_run(tmp_path / f"{name}-tiny-linearize-1-0").replacement
+        for name in PATHS
+    }
+    assert list(replaced.values()) == ["line", "poly", "line"]
+
+
+@NO_WARNING
+def test_an_interrupted_row_resumes_at_its_stage(tmp_path, monkeypatch) -> None:
+    """To the weights of one that was not interrupted."""
+    name = PATHS[0]
 
     def interrupted(*arguments, **settings):
         raise KeyboardInterrupt
@@ -96,16 +134,22 @@ def test_the_stages(name, tmp_path, capsys, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(fastbcd, "bcd", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            paper.main([*line, str(tmp_path / "cut")])
-    state = tmp_path / "cut" / f"2-{row.start}" / "state.safetensors"
+            tiny(tmp_path / "cut", name)
+    state = tmp_path / "cut" / "snl-resnet18-fashion-mnist-mini-1700-0" / "state.safetensors"
     written = state.stat().st_mtime_ns
-    paper.main([*line, str(tmp_path / "cut")])
+    tiny(tmp_path / "cut", name)
     assert state.stat().st_mtime_ns == written, "a finished stage was run again"
-    paper.main([*line, str(tmp_path / "whole")])
-    assert "3 of 3: bcd to 1,600 ReLUs" in capsys.readouterr().out
-    folders = ["1-dense", f"2-{row.start}", "3-bcd"]
-    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == folders
-    cut, whole = (fastbcd.load_run(tmp_path / folder / "3-bcd") for folder in ("cut", "whole"))
+    tiny(tmp_path / "whole", name)
+    cut, whole = (
+        fastbcd.load_run(tmp_path / folder / f"{name}-tiny-bcd-0") for folder in ("cut", "whole")
+    )
     assert [step.before for step in whole.history] == [1_700, 1_640]
-    assert whole.masks.count() == 1_600
     assert all(torch.equal(cut.weights[name], tensor) for name, tensor in whole.weights.items())
+
+
+@pytest.mark.long
+@NO_WARNING
+@pytest.mark.parametrize("method", paper.METHODS)
+def test_every_row_runs(method, tmp_path) -> None:
+    lines = tiny(tmp_path, "--all", "--method", method)
+    assert [line["row"] for line in lines] == [f"{name}-tiny" for name in ROWS]
