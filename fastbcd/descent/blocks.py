@@ -76,22 +76,30 @@ class Account:
         enough = np.searchsorted(np.cumsum(saved[order]), saving * (1 - ROUNDING))
         return float(from_price[order[min(int(enough), len(order) - 1)]])
 
+    def beyond(self, worth: float, factor: np.ndarray) -> np.ndarray:
+        """The loss of emptying each site beyond what it saves at the price `worth`, [sites].
+
+        Σ max(loss - worth · price, 0) - worth · bonus: it pays where that is not above 0.
+        factor: of the losses of each site.
+        """
+        loss = self.loss * factor[self.where]
+        more = np.maximum(loss - worth * self.price[self.where], 0.0)
+        return np.bincount(self.where, more, len(self.price)) - worth * self.bonus
+
     def candidates(
-        self, worth: float, near: float, factor: np.ndarray
+        self, worth: float, near: float, factor: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """The sites to empty until a goal is met, and those to empty if it demands it.
 
-        The first are those that pay at the price `near`, the cheapest first. The others are all
-        sites by what emptying them loses beyond what it saves at the price `worth`:
-        Σ max(loss - worth · price, 0) - worth · bonus. factor: of the losses of each site.
+        The first are those that pay at the price `near`, the cheapest first; the others all
+        sites by what they lose beyond `worth`.
         """
+        if factor is None:
+            factor = np.ones(len(self.price))
         pays = self.pays * factor
         cheapest_first = np.argsort(pays, kind="stable")
         wanted = (pays <= near) & (self.bonus > 0)
-        loss = self.loss * factor[self.where]
-        more = np.maximum(loss - worth * self.price[self.where], 0.0)
-        beyond = np.bincount(self.where, more, len(self.price)) - worth * self.bonus
-        others = np.argsort(beyond, kind="stable")
+        others = np.argsort(self.beyond(worth, factor), kind="stable")
         return cheapest_first[wanted[cheapest_first]], others
 
 
@@ -125,22 +133,22 @@ class Blocks(Saliency):
         # As they pay; those that save nothing last, by loss.
         order = kept[torch.from_numpy(np.lexsort((account.loss, account.alone)))]
         worth = account.worth(goal.saving)
-        same = np.ones(len(goal.counts))
-        first = goal.emptied(*account.candidates(worth, worth * (1 + ROUNDING), same))
+        paying = account.candidates(worth, worth * (1 + ROUNDING))
+        first = goal.emptied(*paying)
         common = goal.at_most(goal.without(first)[1])
 
         def emptied(trial: int) -> list[int]:
             if trial == 0:
                 return first
-            factor = same
-            number = 0
-            if trial > 1:
-                numbers = philox(SITES, seed=seed, step=step, trial=trial)
-                # 1/3 to 3 in 80 % of the draws.
-                factor = np.sqrt(1 / uniform(numbers, len(same)) - 1)
-                number = max(0, len(first) + MORE[trial % len(MORE)])
-            wanted, others = account.candidates(worth, NEAR * worth, factor)
-            return common.emptied(wanted[:number], others)
+            if trial == 1:
+                return common.emptied([], paying[1])
+            number = max(0, len(first) + MORE[trial % len(MORE)])
+            u = uniform(
+                philox(SITES, seed=seed, step=step, trial=trial), len(goal.counts)
+            )
+            # The factors are 1/3 to 3 in 80 % of the draws.
+            drawn = account.candidates(worth, NEAR * worth, np.sqrt(1 / u - 1))
+            return common.emptied(drawn[0][:number], drawn[1])
 
         def draw(trial: int) -> Tensor:
             ids, left = common.without(emptied(trial))

@@ -116,6 +116,13 @@ def test_train_then_bcd(capsys) -> None:
     assert "the run in out is done: 3 steps, 30 ReLUs kept" in capsys.readouterr().out
 
 
+def test_the_version(capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        fastbcd_("--version")
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"fastbcd {fastbcd.__version__}\n"
+
+
 # ------------------------------------------------------------------------------- bcd
 
 
