@@ -5,12 +5,14 @@ small = fastbcd.private.gather_form(net)                # evaluates exactly the 
 fastbcd.private.export(small, images, "net.onnx")       # or .pt2
 target = fastbcd.private.Target(seconds=1.5, protocol="crypten", bandwidth="100Mbit", rtt="40ms")
 fastbcd.bcd(net, data, target)                          # a budget as a cost
+small = fastbcd.private.merge(net, data, target)        # linear runs as single convolutions
 fastbcd.private.activation_ranges(net, data)            # values that a fixed-point format must hold
 """
 
 from fastbcd.private.costs import Cost, SiteCost, cost
 from fastbcd.private.exporting import export
 from fastbcd.private.gathering import gather_form
+from fastbcd.private.merging import Merged, merge
 from fastbcd.private.protocols import PROTOCOLS, Constant, Protocol
 from fastbcd.private.ranges import Ranges, SiteRange, activation_ranges
 from fastbcd.private.target import Target
@@ -19,6 +21,7 @@ __all__ = [
     "PROTOCOLS",
     "Constant",
     "Cost",
+    "Merged",
     "Protocol",
     "Ranges",
     "SiteCost",
@@ -28,4 +31,5 @@ __all__ = [
     "cost",
     "export",
     "gather_form",
+    "merge",
 ]

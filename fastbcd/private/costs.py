@@ -14,7 +14,7 @@ counted as parts of the layers beside them; gathers send nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
@@ -28,7 +28,7 @@ from fastbcd.masking.calls import check_calls
 from fastbcd.masking.conversion_report import NonlinearOp, nonlinear_of
 from fastbcd.masking.masks import MaskSet, mask_modules
 from fastbcd.masking.masks import masks as masks_of
-from fastbcd.private.layers import layers_of
+from fastbcd.private.layers import Layer, layers_of
 from fastbcd.private.protocols import (
     LAN_BANDWIDTH,
     LAN_RTT,
@@ -281,8 +281,15 @@ def spent_by_layers(
     channel: Channel, net: nn.Module, weights_of: str, images: Tensor | None = None
 ) -> dict[str, Spent]:
     """What everything but the masked ReLUs spends, in the order of execution."""
+    return spent_on(channel, layers_of(net, images), weights_of)
+
+
+def spent_on(
+    channel: Channel, layers: Iterable[Layer], weights_of: str
+) -> dict[str, Spent]:
+    """What layers spend, by name."""
     spent: dict[str, Spent] = {}
-    for name, kind, amounts in layers_of(net, images):
+    for name, kind, amounts in layers:
         if kind == "layer" and weights_of == "server":
             kind = "owned"
         before = spent.get(name, Spent())

@@ -33,7 +33,7 @@ class Layer(NamedTuple):
     """
 
     name: str
-    kind: str  # "layer"; "line" of a mean, which divides; "relu" of comparisons; "reveal" of logits
+    kind: str  # "layer"; "line" of a mean or a factor; "relu" of comparisons; "reveal" of logits
     amounts: dict[str, int]
 
 
@@ -108,7 +108,7 @@ class _Recorder(TorchDispatchMode):
             self._add_convolution(name, result, *args)
         elif operator in PRODUCTS:
             self._add_product(name, *args[-2:])
-        elif operator in MEANS:
+        elif operator in MEANS or _scales(operator, args):
             self._add(name, "line", result.numel(), 1)
         else:
             self._add_comparisons(name, operator, args, result)
@@ -156,6 +156,11 @@ class _Recorder(TorchDispatchMode):
             ):  # a tree of them for each value, each with a product, as a ReLU has
                 levels = math.ceil(math.log2(count / values.numel() + 1))
                 self._add(name, "relu", count, levels)
+
+
+def _scales(operator: str, args: Any) -> bool:
+    """Whether an operation multiplies by a parameter, as a merged line does."""
+    return operator == "mul" and any(isinstance(arg, nn.Parameter) for arg in args)
 
 
 def _tiles(positions: int, terms: int, channels: int) -> dict[str, int]:

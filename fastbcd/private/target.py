@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -19,7 +20,15 @@ from fastbcd.descent.budget import (
     relus,
 )
 from fastbcd.masking.masks import MaskSet, masks
-from fastbcd.private.costs import OWNERS, cost, kinds_of, spent_by_layers
+from fastbcd.private.costs import (
+    OWNERS,
+    Cost,
+    cost,
+    kinds_of,
+    spent_by_layers,
+    spent_on,
+)
+from fastbcd.private.layers import Layer
 from fastbcd.private.protocols import (
     LAN_BANDWIDTH,
     LAN_RTT,
@@ -126,6 +135,21 @@ class Target(Budget):
         )
         return getattr(spent, self.quantity)
 
+    def whole_cost(self, net: nn.Module) -> Cost:
+        """What `private.cost` says of a net under the protocol and connection of the target."""
+        return cost(
+            net,
+            self.protocol,
+            bandwidth=self.bandwidth,
+            rtt=self.rtt,
+            weights_of=self.weights_of,
+        )
+
+    def price_of(self, layers: Iterable[Layer]) -> float:
+        """What layers cost, in the quantity of the target."""
+        spent = spent_on(self.channel, layers, self.weights_of)
+        return float(self._value(Spent().plus(spent.values())))
+
     def met(self, net: nn.Module) -> bool:
         """Whether the net's cost, and its number of ReLUs, are within the target."""
         limits = limits_of(self, net)
@@ -200,14 +224,17 @@ class Target(Budget):
         spent = channel.activations(
             units, {"relu": totals.relu_sites, replaced: totals.square_sites}
         ).plus([fixed])
+        value = self._value(spent)
         if self.quantity == "seconds":
-            value = (channel.protocol.setup_seconds.value or 0.0) + channel.seconds(
-                spent
-            )
-        else:
-            value = getattr(spent, self.quantity)
+            value = value + (channel.protocol.setup_seconds.value or 0.0)
         # What is unknown is of replacements that the net does not have: `bounds` refuses others.
         return np.nan_to_num(value, nan=0.0)
+
+    def _value(self, spent: Spent) -> Any:
+        """The quantity of the target, without the set-up."""
+        if self.quantity == "seconds":
+            return self.channel.seconds(spent)
+        return getattr(spent, self.quantity)
 
     def _check_known(self, unit: str) -> None:
         """Refuse a protocol that does not state what operations of a kind cost."""
