@@ -196,5 +196,7 @@ def test_merge_refuses() -> None:
     images = torch.randn(4, 3, 8, 8), torch.arange(4)
     with pytest.raises(ValueError, match="epochs=-1"):
         private.merge(nets.make("resnet"), images, epochs=-1)
+    with pytest.raises(ValueError, match="the net keeps no ReLU"):
+        private.merge(with_sites(nets.make("resnet"), set()), images)
     with pytest.raises(ValueError, match="linear runs of Untraceable are not known"):
         private.merge(nets.make("untraceable"), images)
