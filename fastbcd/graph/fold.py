@@ -33,7 +33,7 @@ def folded(net: nn.Module) -> nn.Module:
             model = fx.GraphModule(net, copy.deepcopy(trace(net)))
     except (
         Exception
-    ):  # whatever the net's own forward raises on fx proxies; `fused` says so
+    ):  # whatever the net's own forward raises on fx proxies; `fused` warns
         return net
     calls = Counter(node.target for node in model.graph.nodes)
     for node in model.graph.find_nodes(op="call_module"):

@@ -35,6 +35,7 @@ class ConversionReport:
     sites: int
     relus: int  # per image
     nonlinear: tuple[NonlinearOp, ...]  # operations that stay, those of skip= included
+    exchanged: tuple[str, ...] = ()  # calls that maxpool=, relu6=, smooth= changed
 
     @property
     def comparisons(self) -> int:
@@ -46,6 +47,8 @@ class ConversionReport:
         head = f"{self.relus:,} ReLUs at {self.sites} sites have masks; {stays}"
         if self.comparisons:
             head += f", with {self.comparisons:,} comparisons"
+        if self.exchanged:
+            head += f"; {len(self.exchanged)} calls were exchanged: fine-tune the net"
         return "\n  ".join([head, *map(str, self.nonlinear)])
 
 

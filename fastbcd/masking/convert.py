@@ -19,7 +19,7 @@ from fastbcd.masking.conversion_report import ConversionReport
 from fastbcd.masking.converted_net import ConvertedNet
 from fastbcd.masking.find_relus import Skip, checked_skips, find_relus
 from fastbcd.masking.missed_relus import Op, Watch, repeatable, run_watched
-from fastbcd.masking.pools import average_pools
+from fastbcd.masking.swaps import averaged, check_swaps, rectified
 from fastbcd.masking.tracing import (
     BY_HAND,
     ConversionError,
@@ -30,7 +30,6 @@ from fastbcd.masking.tracing import (
     trace_both_modes,
 )
 from fastbcd.runtime.dtypes import device_of, dtype_of
-from fastbcd.runtime.validate import check_choice
 
 
 def convert(
@@ -40,6 +39,8 @@ def convert(
     *,
     skip: Skip | Iterable[Skip] = (),
     maxpool: str = "keep",
+    relu6: str = "keep",
+    smooth: str = "keep",
 ) -> ConvertedNet:
     """A new network in which every ReLU has one bit per neuron, all of them set.
 
@@ -51,7 +52,10 @@ def convert(
             quadratic that starts as the identity. `to_line` and `to_poly` fit them.
         skip: ReLUs to leave as they are, by name ("layer4.*") or by type (nn.ReLU6).
         maxpool: "average" calls average pools in place of max-pools, whose comparisons cost like
-            ReLUs in private inference; the net must then be fine-tuned. Masks do not change them.
+            ReLUs in private inference. Masks do not change them.
+        relu6: "relu" makes ReLUs of ReLU6, as in MobileNetV2.
+        smooth: "relu" makes ReLUs of SiLU, GELU, Hardswish and Mish. After maxpool=, relu6= or
+            smooth= the net must be fine-tuned; skip= leaves any of them as it is.
 
     train() and eval() switch batch norm, dropout and DropPath as before. Outputs that the model has
     in training only (auxiliary heads) are left out; any other difference in training is refused.
@@ -65,34 +69,31 @@ def convert(
     """
     activation = activation_type(replacement)
     skips = checked_skips(skip)
-    check_choice("maxpool", maxpool, ("keep", "average"))
+    kinds = check_swaps(maxpool, relu6, smooth)
     original = copy.deepcopy(unwrap(model))
-    title = type(original).__name__
     example = _example_for(original, example_input)
     modes = {name: module.training for name, module in original.named_modules()}
     expected = _outputs(original, example)
     graph, leaves = trace_both_modes(original.eval(), example)
     net = ConvertedNet.of(original, graph)
-    watch = run_watched(net, example)
+    watch = _watched(net, example, expected)
+    exchanged = [*rectified(original, watch, kinds, skips)]
+    if maxpool == "average":
+        exchanged += averaged(original, net.graph)
+    if exchanged:
+        net.recompile()
+        watch = run_watched(net, example)
     relus, skipped = find_relus(original, watch, leaves, skips)
     _mask(original, relus, watch, activation, example)
     net.recompile()
-    require(
-        same_values(run_watched(net, example).output, expected),
-        f"{title} gives other outputs after conversion: its forward may test types (isinstance) or "
-        f"use data outside of tensors, or an in-place ReLU changes a tensor that is used again "
-        f"through a view (use inplace=False); {BY_HAND}",
-    )
-    replaced = {*relus}
-    if maxpool == "average":
-        replaced |= average_pools(original, net.graph)
-        net.recompile()
-    nonlinear = watch.nonlinear(without=replaced)
+    _watched(net, example, watch.output)
+    nonlinear = watch.nonlinear(without=relus)
     for name, module in net.named_modules():  # a new module has the mode of its owner
         module.training = modes.setdefault(name, modes[name.rpartition(".")[0]])
     sites = [m.mask.numel() for m in net.modules() if isinstance(m, MaskedActivation)]
+    report = ConversionReport(len(sites), sum(sites), nonlinear, tuple(exchanged))
     net.keep("example_shape", tuple(example.shape[1:]))
-    net.keep("conversion_report", ConversionReport(len(sites), sum(sites), nonlinear))
+    net.keep("conversion_report", report)
     stays = [op for op in nonlinear if op.name not in skipped]
     if stays:
         warnings.warn(
@@ -101,6 +102,18 @@ def convert(
             stacklevel=2,
         )
     return net
+
+
+def _watched(net: ConvertedNet, example: Tensor, expected: Any) -> Watch:
+    """What the net computes on the example; refuses outputs that are not the expected ones."""
+    watch = run_watched(net, example)
+    require(
+        same_values(watch.output, expected),
+        f"{net.__class__.__name__} gives other outputs after conversion: its forward may test "
+        f"types (isinstance) or use data outside of tensors, or an in-place ReLU changes a tensor "
+        f"that is used again through a view (use inplace=False); {BY_HAND}",
+    )
+    return watch
 
 
 def _example_for(net: nn.Module, example: Any) -> Tensor:

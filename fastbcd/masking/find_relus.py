@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from fastbcd.masking.activations import MaskedActivation
-from fastbcd.masking.missed_relus import Op, Watch
+from fastbcd.masking.missed_relus import SMOOTH, Op, Watch
 from fastbcd.masking.tracing import BY_HAND, call_path, require
 
 Skip = str | type[nn.Module]
@@ -40,35 +40,16 @@ def find_relus(
     skipped: set[str] = set()
     for node, ops in watch.ops.items():
         name = call_path(node)
-        kind = _kind(net, node)
-        relu = next((op for op in ops if op.relu), None)
+        relu = next((op for op in ops if op.activation in (nn.ReLU, nn.ReLU6)), None)
+        if relu is not None:
+            names[name] = None
         if any(op.elements for op in ops):
             nonlinear.add(name)
-            if _is_skipped(name, kind, relu, skips):
-                skipped.add(name)
-        if relu is None:
-            continue
-        names[name] = None
-        has_gradient = hasattr(node.target, "gradient")  # an autograd Function
-        alone = len(ops) == 1 and name not in leaves and not has_gradient
-        if name in skipped:
-            continue
-        differs = (
-            "and something else in training than in evaluation "
-            if name in leaves
-            else ""
-        )
-        require(
-            alone,
-            f"a ReLU was not captured: {name!r} ({kind.__name__}) computes {relu.kind} {differs}"
-            f"inside; {BY_HAND}",
-        )
-        require(
-            relu.relu is not nn.ReLU6,
-            f"{name!r} is a ReLU6, which cannot be masked: it is bounded on both sides; train with "
-            f"ReLU, or leave it: skip=[nn.ReLU6]",
-        )
-        relus[node] = relu
+        if name in nonlinear and is_skipped(net, node, ops, skips):
+            skipped.add(name)
+        elif relu is not None:
+            _check_masked(net, node, ops, relu, name in leaves)
+            relus[node] = relu
     for entry in skips:
         require(
             isinstance(entry, type)
@@ -79,6 +60,27 @@ def find_relus(
     return relus, skipped
 
 
+def _check_masked(
+    net: nn.Module, node: fx.Node, ops: list[Op], relu: Op, whole: bool
+) -> None:
+    """Refuse a ReLU that cannot be masked; whole: inside a module that is called as a whole."""
+    name = call_path(node)
+    differs = ""
+    if whole:
+        differs = "and something else in training than in evaluation "
+    has_gradient = hasattr(node.target, "gradient")  # an autograd Function
+    require(
+        len(ops) == 1 and not whole and not has_gradient,
+        f"a ReLU was not captured: {name!r} ({_kind(net, node).__name__}) computes {relu.kind} "
+        f"{differs}inside; {BY_HAND}",
+    )
+    require(
+        relu.activation is not nn.ReLU6,
+        f"{name!r} is a ReLU6, which cannot be masked: it is bounded on both sides; convert it to "
+        f"a ReLU with relu6='relu' and fine-tune, or leave it: skip=[nn.ReLU6]",
+    )
+
+
 def _kind(net: nn.Module, node: fx.Node) -> type:
     """The type of the module or function that a node calls."""
     if node.op == "call_module":
@@ -86,14 +88,17 @@ def _kind(net: nn.Module, node: fx.Node) -> type:
     return type(node.target)
 
 
-def _is_skipped(name: str, kind: type, relu: Op | None, skips: Iterable[Skip]) -> bool:
-    kinds = kind.__mro__
-    if relu is not None and relu.relu is not None:  # F.relu is skipped with nn.ReLU
-        kinds += relu.relu.__mro__
-    return any(
-        fnmatchcase(name, entry) if isinstance(entry, str) else entry in kinds
-        for entry in skips
-    )
+def is_skipped(
+    net: nn.Module, node: fx.Node, ops: Iterable[Op], skips: Iterable[Skip]
+) -> bool:
+    """Does skip= name this call, or its type? F.relu has the type nn.ReLU."""
+    kinds = _kind(net, node).__mro__
+    for op in ops:
+        if op.activation is not None:
+            kinds += op.activation.__mro__
+    names = [entry for entry in skips if isinstance(entry, str)]
+    by_name = any(fnmatchcase(call_path(node), name) for name in names)
+    return by_name or any(entry in kinds for entry in skips)
 
 
 def _no_relu(net: nn.Module, watch: Watch, skips: tuple[Skip, ...]) -> str:
@@ -103,7 +108,12 @@ def _no_relu(net: nn.Module, watch: Watch, skips: tuple[Skip, ...]) -> str:
         text = "has masks already, by fastbcd.convert or by hand, and no other ReLU"
     if skips:
         text += f" besides those of skip={skips}"
-    others = watch.nonlinear(without=())
+    others = watch.nonlinear()
     if others:
         text += f"; its nonlinear operations are {'; '.join(map(str, others[:3]))}"
+    if any(op.kind in SMOOTH for ops in watch.ops.values() for op in ops):
+        text += (
+            "; smooth='relu' makes ReLUs of SiLU, GELU, Hardswish and Mish, to be fine-tuned, "
+            "and skip= leaves some of them"
+        )
     return f"{text}; ReLUs are relu, clamp(min=0) without max and threshold(0, 0)"

@@ -21,6 +21,13 @@ from fastbcd.masking.tracing import call_path
 
 # The operators of a ReLU with their further arguments.
 _RELUS = {"relu": (), "clamp": (0,), "clamp_min": (0,), "threshold": (0, 0)}
+# The operators of activations that convert(smooth="relu") exchanges.
+SMOOTH: dict[str, type[nn.Module]] = {
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "hardswish": nn.Hardswish,
+    "mish": nn.Mish,
+}
 # Operators by what they are in the tensors that depend on the input: "linear", "bilinear" (linear
 # if one tensor depends on it), "linear in the first" (if the second does not depend on it), "batch
 # norm" (linear in eval mode), "constant". Views are linear, all others nonlinear.
@@ -33,7 +40,7 @@ class Op(NamedTuple):
     """An operator that ran on tensors that depend on the input."""
 
     kind: str
-    relu: type[nn.Module] | None  # nn.ReLU or nn.ReLU6 if it is one
+    activation: type[nn.Module] | None  # nn.ReLU, nn.ReLU6, nn.SiLU, ... if it is one
     inplace: bool
     elements: int  # of its result per image; 0 if it is linear
     comparisons: int  # per image
@@ -60,7 +67,7 @@ class Watch(TorchDispatchMode):
         )  # its keys are the tensors that depend on x
         self.depends[x] = None
 
-    def nonlinear(self, without: Container[fx.Node]) -> tuple[NonlinearOp, ...]:
+    def nonlinear(self, without: Container[fx.Node] = ()) -> tuple[NonlinearOp, ...]:
         """The nonlinear operations of all nodes except some."""
         return tuple(
             NonlinearOp(call_path(node), op.kind, op.elements, op.comparisons)
@@ -98,9 +105,8 @@ class Watch(TorchDispatchMode):
             kind = (
                 name.lstrip("_").removesuffix("_with_indices").removesuffix("_kernel")
             )
-        return Op(
-            kind, _relu(name, args[1:]), func._schema.is_mutable, elements, compared
-        )
+        activation = _activation(name, args[1:])
+        return Op(kind, activation, func._schema.is_mutable, elements, compared)
 
     def _is_linear(
         self, rule: str | None, args: Any, result: Tensor, inputs: int
@@ -114,13 +120,15 @@ class Watch(TorchDispatchMode):
         return rule == "linear" or (rule == "bilinear" and inputs == 1)
 
 
-def _relu(name: str, arguments: tuple[Any, ...]) -> type[nn.Module] | None:
-    """nn.ReLU or nn.ReLU6 if an operator with these further arguments computes one."""
+def _activation(name: str, arguments: tuple[Any, ...]) -> type[nn.Module] | None:
+    """The activation that an operator with these further arguments computes."""
     if any(isinstance(a, Tensor) for a in arguments):
         return None
     if name == "hardtanh" and arguments[0] == 0:
         return nn.ReLU6
-    return nn.ReLU if _RELUS.get(name) == arguments else None
+    if _RELUS.get(name) == arguments:
+        return nn.ReLU
+    return SMOOTH.get(name)
 
 
 def comparisons(name: str, args: Any, result: Tensor) -> int:

@@ -25,6 +25,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from fastbcd.graph.trace import LOCK, FunctionalBatchNorm, Tracer, overwrites
+from fastbcd.masking.activations import MaskedActivation
 from fastbcd.masking.example_tracer import ExampleTracer
 
 _DROPOUTS: dict[Any, type[nn.Module]] = {
@@ -35,7 +36,6 @@ _DROPOUTS: dict[Any, type[nn.Module]] = {
     F.alpha_dropout: nn.AlphaDropout,
     F.feature_alpha_dropout: nn.FeatureAlphaDropout,
 }
-_REPLACED = (nn.ReLU, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
 _SWITCHED = {F.batch_norm, *_DROPOUTS}  # functions with an argument `training`
 
 Match = dict[
@@ -241,12 +241,13 @@ def replace_call(
 ) -> fx.Node:
     """Call module(source, **tensors) instead of the node.
 
-    The module replaces an nn.ReLU or a max-pool at its first call. For any other call it is
-    registered as call_path(node), or with _2, _3, ... if that is taken.
+    It takes the name of the module that was called, at the first call of that. For any other call
+    it is registered as call_path(node), or with _2, _3, ... if that is taken.
     """
     owner, _, name = call_path(node).rpartition(".")
     parent = net.get_submodule(owner)
-    if node.op != "call_module" or type(parent.get_submodule(name)) not in _REPLACED:
+    masked = isinstance(getattr(parent, name, None), MaskedActivation)
+    if node.op != "call_module" or masked:
         numbered = (f"{name}_{number}" for number in itertools.count(2))
         names = itertools.chain([name], numbered)
         name = next(free for free in names if not hasattr(parent, free))

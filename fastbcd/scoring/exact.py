@@ -106,7 +106,7 @@ class Exact:
         least, most = self.ends(k)
         slack = self.rounding(
             SUM_ROUNDING
-        )  # a drop that is ADT but for rounding is no pass
+        )  # a drop that is ADT, rounding aside, is no pass
         if self.drop(least - slack) < self.adt:
             return True
         if self.drop(most - slack) < self.adt:

@@ -306,6 +306,50 @@ def test_average_pools_replace_max_pools() -> None:
         convert(model, x, maxpool="mean")
 
 
+def test_relu6_becomes_relu(torchvision) -> None:
+    """MobileNetV2, against itself with other modules; the names of modules are kept."""
+    model, x = torchvision.models.mobilenet_v2(weights=None).eval(), torch.randn(2, 3, 32, 32)
+    net = convert(model, x, relu6="relu")
+    twin = copy.deepcopy(model)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ReLU6):
+            twin.set_submodule(name, nn.ReLU())
+    assert torch.equal(net(x), twin(x))
+    assert [s.name for s in fastbcd.masks(net).sites] == [
+        name for name, module in model.named_modules() if isinstance(module, nn.ReLU6)
+    ]
+    assert net.conversion_report.nonlinear == ()
+    assert len(net.conversion_report.exchanged) == 35
+    assert "35 calls were exchanged: fine-tune the net" in str(net.conversion_report)
+    net = convert(model, x, relu6="relu", skip=["features.0.*", "features.1.*"])
+    kept = {op.name: op.comparisons for op in net.conversion_report.nonlinear}
+    assert kept == {"features.0.2": 2 * 32 * 16 * 16, "features.1.conv.0.2": 2 * 32 * 16 * 16}
+    with pytest.raises(ValueError, match="relu6='yes'; choose from keep, relu"):
+        convert(model, x, relu6="yes")
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "hardswish", "mish"])
+def test_smooth_activations_become_relu(name) -> None:
+    """Called as a module, as a function, in place, twice in succession."""
+    smooth = getattr(F, name)
+    kind = {"silu": nn.SiLU, "gelu": nn.GELU, "hardswish": nn.Hardswish, "mish": nn.Mish}[name]
+
+    def model_of(module, function):
+        return nn.Sequential(nn.Linear(3, 3), module, Functional(lambda x: function(function(x))))
+
+    x = torch.randn(5, 3)
+    model, rectified = model_of(kind(), smooth), model_of(nn.ReLU(), F.relu)
+    rectified.load_state_dict(model.state_dict())
+    with pytest.raises(ConversionError, match=r"no ReLU to mask.*smooth='relu'.*skip="):
+        convert(model, x)
+    net = convert(model, x, smooth="relu")
+    assert torch.equal(net(x), rectified(x))
+    assert fastbcd.masks(net).counts() == {"1": 3, f"2.{name}": 3, f"2.{name}_2": 3}
+    net = convert(model, x, smooth="relu", skip="1")
+    assert [op.name for op in net.conversion_report.nonlinear] == ["1"]
+    assert torch.equal(net(x), nn.Sequential(*model[:2], rectified[2])(x))
+
+
 def test_other_tracers_see_masked_activations(torchvision) -> None:
     """torch.fx with its own tracer, and the feature extractors of torchvision."""
     model, x = torchvision.models.resnet18(weights=None).eval(), torch.randn(2, 3, 32, 32)

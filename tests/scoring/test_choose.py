@@ -147,7 +147,7 @@ def test_images_ahead_may_have_the_least_value_of_the_metric() -> None:
 
 
 def test_near_ties_are_continued_for_their_losses() -> None:
-    """The second cannot reach the first but for rounding, and has the smaller loss."""
+    """The second cannot reach the first except by rounding, and has the smaller loss."""
     rows = torch.ones(3, 100, dtype=torch.float64)
     rows[1, 98:], rows[2, :2] = 0.0, 0.0
     for difference, losses, best in ((5e-4, (0.0, 2.0, 1.0), 1), (5e-4, (0.0, 1.0, 2.0), 0),
