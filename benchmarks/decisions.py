@@ -33,7 +33,7 @@ from fastbcd.cli.demo import trained_resnet
 from fastbcd.data.for_net import data_for
 from fastbcd.scoring.answers import prepared
 from fastbcd.scoring.confident import Confident, visiting_order
-from fastbcd.scoring.decision import Search
+from fastbcd.scoring.decision import Selection
 from fastbcd.scoring.engine import Engine
 from table import machine
 
@@ -89,11 +89,17 @@ def exact(right: np.ndarray, adt: float) -> tuple[int, bool, int]:
 
 
 def sampled(
-    rows: np.ndarray, adt: float, confidence: float, margins, data, seed: int, step: int
+    rows: np.ndarray,
+    adt: float,
+    confidence: float,
+    margins,
+    total: int,
+    seed: int,
+    step: int,
 ):
     """(choice, passes, images, margins) from the records of one step."""
     visits = visiting_order(
-        data, margins, adt=adt, confidence=confidence, seed=seed, step=step
+        total, margins, adt=adt, confidence=confidence, seed=seed, step=step
     )
     place = visits.order.numpy()
 
@@ -101,7 +107,7 @@ def sampled(
         return {k: torch.from_numpy(rows[k + 1][:, place[begin:end]]) for k in numbers}
 
     decision = Confident(visits, adt=adt, confidence=confidence)
-    search = Search(visit, decision)
+    search = Selection(visit, decision)
     if margins is None:
         search.complete(-1)
     begins, waves = [0, 1, 3, *range(7, len(rows), 8)], []
@@ -122,8 +128,6 @@ def compare(
         places = np.arange(steps[0].shape[2])
         if total != len(places):
             places = np.random.default_rng(seed).integers(0, len(places), total)
-        blank = torch.zeros(total, 1, 1, 1), torch.zeros(total, dtype=torch.long)
-        data = fastbcd.ImageData.from_arrays(*blank)
         margins: dict[float, Tensor | None] = dict.fromkeys(CONFIDENCES)
         for number, step in enumerate(steps):
             rows = step[:, :, places]
@@ -135,7 +139,7 @@ def compare(
             counts: dict[str, int] = {"loop": (1 + tried) * total, "exact": images}
             for p in CONFIDENCES:
                 mine, passed, counts[str(p)], margins[p] = sampled(
-                    rows, adt, p, margins[p], data, seed, number
+                    rows, adt, p, margins[p], total, seed, number
                 )
                 values = right[1:].sum(1)
                 same = passed == passes and (mine == choice or (

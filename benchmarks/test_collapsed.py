@@ -23,11 +23,11 @@ from torch import Tensor
 import fastbcd
 from fastbcd.masking.masks import MaskSet
 from fastbcd.scoring.collapsed.affine_cache import AffineCache
-from fastbcd.scoring.collapsed.affine_net import AffineNet
-from fastbcd.scoring.collapsed.build import CollapsedCost, FormBuilder
+from fastbcd.scoring.collapsed.build import FormBuilder
 from fastbcd.scoring.collapsed.engine import Collapsed
 from fastbcd.scoring.engine import Request
-from fastbcd.scoring.program import make_program
+from fastbcd.scoring.plan import CollapsedPlanner
+from fastbcd.scoring.program import Program, make_program
 from fastbcd.scoring.stacked import Stacked, stacked_multiply_adds
 from nets import build
 from test_scoring import Loop
@@ -92,25 +92,24 @@ def prepared(name: str, relus: int) -> SimpleNamespace:
     removals = [masks.sample(D, seed=1, step=0, trial=t) for t in range(CALL[0])]
     program = make_program(net, nhwc[:1])
     stacked = Stacked(program, masks)
-    affine = AffineNet(program)
-    builder = FormBuilder(affine, masks, nhwc[:2])
+    request = Request(net, masks, removals, *CALL, nhwc[:2], None, 2**40)
+    builder = FormBuilder(program, request)
     start = time.perf_counter()
     form = builder.build(with_image=False)
     seconds = time.perf_counter() - start
-    request = Request(net, masks, removals, *CALL, nhwc[:2], None, 2**40)
     case = SimpleNamespace(
         net=net, masks=masks, removals=removals, x=x, nhwc=nhwc, stacked=stacked,
-        collapsed=Collapsed(form, affine, AffineCache()), build=seconds,
-        auto=auto_choice(request, builder),
+        collapsed=Collapsed(form, builder.net, AffineCache()), build=seconds,
+        auto=auto_choice(request, program),
     )  # fmt: skip
     _last[name, relus] = case
     return case
 
 
-def auto_choice(request: Request, builder: FormBuilder) -> str:
+def auto_choice(request: Request, program: Program) -> str:
     """What score(engine="auto") would take for the whole call."""
-    collapsed = CollapsedCost(request, builder, None).weighted()
-    of_stacked = stacked_multiply_adds(request, builder.net.program)
+    collapsed = CollapsedPlanner(request, program).weighted
+    of_stacked = stacked_multiply_adds(request, program)
     return "collapsed" if collapsed < of_stacked else "stacked"
 
 

@@ -22,9 +22,9 @@ from fastbcd.masking.masks import MaskSet
 from fastbcd.runtime.malloc import kept_memory
 from fastbcd.scoring import program as programs
 from fastbcd.scoring.collapsed.affine_cache import AffineCache
-from fastbcd.scoring.collapsed.affine_net import AffineNet
 from fastbcd.scoring.collapsed.build import FormBuilder
 from fastbcd.scoring.collapsed.engine import Collapsed
+from fastbcd.scoring.engine import Request
 from fastbcd.scoring.stacked import Stacked
 from nets import build
 
@@ -56,13 +56,13 @@ def prepared(way: str, implementation: str) -> tuple[Callable[[], object], float
     if way == "stacked":
         engine, lanes, piece = Stacked(program, masks), 2, 32
     else:
-        affine = AffineNet(program)
-        builder = FormBuilder(affine, masks, x[:2])
+        request = Request(net, masks, [], K, IMAGES, x[:2], None, 2**40)
+        builder = FormBuilder(program, request)
         if way == "build":
             return lambda: builder.build(with_image=False), 0.0
         if implementation not in _forms:
             form = builder.build(with_image=False)
-            _forms[implementation] = Collapsed(form, affine, AffineCache())
+            _forms[implementation] = Collapsed(form, builder.net, AffineCache())
         engine, lanes, piece = _forms[implementation], K, IMAGES
         engine.cache = AffineCache()
         engine.cache.limit = 2**40 if way == "collapsed" else 0

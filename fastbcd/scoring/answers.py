@@ -19,7 +19,9 @@ from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.ranks import from_first
 from fastbcd.runtime.tf32 import own_precision, repeatable_convolutions
 from fastbcd.scoring.accuracy import check_metric, judged
+from fastbcd.scoring.confident import Confident
 from fastbcd.scoring.engine import Engine, Request
+from fastbcd.scoring.exact import Exact
 from fastbcd.scoring.metric import DEFAULT, Criterion, at_least_float32
 from fastbcd.scoring.plan import ScoringPlan, make_plan
 from fastbcd.scoring.stacked import Stacked
@@ -37,12 +39,13 @@ class Answers:
         criterion: Criterion,
         data: ImageData,
         removals: dict[int, Tensor],
+        order: Tensor,
     ) -> None:
         self.plan = plan
         self.criterion = criterion
         self.data = data
         self.removals = removals
-        self.order = torch.arange(len(data))  # of the images
+        self.order = order  # in which the images are visited
         self.running: dict[int, Tensor] = {}  # what the engine is prepared for
         self.work: Any = None
 
@@ -105,17 +108,18 @@ def prepared(
     images: ImageData,
     engine: Engine,
     criterion: Criterion = DEFAULT,
+    decision: Exact | Confident | None = None,
     *,
     expected: int | None = None,
-    visits: int | None = None,
 ) -> Iterator[Answers]:
     """Answers of a net that is in eval mode; afterwards the net is as it was.
 
-    removals: all, or some that are typical of the `expected` number of them. visits: how many of
-    the images each will need, probably. Precision is stated here: a caller's autocast has no
+    removals: all, or some that are typical of the `expected` number of them. decision: what will
+    be asked; None: all images in their order. Precision is stated here: a caller's autocast has no
     effect.
     """
     current = masks(net).copy()
+    decision = decision or Exact(criterion, len(images), adt=0.0)
     with repeatable_convolutions(), eval_mode(net), ExitStack() as stack:
         stack.callback(set_masks, net, current)
         with own_precision(images.device, "float32"), torch.inference_mode():
@@ -127,7 +131,7 @@ def prepared(
                 current,
                 [*removals.values()],
                 hypotheses=expected or len(removals),
-                images=visits or len(images),
+                images=decision.needed,
                 example=example,
                 batch_size=engine.batch_size,
                 # Ranks plan alike, whatever memory each of them has.
@@ -138,7 +142,9 @@ def prepared(
         if isinstance(plan.engine, Stacked):
             stack.enter_context(kept_memory())
         stack.enter_context(own_precision(images.device, engine.precision))
-        yield Answers(plan, criterion, images, removals)
+        if isinstance(decision, Exact):
+            decision.batch = plan.together
+        yield Answers(plan, criterion, images, removals, decision.order)
 
 
 def check_scorable(

@@ -5,7 +5,7 @@ percentage points; if none does, the one that drops least, ties by smaller loss,
 Losses count as equal within 1e-5, the rounding that engines and batch sizes may differ by.
 
 What is certain is not computed (exact.py); with a confidence, what is certain enough is not
-computed either (confident.py). One search serves both (decision.py).
+computed either (confident.py). One selection serves both (decision.py).
 """
 
 from __future__ import annotations
@@ -21,13 +21,8 @@ from fastbcd.data.for_net import data_for
 from fastbcd.masking.convert import unwrap
 from fastbcd.masking.masks import MaskSet, masks
 from fastbcd.scoring.answers import Answers, checked_removal, prepared
-from fastbcd.scoring.confident import (
-    Confident,
-    check_confidence,
-    expected_visits,
-    visiting_order,
-)
-from fastbcd.scoring.decision import Decision, Search
+from fastbcd.scoring.confident import Confident, check_confidence, visiting_order
+from fastbcd.scoring.decision import Selection
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.exact import Exact
 from fastbcd.scoring.metric import Criterion, Loss, Metric
@@ -63,11 +58,10 @@ class Choice:
     # With a confidence the numbers above are estimates, unless all images were seen, and `drops`
     # holds all hypotheses.
     seen: dict[int, int] | None = (
-        None  # by number (-1: the base): images that were needed
+        None  # images that were needed, by number (-1: the base)
     )
-    interval: tuple[float, float] | None = (
-        None  # holds the drop, with the stated probability
-    )
+    # Holds the drop, with the stated probability.
+    interval: tuple[float, float] | None = None
     margins: Tensor | None = field(default=None, repr=False)  # for the next step
 
 
@@ -80,7 +74,6 @@ def choose(
     engine: str | Engine = "auto",
     metric: Metric | None = None,
     loss: Loss | None = None,
-    early: bool = True,
     confidence: float | None = None,
     seed: int = 0,
     step: int = 0,
@@ -94,7 +87,6 @@ def choose(
         hypotheses: removals, LongTensor[D] each. They are drawn in waves of 1, 2, 4, ...
             `Engine.wave`, and none after one is accepted: if that is the first, it is the only
             one scored.
-        early: stop scoring a hypothesis when its outcome is certain. Never changes the choice.
         engine, metric, loss: as in `score`. The engine never changes the choice.
         confidence: None is exact. With 0.999 the choice differs from the exact one with a
             probability of 0.1 % at most: images are visited in a random order, and a decision is
@@ -108,43 +100,29 @@ def choose(
     >>> choose(net, [torch.tensor([0]), torch.tensor([1])], data, adt=100.0).number
     0
     """
-    engine = as_engine(engine)
+    settings = as_engine(engine)
     criterion = Criterion(metric, loss)
     check_confidence(confidence, metric)
     net = unwrap(net)
     images = data_for(net, data)
     removals: dict[int, Tensor] = {}
-    waves = _waves(masks(net).copy(), hypotheses, engine.wave, removals)
+    waves = _waves(masks(net).copy(), hypotheses, settings.wave, removals)
     first = next(waves, None)
     if first is None:
         raise ValueError("there is no hypothesis to choose from")
-    visits = needed = None
+    decision: Exact | Confident = Exact(criterion, len(images), adt=adt)
     if confidence is not None:
-        visits = visiting_order(
-            images, margins, adt=adt, confidence=confidence, seed=seed, step=step
-        )
-        needed = expected_visits(visits)
+        options: dict[str, float] = {"adt": adt, "confidence": confidence}
+        visits = visiting_order(len(images), margins, seed=seed, step=step, **options)
+        decision = Confident(visits, **options)
     with prepared(
-        net, removals, images, engine, criterion, expected=engine.wave, visits=needed
+        net, removals, images, settings, criterion, decision, expected=settings.wave
     ) as answers:
-        decision: Decision
-        if visits is None or confidence is None:
-            decision = Exact(
-                criterion,
-                len(images),
-                adt=adt,
-                early=early,
-                batch=answers.plan.together,
-            )
-        else:
-            decision = Confident(visits, adt=adt, confidence=confidence)
-            answers.order = visits.order
-        search = Search(answers, decision)
-        if (
-            decision.to_the_end or margins is None
-        ):  # the next step needs those of all images
-            search.complete(-1)
-        return _choice(answers, decision, *search.choose(chain([first], waves)))
+        selection = Selection(answers, decision)
+        if decision.to_the_end or margins is None:
+            selection.complete(-1)  # the next step needs the margins of all images
+        number, accepted = selection.choose(chain([first], waves))
+    return _choice(answers, decision, number, accepted)
 
 
 def _waves(
@@ -165,7 +143,7 @@ def _waves(
 
 
 def _choice(
-    answers: Answers, decision: Decision, number: int, accepted: bool
+    answers: Answers, decision: Exact | Confident, number: int, accepted: bool
 ) -> Choice:
     criterion = answers.criterion
     samples = decision.samples

@@ -9,7 +9,6 @@ also dropped by a call that finds other weights. The other facts depend on the s
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ class Signature:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self.facts.append(f"{leaf.shape} {leaf.dtype} {leaf.device}")
-                self.tensors.append(leaf.detach())
+                self.tensors.append(leaf.detach().clone())  # the net may change it
             elif isinstance(leaf, MaskedActivation):
                 self._add([type(leaf), leaf.coefficients()])
             elif isinstance(leaf, nn.Module):
@@ -56,15 +55,8 @@ class Signature:
 
     def equals(self, other: Signature) -> bool:
         """Is it of a net that computes the same?"""
-        return self.facts == other.facts and all(
-            map(torch.equal, self.tensors, other.tensors)
-        )
-
-    def copy(self) -> Signature:
-        """With copies of the tensors, which the net may change."""
-        twin = copy.copy(self)
-        twin.tensors = [tensor.clone() for tensor in self.tensors]
-        return twin
+        same = map(torch.equal, self.tensors, other.tensors)
+        return self.facts == other.facts and all(same)
 
 
 @dataclass(eq=False)
@@ -74,30 +66,30 @@ class Compiled:
     signature: Signature | None = None  # of the net that the form was made from
     form: Form | None = None
     images: AffineCache = field(default_factory=AffineCache)  # their values in the form
-    answer: Tensor | None = (
-        None  # the net's output, when the form was last compared with it
-    )
+    # The net's output, when the form was last compared with it.
+    answer: Tensor | None = None
     checked: list[Any] | None = None  # the structure whose linear part was checked
     not_affine: str = ""  # why that structure is not affine
     impulse_costs: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def form_of(self, signature: Signature, masks: MaskSet) -> Form | None:
         """The form that was built, without removed ReLUs; None if it does not hold any more."""
-        if self.form is None or self.signature is None:
+        form = self.form
+        if form is None or self.signature is None:
             return None
-        if not signature.equals(self.signature) or not self.form.holds(masks):
+        if not signature.equals(self.signature) or not form.holds(masks):
             self.drop()  # its memory is free before another is built
             return None
-        kept = self.form.kept_numbers(masks)
-        if len(kept) < len(self.form.constant):
+        kept = form.kept_numbers(masks)
+        if len(kept) < len(form.constant):
             self.answer = None
-            self.form = self.form.shrunk(kept)
+            self.form = form.shrunk(kept)
             self.images.keep_rows(kept)
         return self.form
 
     def keep_form(self, signature: Signature, form: Form) -> None:
         """Remember a form for as long as the net computes the same."""
-        self.signature = signature.copy()
+        self.signature = signature
         self.form = form
 
     def drop(self) -> None:

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastbcd.data.images import ImageData
 from fastbcd.runtime.philox import PLACES, philox, uniform
 from fastbcd.runtime.validate import check_number
 from fastbcd.scoring.evidence import interval, log_evidence
@@ -43,9 +42,8 @@ class Visits(NamedTuple):
 
     order: Tensor  # int64 [N]
     weights: np.ndarray  # float64 [N], in this order
-    times: (
-        np.ndarray
-    )  # float64 [N], ascending: an image of weight w is visited by t with 1-e^(-wt)
+    # float64 [N], ascending: an image of weight w is visited by t with the chance 1-e^(-wt).
+    times: np.ndarray
     margins: Tensor  # [2, N] by image, see `visiting_order`
 
 
@@ -60,33 +58,34 @@ class Confident:
 
     def __init__(self, visits: Visits, *, adt: float, confidence: float) -> None:
         self.visits = visits
+        self.order = visits.order
+        # About how many images a hypothesis takes that passes clearly.
+        self.needed = math.ceil(-np.expm1(-visits.weights).sum())
         self.error = 1.0 - confidence
         self.samples = len(visits.order)
-        self.limit = _limit(
-            adt, self.samples
-        )  # a difference of so many answers is no pass
+        # A difference of so many answers is no pass.
+        self.limit = _limit(adt, self.samples)
         # By number (-1: the base): [2, seen].
-        self.answers: defaultdict[int, np.ndarray] = defaultdict(
-            lambda: np.zeros((2, 0))
-        )
+        self.answers: Any = defaultdict(lambda: np.zeros((2, 0)))
         self.left: list[int] = []  # in the comparison of those that fail
 
     def seen(self, k: int) -> int:
+        """How many images it was run on; they are the first visits."""
         return self.answers[k].shape[1]
 
     def add(self, k: int, answers: Tensor) -> None:
+        """Take the answers to further images, DoubleTensor[2, n]."""
         self.answers[k] = np.concatenate([self.answers[k], answers.numpy()], 1)
 
     def until(self, numbers: list[int]) -> int:
-        """The next look. Looks are at fixed numbers of images; the base alone runs on all."""
-        if numbers == [-1]:
-            return self.samples
+        """The next look. Looks are at fixed numbers of images."""
         look = 0
         while look <= self.seen(numbers[0]):
             look += max(LEAST, self.samples // LOOKS, look // GROW)
         return min(look, self.samples)
 
     def verdict(self, k: int) -> bool | None:
+        """Does it pass? None: that is not certain enough."""
         n = self.seen(k)
         if not n:
             return None
@@ -127,8 +126,6 @@ class Confident:
                 break
         return self.left
 
-    # ------------------------------------------------------------------ what is reported
-
     def totals(self, k: int, n: int | None = None) -> tuple[float, float]:
         """Correct answers and summed loss on all images, estimated from the first n visits.
 
@@ -150,6 +147,7 @@ class Confident:
         return 100.0 * (self.totals(-1, n)[0] - self.totals(k)[0]) / self.samples
 
     def record(self, chosen: int) -> dict[str, Any]:
+        """Further fields of a `Choice`: estimates, and what the next step needs."""
         changes = self.changes(-1, chosen, self.seen(chosen))
         low, high = interval(changes, self.visits.weights, self.error)
         return {
@@ -163,7 +161,7 @@ class Confident:
 
 
 def visiting_order(
-    data: ImageData,
+    total: int,
     margins: Tensor | None,
     *,
     adt: float,
@@ -171,28 +169,28 @@ def visiting_order(
     seed: int,
     step: int,
 ) -> Visits:
-    """The visits of a step.
+    """The visits of a step to all images, `total` of them.
 
     margins [2, N]: of each image its distance from another answer when it was last seen, and by
     how much the last hypothesis changed that; NaN where it is not known. All this was known before
     the hypotheses of this step, so that any use of it is allowed.
     """
     if margins is None:
-        margins = torch.full((2, len(data)), torch.nan)
-    elif margins.shape != (2, len(data)):
+        margins = torch.full((2, total), torch.nan)
+    if margins.shape != (2, total):
         raise ValueError(
-            f"margins have shape {list(margins.shape)} beside {len(data)} images"
+            f"margins have shape {list(margins.shape)} beside {total} images"
         )
     distance, change = margins.cpu()
-    chances = np.zeros(len(data))
+    chances = np.zeros(total)
     for part in 0.25 ** np.arange(STRATA, 0, -1):
         # So many of the changes are larger. Nothing is below NaN.
         largest = WIDER * change.nanquantile(1 - part)
         chances[(distance < largest).numpy()] = part
-    rates = _rates(chances, _limit(adt, len(data)), 1 - confidence)
+    rates = _rates(chances, _limit(adt, total), 1 - confidence)
     weights = -np.log1p(-rates)
     # Of exponential times with rates w, the next is that of an image with its share of the w left.
-    random = uniform(philox(PLACES, seed=seed, step=step), len(data))
+    random = uniform(philox(PLACES, seed=seed, step=step), total)
     times = -np.log(random) / weights
     order = np.argsort(times, kind="stable")
     return Visits(torch.from_numpy(order), weights[order], times[order], margins)
@@ -213,11 +211,6 @@ def _rates(chances: np.ndarray, limit: int, error: float) -> np.ndarray:
     rates = roots * (roots.sum() / (variance + chances.sum()))
     least = -math.expm1(-bar / room)
     return rates.clip(least).clip(max=MOST)
-
-
-def expected_visits(visits: Visits) -> int:
-    """About how many images a hypothesis takes that passes clearly."""
-    return math.ceil(-np.expm1(-visits.weights).sum())
 
 
 def new_margins(visits: Visits, base: np.ndarray, chosen: np.ndarray) -> Tensor:

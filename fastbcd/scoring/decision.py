@@ -1,69 +1,36 @@
-"""The search of a step: which hypotheses run on which images next, until one is chosen.
+"""The selection of a step: which hypotheses run on which images next, until one is chosen.
 
 A decision knows what is certain of a hypothesis from the images that it was run on: exact.py by
-counting, confident.py by a bound on the error. The search runs what is not certain, and no more:
-hypotheses of a wave together, until the first that passes is known; if none passes, those that may
-still be the best.
+counting, confident.py by a bound on the error. The selection runs what is not certain, and no
+more: hypotheses of a wave together, until the first that passes is known; if none passes, those
+that may still be the best.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
 
 from torch import Tensor
 
-ROUNDING = 1e-5  # by which engines and batch sizes may differ: closer losses are equal
+from fastbcd.scoring.confident import Confident
+from fastbcd.scoring.exact import ROUNDING, Exact
 
 # (numbers, begin, end) -> by number, metric and loss of these visits, DoubleTensor[2, n]; see
 # answers.py. Number -1 is the base.
 Run = Callable[[list[int], int, int], dict[int, Tensor]]
 
 
-class Decision(Protocol):
-    """What is certain of hypotheses, by number."""
+class Selection:
+    """One step's selection."""
 
-    samples: int
-    to_the_end: bool  # the numbers of the chosen one are wanted of all images
-
-    @property
-    def tie(self) -> float:
-        """Sums of the metric that differ by this or less are equal."""
-
-    def seen(self, k: int) -> int:
-        """How many images it was run on; they are the first ones."""
-
-    def until(self, numbers: list[int]) -> int:
-        """Up to which image to run those that have seen the same images."""
-
-    def add(self, k: int, answers: Tensor) -> None:
-        """Take the answers to further images, DoubleTensor[2, n]."""
-
-    def verdict(self, k: int) -> bool | None:
-        """Does it pass? None: that is not certain."""
-
-    def contenders(self) -> list[int]:
-        """Those that may be the best, if none passes."""
-
-    def totals(self, k: int) -> tuple[float, float]:
-        """The sums of metric and loss over all images, or estimates of them."""
-
-    def record(self, chosen: int) -> dict[str, Any]:
-        """Further fields of a `Choice`: the drops that are known."""
-
-
-class Search:
-    """One step's search."""
-
-    def __init__(self, run: Run, decision: Decision) -> None:
+    def __init__(self, run: Run, decision: Exact | Confident) -> None:
         self.run = run
         self.decision = decision
 
-    def proceed(self, numbers: list[int]) -> None:
-        """Run hypotheses that have seen the same images on the next; and the base, if it must."""
+    def proceed(self, numbers: list[int], end: int) -> None:
+        """Run hypotheses that have seen the same images up to `end`; the base, if it must."""
         decision = self.decision
         begin = decision.seen(numbers[0])
-        end = decision.until(numbers)
         if -1 not in numbers and decision.seen(-1) < end:
             numbers = [-1, *numbers]
         for k, answers in self.run(numbers, begin, end).items():
@@ -71,38 +38,39 @@ class Search:
 
     def complete(self, *numbers: int) -> None:
         """Run those that have seen the same images on all others."""
-        while self.decision.seen(numbers[0]) < self.decision.samples:
-            self.proceed([*numbers])
+        samples = self.decision.samples
+        if self.decision.seen(numbers[0]) < samples:
+            self.proceed([*numbers], samples)
 
     def choose(self, waves: Iterable[list[int]]) -> tuple[int, bool]:
         """The first hypothesis that passes, or else the best; and whether it passes."""
-        number = None
-        for wave in waves:
-            number = self.wave(wave)
-            if number is not None:
-                break
-        accepted = number is not None
-        if number is None:
-            number = self.best()
-        if self.decision.to_the_end:
-            self.complete(number)
-        return number, accepted
-
-    def wave(self, numbers: Iterable[int]) -> int | None:
-        """The first of these hypotheses that passes; None if none does."""
-        undecided = sorted(numbers)
         passed = None
-        while True:
-            verdicts = {k: self.decision.verdict(k) for k in undecided}
-            passing = [k for k in undecided if verdicts[k]]
-            if passing:
-                passed = passing[0]
-            undecided = [k for k in undecided if verdicts[k] is None]
+        for wave in waves:
+            passed = self.first_that_passes(wave)
             if passed is not None:
-                undecided = [k for k in undecided if k < passed]
-            if not undecided:
-                return passed
-            self.proceed(undecided)
+                break
+        chosen = passed
+        if chosen is None:
+            chosen = self.best()
+        if self.decision.to_the_end:
+            self.complete(chosen)
+        return chosen, passed is not None
+
+    def first_that_passes(self, undecided: list[int]) -> int | None:
+        """The first of these hypotheses, in ascending order; None if none passes."""
+        passed = None
+        while undecided:
+            verdicts = {k: self.decision.verdict(k) for k in undecided}
+            undecided = []
+            for k, passes in verdicts.items():
+                if passes:
+                    passed = k
+                    break
+                if passes is None:
+                    undecided.append(k)
+            if undecided:
+                self.proceed(undecided, self.decision.until(undecided))
+        return passed
 
     def best(self) -> int:
         """If none passes: the largest metric, then the smaller loss, then the lower number."""
@@ -113,14 +81,14 @@ class Search:
             if len(left) == 1 or not unfinished:
                 break
             behind = min(map(decision.seen, unfinished))
-            self.proceed([k for k in unfinished if decision.seen(k) == behind])
+            together = [k for k in unfinished if decision.seen(k) == behind]
+            self.proceed(together, decision.until(together))
         totals = {k: decision.totals(k) for k in left}
-        most = max(value for value, _ in totals.values()) - decision.tie
-        best, *others = (k for k, (value, _) in totals.items() if value >= most)
+        most = max(metric for metric, _ in totals.values()) - decision.tie
+        best, *others = (k for k in left if totals[k][0] >= most)
         for k in others:
-            if fewer(
-                totals[k][1] / decision.samples, totals[best][1] / decision.samples
-            ):
+            mean, least = (totals[n][1] / decision.samples for n in (k, best))
+            if fewer(mean, least):
                 best = k
         return best
 

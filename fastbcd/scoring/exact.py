@@ -10,74 +10,65 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastbcd.runtime.ranks import world
-from fastbcd.scoring.decision import ROUNDING
 from fastbcd.scoring.metric import Criterion
 
-SUM_ROUNDING = (
-    1e-9  # by which the order of its terms may change a sum, relative to its size
-)
-PART = 2**18  # answers that are read at a time, at most; invalid ones are found then
-GROW = 16  # images between two looks: at least a part of those seen, as a look waits for a GPU
-
-
-class Sums(NamedTuple):
-    """Of one hypothesis, over the images that it has seen."""
-
-    images: int = 0
-    metric: float = 0.0
-    loss: float = 0.0
+ROUNDING = 1e-5  # by which engines and batch sizes may differ: closer losses are equal
+# By which the order of its terms may change a sum, relative to its size.
+SUM_ROUNDING = 1e-9
+# Images between two looks: at least a part of those seen, as a look waits for a GPU.
+GROW = 16
 
 
 class Exact:
-    """The decision of the one-by-one loop. With `early` it is made when it is certain."""
+    """The decision of the one-by-one loop, made when it is certain."""
 
-    to_the_end = True
+    to_the_end = True  # the sums of the chosen one are wanted over all images
 
-    def __init__(
-        self, criterion: Criterion, samples: int, *, adt: float, early: bool, batch: int
-    ) -> None:
-        """batch: images that run at a time."""
+    def __init__(self, criterion: Criterion, samples: int, *, adt: float) -> None:
         self.criterion = criterion
         self.samples = samples
         self.adt = adt
-        self.batch = batch
-        self.bounds = None
-        if early:
-            self.bounds = criterion.bounds
-        self.sums: defaultdict[int, Sums] = defaultdict(Sums)
+        self.batch = 1  # images that run at a time
+        self.order = torch.arange(samples)
+        self.needed = samples  # images of a hypothesis, probably
+        self.images: defaultdict[int, int] = defaultdict(int)  # that each has seen
+        self.metric: defaultdict[int, float] = defaultdict(float)  # sums over them
+        self.loss: defaultdict[int, float] = defaultdict(float)
 
     def seen(self, k: int) -> int:
-        return self.sums[k].images
+        """How many images it was run on; they are the first ones."""
+        return self.images[k]
 
     def add(self, k: int, answers: Tensor) -> None:
+        """Take the answers to further images, DoubleTensor[2, n]."""
         # Rounded as if each rank had summed the images that it ran.
         for part in answers.tensor_split(world(), dim=1):
-            before = self.sums[k]
             metric, loss = self.criterion.sums(part)
-            images = before.images + part.shape[1]
-            self.sums[k] = Sums(images, before.metric + metric, before.loss + loss)
+            self.images[k] += part.shape[1]
+            self.metric[k] += metric
+            self.loss[k] += loss
 
     def totals(self, k: int) -> tuple[float, float]:
-        return self.sums[k].metric, self.sums[k].loss
+        """The sums of metric and loss over the images that it has seen."""
+        return self.metric[k], self.loss[k]
 
     def until(self, numbers: list[int]) -> int:
-        """Where something may be certain, in whole batches."""
+        """Up to which image to run these: where one may be certain, in whole batches."""
+        if self.criterion.bounds is None:
+            return self.samples
         begin = self.seen(numbers[0])
-        nothing_before = min(map(self.wait, numbers))
-        images = max(nothing_before, begin / GROW)
-        images = min(images, PART / len(numbers))
+        images = max(min(map(self.wait, numbers)), begin / GROW)
         batches = max(1, math.ceil(images / self.batch))
         return min(begin + batches * self.batch, self.samples)
 
     def wait(self, k: int) -> float:
         """Images before which a hypothesis cannot be decided: each moves a bound by one range."""
-        if self.bounds is None or k < 0:
-            return math.inf
         least, most = self.ends(k)
         to_pass = self.drop(least) - self.adt
         to_fail = self.adt - self.drop(most)
@@ -85,28 +76,26 @@ class Exact:
 
     def ends(self, k: int) -> tuple[float, float]:
         """The least and the largest sum of the metric with which a hypothesis can end."""
-        sums = self.sums[k]
-        ahead = self.samples - sums.images
+        metric = self.metric[k]
+        ahead = self.samples - self.images[k]
         if not ahead:
-            return sums.metric, sums.metric
-        if self.bounds is None:
+            return metric, metric
+        if self.criterion.bounds is None:
             return -math.inf, math.inf
-        low, high = self.bounds
-        slack = self.rounding(SUM_ROUNDING)
-        least = sums.metric + low * ahead - slack
-        most = sums.metric + high * ahead + slack
-        return least, most
+        low, high = self.criterion.bounds
+        slack = SUM_ROUNDING * self.size
+        return metric + low * ahead - slack, metric + high * ahead + slack
 
     def drop(self, metric: float) -> float:
         """Of a hypothesis with this sum of the metric."""
-        base = self.sums[-1].metric
-        return self.criterion.points * (base - metric) / self.samples
+        return self.criterion.points * (self.metric[-1] - metric) / self.samples
 
     def verdict(self, k: int) -> bool | None:
+        """Does it pass? None: that is not certain."""
         least, most = self.ends(k)
-        slack = self.rounding(
-            SUM_ROUNDING
-        )  # a drop that is ADT, rounding aside, is no pass
+        slack = (
+            SUM_ROUNDING * self.size
+        )  # a drop that is ADT but for rounding is no pass
         if self.drop(least - slack) < self.adt:
             return True
         if self.drop(most - slack) < self.adt:
@@ -114,26 +103,25 @@ class Exact:
         return False
 
     def contenders(self) -> list[int]:
-        ends = {k: self.ends(k) for k in sorted(self.sums) if k >= 0}
+        """Those that may be the best, if none passes."""
+        ends = {k: self.ends(k) for k in sorted(self.images) if k >= 0}
         floor = max(least for least, _ in ends.values()) - self.tie
         return [k for k, (_, most) in ends.items() if most >= floor]
 
     def record(self, chosen: int) -> dict[str, Any]:
-        drops = {}
-        for k, sums in self.sums.items():
-            if k >= 0 and sums.images == self.samples:
-                drops[k] = self.drop(sums.metric)
-        return {"drops": drops}
+        """Further fields of a `Choice`: the drops that are known."""
+        finished = [k for k, n in self.images.items() if k >= 0 and n == self.samples]
+        return {"drops": {k: self.drop(self.metric[k]) for k in finished}}
 
     @property
     def tie(self) -> float:
-        return self.rounding(ROUNDING)
+        """Sums of the metric that differ by this or less are equal."""
+        return ROUNDING * self.size
 
-    def rounding(self, share: float) -> float:
-        """A share of the size of sums. Counts are exact; other sums depend on the engine."""
+    @property
+    def size(self) -> float:
+        """The largest size of a sum. Counts are exact; other sums depend on the engine."""
         if self.criterion.metric is None:
             return 0.0
-        largest = 0.0
-        if self.criterion.bounds is not None:
-            largest = max(map(abs, self.criterion.bounds))
-        return share * max(abs(self.sums[-1].metric), largest * self.samples)
+        largest = max(map(abs, self.criterion.bounds or (0.0,)))
+        return max(abs(self.metric[-1]), largest * self.samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -10,20 +11,20 @@ from torch import fx
 from fastbcd.graph.trace import logits_of
 from fastbcd.runtime.ranks import world
 from fastbcd.runtime.warn_once import warn_once
-from fastbcd.scoring.collapsed.affine_net import AffineNet, why_not_affine
-from fastbcd.scoring.collapsed.build import CollapsedCost, FormBuilder
+from fastbcd.scoring.collapsed.affine_net import IMAGE, why_not_affine
+from fastbcd.scoring.collapsed.build import FormBuilder
 from fastbcd.scoring.collapsed.engine import Collapsed
-from fastbcd.scoring.collapsed.form import Form
 from fastbcd.scoring.collapsed.linear import NotAffine
 from fastbcd.scoring.compiled import Signature, compiled
 from fastbcd.scoring.engine import Request, ScoringEngine
-from fastbcd.scoring.program import NotTraceable, Program, in_bfloat16, make_program
+from fastbcd.scoring.program import NotTraceable, Program, make_program
 from fastbcd.scoring.sequential import Sequential
 from fastbcd.scoring.stacked import Stacked, peak_bytes, portions, stacked_multiply_adds
 
-WORTH = (
-    2e10  # multiply-adds below which no form is built: the call takes a moment anyway
-)
+# Multiply-adds below which no form is built: the call takes a moment anyway.
+WORTH = 2e10
+# Time of a multiply-add of impulses, as measured (benchmarks/RESULTS.md).
+BUILD_WEIGHT = 1.3
 ROWS = {"cpu": 1024, "cuda": 8192}  # hypotheses × images in a GEMM of collapsed
 
 
@@ -123,9 +124,7 @@ def _traced_plan(request: Request, engine: str) -> ScoringPlan:
         planner = CollapsedPlanner(request, program)
         why_not = planner.worse_than(of_stacked)
         if not why_not:
-            return planner.plan(
-                f"stacked would cost {of_stacked / 1e9:,.0f} G multiply-adds"
-            )
+            return planner.plan(f"stacked would cost {_giga(of_stacked)} multiply-adds")
     except NotAffine as reason:
         why_not = f"collapsed cannot: {reason}"
     return stacked_plan(request, program, why_not)
@@ -141,16 +140,13 @@ def stacked_plan(request: Request, program: Program, why: str) -> ScoringPlan:
     """All hypotheses together; `NotTraceable` if the program is not the net."""
     engine = Stacked(program, request.masks)
     engine.check(request)
-    if request.precision == "bf16":
-        engine = Stacked(in_bfloat16(program), request.masks)
     forward = sum(program.multiply_adds.values())
     spent = stacked_multiply_adds(request, program)
     saved = 1 - spent / max(forward * (1 + request.hypotheses) * request.images, 1)
     per_image = peak_bytes(program)
     largest = max(program.bytes_per_image.values())
-    batch, lanes = portions(
-        request, per_image, largest, forward / max(len(program.steps), 1)
-    )
+    work = forward / max(len(program.steps), 1)
+    batch, lanes = portions(request, per_image, largest, work)
     return ScoringPlan(
         engine,
         why,
@@ -177,31 +173,79 @@ class CollapsedPlanner:
         self.program = program
         self.made = compiled(request.net)
         self.signature = Signature(program)
-        self.net = AffineNet(program)
-        self.builder = FormBuilder(
-            self.net, request.masks, request.example, request.memory
-        )
+        self.builder = FormBuilder(program, request)
         self.form = self.made.form_of(self.signature, request.masks)
-        self.cost = CollapsedCost(request, self.builder, self.form)
+        self.forward = sum(program.multiply_adds.values())  # of an image
+        self.trials = (1 + request.hypotheses) * request.images * self.builder.pairs
+
+    def impulses(self, source: int) -> int:
+        """Multiply-adds of all impulses of a source, from those of one in the middle."""
+        positions = self.builder.sources[source]
+        if not positions.count:
+            return 0
+        known = self.made.impulse_costs  # which hardly depend on the masks
+        key = (source, positions.tile)
+        if key not in known:
+            known[key] = self.builder.cost_of_one(source)
+        return positions.count * known[key]
+
+    @cached_property
+    def with_image(self) -> bool:
+        """Is U worth its impulses, or is running the affine net on each image less?"""
+        if self.form is not None:
+            return self.form.image is not None
+        gain = self.request.images * (self.forward - self.builder.image_numbers)
+        return gain > 0 and self.impulses(IMAGE) * BUILD_WEIGHT < gain
+
+    @cached_property
+    def build(self) -> int:
+        """Multiply-adds of the impulses."""
+        if self.form is not None:
+            return 0
+        sources = self.builder.sources
+        return sum(self.impulses(s) for s in sources if self.with_image or s != IMAGE)
+
+    @cached_property
+    def affine(self) -> int:
+        """Multiply-adds of U x."""
+        unknown = max(0, self.request.images - len(self.made.images.known))
+        if self.with_image:
+            return unknown * self.builder.image_numbers
+        return unknown * self.forward
+
+    @cached_property
+    def weighted(self) -> float:
+        """Multiply-adds that are comparable with those of stacked."""
+        return BUILD_WEIGHT * self.build + self.trials + self.affine
+
+    @property
+    def form_bytes(self) -> int:
+        """Of H and U."""
+        numbers = self.builder.pairs
+        if self.with_image:
+            numbers += self.builder.image_numbers
+        return numbers * self.request.example.element_size()
 
     @property
     def peak(self) -> int:
-        """Bytes, while the form is built."""
-        return self.cost.peak_bytes
+        """Bytes of the form and, while it is built, of a batch of impulses."""
+        if self.form is not None:
+            return self.form_bytes
+        return self.form_bytes + self.builder.batch_bytes
 
     @property
-    def fits(self) -> bool:
-        return self.peak <= self.request.memory
+    def left(self) -> int:
+        """Bytes beside the form."""
+        return self.request.memory - self.form_bytes
 
     def worse_than(self, of_stacked: int) -> str:
         """Why stacked, with so many multiply-adds, is better; empty if it is not."""
-        if of_stacked < WORTH or self.cost.trials >= of_stacked:
+        if of_stacked < WORTH or self.trials >= of_stacked:
             return "the least multiply-adds"
         self.check_linear()
-        ours = self.cost.weighted()
-        if ours < of_stacked and self.fits:
+        if self.weighted < of_stacked and self.peak <= self.request.memory:
             return ""
-        return f"collapsed would cost {ours / 1e9:,.0f} G multiply-adds and {_mib(self.peak)}"
+        return f"collapsed would cost {_giga(self.weighted)} multiply-adds and {_mib(self.peak)}"
 
     def check_linear(self) -> None:
         """`NotAffine` unless the linear part of this structure is that of the net."""
@@ -215,33 +259,42 @@ class CollapsedPlanner:
     def plan(self, why: str) -> ScoringPlan:
         """The plan, with the form that was kept or a new one."""
         self.check_linear()
-        cost = self.cost
-        if not self.fits:
+        kinks = len(self.builder.ids)
+        if self.peak > self.request.memory:
             raise ValueError(
-                f"the collapsed form of {cost.kinks:,} ReLUs takes {_mib(cost.form_bytes)}, "
+                f"the collapsed form of {kinks:,} ReLUs takes {_mib(self.form_bytes)}, "
                 f"{_mib(self.peak)} while it is built, and {_mib(self.request.memory)} may be "
                 f"used; allow more with Engine(memory=...) or use engine='stacked'"
             )
         made = "cached" if self.form else "built"
         details = (
-            f"form        {cost.kinks:,} kinks, {_mib(cost.form_bytes)}, {made}\n"
-            f"spent on    form {_giga(cost.build)}, affine part {_giga(cost.affine)}, "
-            f"hypotheses {_giga(cost.trials)}\n"
+            f"form        {kinks:,} kinks, {_mib(self.form_bytes)}, {made}\n"
+            f"spent on    form {_giga(self.build)}, affine part {_giga(self.affine)}, "
+            f"hypotheses {_giga(self.trials)}\n"
         )
-        engine = self.engine()
-        batch, lanes = self.portions()
-        held = (lanes + 2) * batch * cost.kinks * cost.itemsize
-        spent = cost.build + cost.affine + cost.trials
+        # A row holds c, and the output of its GEMM is a part of it.
+        row_bytes = max(kinks, 1) * self.request.example.element_size()
+        batch, lanes = self.portions(row_bytes)
         return ScoringPlan(
-            engine, why, self.request, batch, lanes, spent, held, details
+            self.engine(),
+            why,
+            self.request,
+            batch,
+            lanes,
+            multiply_adds=self.build + self.affine + self.trials,
+            bytes=(lanes + 2) * batch * row_bytes,
+            details=details,
         )
 
     def engine(self) -> Collapsed:
         """The engine, compared with the net unless that gives the answer that it gave before."""
         made = self.made
         request = self.request
-        form = self.form or self.built_form()
-        engine = Collapsed(form, self.net, made.images)
+        form = self.form
+        if form is None:
+            form = self.builder.build(self.with_image)
+            made.keep_form(self.signature, form)
+        engine = Collapsed(form, self.builder.net, made.images)
         example = request.example[:1].clone()  # the net may write into its input
         answer = logits_of(request.net(example))
         if made.answer is None or not torch.equal(answer, made.answer):
@@ -254,28 +307,15 @@ class CollapsedPlanner:
         made.images.begin(request.example, request.precision, self.left // 2)
         return engine
 
-    def built_form(self) -> Form:
-        """A new form, which is kept."""
-        form = self.builder.build(self.cost.with_image)
-        self.made.keep_form(self.signature, form)
-        return form
-
-    @property
-    def left(self) -> int:
-        """Bytes beside the form."""
-        return self.request.memory - self.cost.form_bytes
-
-    def portions(self) -> tuple[int, int]:
+    def portions(self, row_bytes: int) -> tuple[int, int]:
         """(images, hypotheses) at a time."""
         request = self.request
-        rows = ROWS.get(request.example.device.type, ROWS["cpu"])
+        rows = ROWS["cpu"]
         wanted = 128
-        if (
-            rows > ROWS["cpu"]
-        ):  # a GEMM needs all of its rows, and a wave has few hypotheses
+        if request.example.device.type != "cpu":
+            # A GEMM needs all of its rows, and a wave has few hypotheses.
+            rows = ROWS["cuda"]
             wanted = max(wanted, rows // max(request.hypotheses, 1))
-        # A row holds c, and the output of its GEMM is a part of it.
-        row_bytes = max(self.cost.kinks, 1) * self.cost.itemsize
         affordable = max(1, self.left // 4 // row_bytes)
         of_rank = -(-request.images // world())
         batch = request.batch_size or min(of_rank, wanted, affordable)
@@ -287,5 +327,5 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB"
 
 
-def _giga(multiply_adds: int) -> str:
+def _giga(multiply_adds: float) -> str:
     return f"{multiply_adds / 1e9:,.1f} G"

@@ -74,10 +74,8 @@ def folded(conv: nn.Conv2d, norm: Any = None) -> Convolution:
         scale, shift = scale_and_shift(norm)
         weight = weight * scale.reshape(-1, 1, 1, 1)
         bias = shift if bias is None else bias * scale + shift
-    weight = weight.contiguous(memory_format=torch.channels_last)
-    return Convolution(
-        weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups
-    )
+    options = conv.stride, conv.padding, conv.dilation, conv.groups
+    return Convolution(channels_last(weight), bias, *options)
 
 
 class Activation(NamedTuple):
@@ -136,23 +134,18 @@ class Program(NamedTuple):
     """The steps in order of execution, and facts about their values for one image."""
 
     steps: list[Step]
-    source: list[
-        Any
-    ]  # the traced net, whichever sites are emptied: nodes and what they call
+    # The traced net, whichever sites are emptied: nodes and what they call.
+    source: list[Any]
     placeholder: fx.Node
     output: Any  # one node, or nodes in the structure that the net returns
     constants: dict[fx.Node, Any]  # values that do not depend on the images
     last_uses: list[list[fx.Node]]  # by step: values that nothing reads after it
-    fresh: set[
-        fx.Node
-    ]  # values in memory of their own, which an activation may overwrite
-    uniform: (
-        bool  # a size of one tensor is used for another: all values need equal batches
-    )
-    shapes: dict[
-        fx.Node, tuple[int, ...]
-    ]  # of values that are tensors, for a batch of one
-    tuples: set[fx.Node]  # values that are tuples or lists of tensors
+    # Values in memory of their own, which an activation may overwrite.
+    fresh: set[fx.Node]
+    # A size of one tensor is used for another: all values need equal batches.
+    uniform: bool
+    # Of values for a batch of one: tensors, and () for tuples of tensors.
+    shapes: dict[fx.Node, tuple[int, ...]]
     bytes_per_image: dict[fx.Node, int]
     multiply_adds: dict[fx.Node, int]
 
@@ -195,7 +188,7 @@ def make_program(net: nn.Module, image: Tensor) -> Program:
     survey.run(image)
     output = nodes[-1].args[0]
     for node in node_list(output):
-        if survey.shapes.get(node, ())[:1] != image.shape[:1]:
+        if survey.shapes.get(node, ())[:1] != (1,):
             raise NotTraceable(
                 f"its output {node.name!r} is not a tensor with one row per image"
             )
@@ -217,24 +210,9 @@ def make_program(net: nn.Module, image: Tensor) -> Program:
         fresh,
         _sizes_travel(nodes),
         survey.shapes,
-        survey.tuples,
         survey.bytes,
         survey.multiply_adds,
     )
-
-
-def in_bfloat16(program: Program) -> Program:
-    """The program with convolutions in bfloat16, to run under autocast, which converts the rest."""
-    steps = []
-    for step in program.steps:
-        conv: Any = step.run
-        if isinstance(step, Operation) and isinstance(conv, Convolution):
-            conv = conv._replace(weight=conv.weight.bfloat16())
-            if conv.bias is not None:
-                conv = conv._replace(bias=conv.bias.bfloat16())
-            step = step._replace(run=conv)
-        steps.append(step)
-    return program._replace(steps=steps)
 
 
 class _Survey(fx.Interpreter):
@@ -243,11 +221,9 @@ class _Survey(fx.Interpreter):
     def __init__(self, net: nn.Module, graph: fx.Graph) -> None:
         super().__init__(net, garbage_collect_values=False, graph=graph)
         self.extra_traceback = False
-        self.fixed: set[fx.Node] = (
-            set()
-        )  # parameters, buffers, and what is computed from them
+        # Parameters, buffers, and what is computed from them.
+        self.fixed: set[fx.Node] = set()
         self.shapes: dict[fx.Node, tuple[int, ...]] = {}
-        self.tuples: set[fx.Node] = set()
         self.bytes: dict[fx.Node, int] = {}
         self.multiply_adds: dict[fx.Node, int] = {}
 
@@ -255,18 +231,17 @@ class _Survey(fx.Interpreter):
         with FlopCounterMode(display=False) as counter:
             value = super().run_node(n)
         self.multiply_adds[n] = counter.get_total_flops() // 2
-        inputs = n.all_input_nodes
-        function = n.op in ("call_function", "call_method")
-        if n.op == "get_attr" or (
-            function and inputs and self.fixed.issuperset(inputs)
-        ):
+        fixed = n.op == "get_attr"
+        if n.op in ("call_function", "call_method") and n.all_input_nodes:
+            fixed = self.fixed.issuperset(n.all_input_nodes)
+        if fixed:
             self.fixed.add(n)
         if isinstance(value, Tensor):
             self.shapes[n] = tuple(value.shape)
             self.bytes[n] = value.nbytes
             value = value.detach()
         elif any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
-            self.tuples.add(n)
+            self.shapes[n] = ()
         return value
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -291,14 +266,13 @@ class _Steps:
         """Last node first, so that an activation absorbs its inputs before they become steps."""
         steps: list[Step] = []
         for node in reversed(nodes):
-            if node in self.absorbed | self.survey.fixed or not node.op.startswith(
-                "call_"
-            ):
+            skipped = node in self.absorbed or node in self.survey.fixed
+            if skipped or not node.op.startswith("call_"):
                 continue
+            make: Any = self.operation
             if self.survey.called(node) in self.site_of:
-                steps.append(self.activation(node))
-            else:
-                steps.append(self.operation(node))
+                make = self.activation
+            steps.append(make(node))
         return steps[::-1]
 
     def activation(self, node: fx.Node) -> Activation:
@@ -319,21 +293,19 @@ class _Steps:
     def operation(self, node: fx.Node) -> Operation:
         run: Any = node.target
         if node.op == "call_method":
-            run = getattr(Tensor, str(node.target))
+            run = getattr(Tensor, run)
         if node.op != "call_module":
             return Operation(node, run, node.args, dict(node.kwargs))
         module = self.survey.called(node)
         if self.is_conv(node):
-            run = folded(module)
-            return Operation(node, run, node.args, {})
-        if self.is_norm(node):
-            conv: Any = node.args[0]
-            if self.is_conv(conv) and len(conv.users) == 1:
-                self.absorbed.add(conv)
-                counts = self.survey.multiply_adds
-                counts[node] += counts.pop(conv)
-                run = folded(self.survey.called(conv), module)
-                return Operation(node, run, conv.args, {})
+            return Operation(node, folded(module), node.args, {})
+        conv: Any = node.args[0] if node.args else None
+        if self.is_norm(node) and self.is_conv(conv) and len(conv.users) == 1:
+            self.absorbed.add(conv)
+            counts = self.survey.multiply_adds
+            counts[node] += counts.pop(conv)
+            run = folded(self.survey.called(conv), module)
+            return Operation(node, run, conv.args, {})
         return Operation(node, pure_module(module), node.args, dict(node.kwargs))
 
     def is_sum(self, node: fx.Node) -> bool:
@@ -346,18 +318,21 @@ class _Steps:
     def is_norm(self, node: fx.Node) -> bool:
         """A batch norm with running statistics, of one tensor given by position."""
         norm = self.survey.called(node)
-        return (
-            isinstance(norm, NORMS)
-            and norm.running_mean is not None
-            and bool(node.args)
-        )
+        tracked = isinstance(norm, NORMS) and norm.running_mean is not None
+        return tracked and bool(node.args)
 
-    def is_conv(self, node: Any) -> bool:
+    def is_conv(self, node: fx.Node) -> bool:
         """A plain nn.Conv2d of one tensor given by position."""
         conv = self.survey.called(node)
-        return (
-            type(conv) is nn.Conv2d and conv.padding_mode == "zeros" and bool(node.args)
-        )
+        plain = type(conv) is nn.Conv2d and conv.padding_mode == "zeros"
+        return plain and bool(node.args)
+
+
+def channels_last(t: Tensor) -> Tensor:
+    """[N, C, H, W] with C innermost; other shapes as they are."""
+    if t.ndim != 4:
+        return t
+    return t.contiguous(memory_format=torch.channels_last)
 
 
 def node_list(arguments: Any) -> list[fx.Node]:
@@ -388,14 +363,12 @@ def _check_writes(nodes: list[fx.Node]) -> None:
     """Refuse operations that still write into their input in the graph without in-place ones."""
     for node in nodes:
         name = str(getattr(node.target, "__name__", node.target))
-        unknown = node.op == "call_method" and not hasattr(Tensor, name)
-        writes = node.op == "call_function" and name.endswith("_") and name[-2:] != "__"
-        if (
-            unknown
-            or writes
-            or name in ("setitem", "ipow", "ior")
-            or "out" in node.kwargs
-        ):
+        writes = name in ("setitem", "ipow", "ior") or "out" in node.kwargs
+        if node.op == "call_method":
+            writes |= not hasattr(Tensor, name)
+        if node.op == "call_function":
+            writes |= name.endswith("_") and not name.endswith("__")
+        if writes:
             raise NotTraceable(f"node {node.name!r} ({name}) writes into its input")
 
 

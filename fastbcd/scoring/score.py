@@ -18,7 +18,7 @@ from fastbcd.data.for_net import data_for
 from fastbcd.masking.convert import unwrap
 from fastbcd.masking.masks import masks
 from fastbcd.scoring.answers import checked_removal, prepared
-from fastbcd.scoring.decision import Search
+from fastbcd.scoring.decision import Selection
 from fastbcd.scoring.engine import Engine, as_engine
 from fastbcd.scoring.exact import Exact
 from fastbcd.scoring.metric import Criterion, Loss, Metric
@@ -107,12 +107,13 @@ def score(
             f"removals have shape {tuple(removals.shape)}; expected [K, D]: K hypotheses of D ids"
         )
     removed = {k: checked_removal(masks(net), ids, k) for k, ids in enumerate(removals)}
-    with prepared(net, removed, images, as_engine(engine), criterion) as answers:
+    exact = Exact(criterion, len(images), adt=0.0)
+    options = as_engine(engine), criterion, exact
+    with prepared(net, removed, images, *options) as answers:
         plan = answers.plan
         if explain:
             print(f"data: {images}", plan, sep="\n")
-        exact = Exact(criterion, len(images), adt=0.0, early=False, batch=plan.together)
-        Search(answers, exact).complete(-1, *removed)
+        Selection(answers, exact).complete(-1, *removed)
     base, base_loss = exact.totals(-1)
     totals = [exact.totals(k) for k in removed]
     sums, losses = torch.tensor(totals, dtype=torch.float64).view(-1, 2).T

@@ -25,7 +25,13 @@ from torch.utils._pytree import tree_map
 from fastbcd.masking.masks import MaskSet
 from fastbcd.runtime.limits import cache_bytes
 from fastbcd.scoring.engine import Request, difference_from_net
-from fastbcd.scoring.program import Activation, NotTraceable, Operation, Program
+from fastbcd.scoring.program import (
+    Activation,
+    NotTraceable,
+    Operation,
+    Program,
+    channels_last,
+)
 from fastbcd.scoring.sequential import Outputs
 
 BATCH = 32  # images at a time, unless memory or the user says otherwise
@@ -242,13 +248,6 @@ class Stacked:
                 "as a program it gives other logits than as a module; they may depend on the rest "
                 "of the batch"
             )
-
-
-def channels_last(t: Tensor) -> Tensor:
-    """[N, C, H, W] with C innermost; other shapes as they are."""
-    if t.ndim != 4:
-        return t
-    return t.contiguous(memory_format=torch.channels_last)
 
 
 def in_lanes(node: fx.Node, values: Values, lanes: Lanes, n: int) -> Any:

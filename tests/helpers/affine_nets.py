@@ -8,9 +8,9 @@ from torch import nn
 
 from fastbcd import MaskedReLU, masks, set_masks
 from fastbcd.scoring.collapsed.affine_cache import AffineCache
-from fastbcd.scoring.collapsed.affine_net import AffineNet
 from fastbcd.scoring.collapsed.build import FormBuilder
 from fastbcd.scoring.collapsed.engine import Collapsed
+from fastbcd.scoring.engine import Request
 from fastbcd.scoring.program import make_program
 from helpers.nets import randomize
 
@@ -63,9 +63,9 @@ def engine_of(net, x, with_image=False) -> Collapsed:
     now = masks(net).copy()
     with torch.inference_mode():
         x = x.contiguous(memory_format=torch.channels_last)
-        affine = AffineNet(make_program(net, x[:1]))
-        form = FormBuilder(affine, now, x[:2]).build(with_image)
-        return Collapsed(form, affine, AffineCache())
+        request = Request(net, now, [], 1, len(x), x[:2], None, 2**40)
+        builder = FormBuilder(make_program(net, x[:1]), request)
+        return Collapsed(builder.build(with_image), builder.net, AffineCache())
 
 
 def worst_difference(net, engine, x, removals: dict, lanes: int) -> float:

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 import fastbcd
 from fastbcd import Engine, choose, score
 from fastbcd.scoring.answers import Answers
-from fastbcd.scoring.decision import Search
+from fastbcd.scoring.decision import Selection
 from fastbcd.scoring.exact import Exact
 from fastbcd.scoring.metric import Criterion
 from helpers.nets import images, make, thinned
+from helpers.whole_scores import all_images
 
 
 def one_by_one(net, hypotheses, data, adt):
@@ -49,11 +50,11 @@ distance.bounds = (0.0, 1.0)
     name=st.sampled_from(["mlp", "resnet", "mixture"]), n=st.integers(1, 40),
     noise=st.integers(2, 20), adt=st.sampled_from([-50.0, -3.0, 0.0, 0.1, 2.6, 5.0, 20.0, 200.0]),
     count=st.integers(1, 7), size=st.integers(1, 60), wave=st.integers(1, 8),
-    batch=st.integers(1, 13), early=st.booleans(), seed=st.integers(0, 50),
+    batch=st.integers(1, 13), seed=st.integers(0, 50),
 )  # fmt: skip
 @settings(max_examples=50, deadline=None)
 def test_the_choice_is_that_of_the_loop(
-    name, n, noise, adt, count, size, wave, batch, early, seed
+    name, n, noise, adt, count, size, wave, batch, seed
 ) -> None:
     net, data = trained(name, n, noise, seed)
     masks = fastbcd.masks(net)
@@ -61,7 +62,7 @@ def test_the_choice_is_that_of_the_loop(
     hypotheses = [masks.sample(size, seed=seed, step=0, trial=t) for t in range(count)]
     number, accepted, _ = one_by_one(net, hypotheses, data, adt)
     engine = Engine(wave=wave, batch_size=batch)
-    found = choose(net, iter(hypotheses), data, adt=adt, engine=engine, early=early)
+    found = choose(net, iter(hypotheses), data, adt=adt, engine=engine)
     assert (found.number, found.accepted) == (number, accepted)
     assert torch.equal(found.removal, hypotheses[number])
     assert found.images <= found.tried * n
@@ -92,7 +93,8 @@ def test_hopeless_hypotheses_are_dropped_early() -> None:
     mild = masks.sample(1, seed=0, step=0, trial=0)
     engine = Engine(batch_size=10)
     fast = choose(net, [everything, mild], data, adt=3.0, engine=engine)
-    slow = choose(net, [everything, mild], data, adt=3.0, engine=engine, early=False)
+    with all_images():
+        slow = choose(net, [everything, mild], data, adt=3.0, engine=engine)
     assert (fast.number, fast.accepted) == (slow.number, slow.accepted) == (1, True)
     assert slow.images == 400
     assert fast.images < 380
@@ -116,7 +118,7 @@ def test_answers_are_read_when_a_decision_is_possible(monkeypatch, adt, metric) 
     assert count < 0.6 * (len(reads) - count)
 
 
-def exact_choice(rows: torch.Tensor, adt: float, bounds, losses=None, early: bool = True):
+def exact_choice(rows: torch.Tensor, adt: float, bounds, losses=None):
     """The choice from values of a metric [1 + K, N], the base's first; and what each has seen."""
 
     def metric(outputs, targets):
@@ -130,8 +132,9 @@ def exact_choice(rows: torch.Tensor, adt: float, bounds, losses=None, early: boo
         parts = {k: rows[k + 1, begin:end].double() for k in numbers}
         return {k: torch.stack([p, losses[k + 1].expand(len(p))]) for k, p in parts.items()}
 
-    decision = Exact(Criterion(metric), total, adt=adt, early=early, batch=2)
-    search = Search(run, decision)
+    decision = Exact(Criterion(metric), total, adt=adt)
+    decision.batch = 2
+    search = Selection(run, decision)
     search.complete(-1)
     return search.choose([[k] for k in range(count)]), [decision.seen(k) for k in range(count)]
 
@@ -154,7 +157,8 @@ def test_near_ties_are_continued_for_their_losses() -> None:
                                      (5e-3, (0.0, 2.0, 1.0), 0)):  # fmt: skip
         rows[2, 0] = -difference
         choice, seen = exact_choice(rows, 1.0, (-1, 1), losses)
-        assert choice == exact_choice(rows, 1.0, (-1, 1), losses, early=False)[0] == (best, False)
+        with all_images():
+            assert choice == exact_choice(rows, 1.0, (-1, 1), losses)[0] == (best, False)
         assert seen[0] == 100
         assert (seen[1] == 100) == (difference < 1e-3)
 

@@ -12,14 +12,8 @@ import torch
 import fastbcd
 from fastbcd import Engine, choose
 from fastbcd.scoring import confident
-from fastbcd.scoring.confident import (
-    Confident,
-    Visits,
-    expected_visits,
-    new_margins,
-    visiting_order,
-)
-from fastbcd.scoring.decision import Search
+from fastbcd.scoring.confident import Confident, Visits, new_margins, visiting_order
+from fastbcd.scoring.decision import Selection
 from fastbcd.scoring.evidence import interval, log_evidence
 from helpers.nets import images, make, thinned
 
@@ -120,7 +114,7 @@ def decided(rows: np.ndarray, weights: np.ndarray, rng, **settings) -> tuple[int
 
     visits = Visits(torch.from_numpy(order), weights[order], times[order], torch.zeros(0))
     decision = Confident(visits, **settings)
-    number, accepted = Search(visit, decision).choose([[0], [1, 2]])
+    number, accepted = Selection(visit, decision).choose([[0], [1, 2]])
     return number if accepted else -1 - number, decision
 
 
@@ -168,7 +162,7 @@ def test_a_step_errs_no_more_often_than_promised(kind, monkeypatch) -> None:
     assert early > count / 4, "many are decided early, or the test would not say much"
 
 
-def search_of(rows: np.ndarray, order: np.ndarray, adt: float, promise: float) -> Search:
+def search_of(rows: np.ndarray, order: np.ndarray, adt: float, promise: float) -> Selection:
     """Of hypotheses with these margins [1 + K, N], the base's first; all images weigh the same."""
 
     def visit(numbers, begin, end):
@@ -179,7 +173,7 @@ def search_of(rows: np.ndarray, order: np.ndarray, adt: float, promise: float) -
     visits = Visits(
         torch.from_numpy(order), np.ones(total), np.arange(1.0, total + 1), torch.zeros(0)
     )
-    return Search(visit, Confident(visits, adt=adt, confidence=1 - promise))
+    return Selection(visit, Confident(visits, adt=adt, confidence=1 - promise))
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
@@ -296,7 +290,7 @@ def test_a_choice_depends_on_no_engine_batch_size_or_wave() -> None:
 
 
 def order_of(data, margins=None, *, adt=1.0, step=0):
-    return visiting_order(data, margins, adt=adt, confidence=0.999, seed=3, step=step)
+    return visiting_order(len(data), margins, adt=adt, confidence=0.999, seed=3, step=step)
 
 
 def blank(n: int) -> fastbcd.ImageData:
@@ -337,7 +331,10 @@ def test_images_that_may_change_are_visited_sooner_and_by_their_weights() -> Non
     assert by_image[n // 5 :].max() == by_image.min()
     assert (visits.order.numpy()[:200] < n // 5).mean() > 0.4
     # A decision needs fewer images if ADT allows more losses.
-    needed = [expected_visits(order_of(data, visits.margins, adt=adt)) for adt in (0.0, 0.5, 5.0)]
+    needed = [
+        Confident(order_of(data, visits.margins, adt=adt), adt=adt, confidence=0.999).needed
+        for adt in (0.0, 0.5, 5.0)
+    ]
     assert n >= needed[0] > 0.99 * n > needed[1] > needed[2] > 10
     # The first visit, over many steps, goes to each image by its share of the weights.
     data, margins = blank(1000), torch.tensor([[0.1] * 200 + [9.0] * 800, [1.0] * 1000])

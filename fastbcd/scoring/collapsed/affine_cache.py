@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from fastbcd.scoring.program import channels_last
 
 
 class Known(NamedTuple):
@@ -24,16 +26,19 @@ class AffineCache:
         self.example: Tensor | None = None  # the first images of the data, on the CPU
         self.precision = ""  # of the values
         self.known: dict[int, Known] = {}
-        self.bytes = 0
-        self.compared: set[int] = (
-            set()
-        )  # numbers of images that are known to be of this call
+        self.compared: set[int] = set()  # which are known to be images of this call
+
+    @property
+    def bytes(self) -> int:
+        """Of all that is known."""
+        for image, values in self.known.values():
+            return len(self.known) * (image.nbytes + values.nbytes)
+        return 0
 
     def clear(self) -> None:
         """Forget all images."""
         self.known.clear()
         self.compared.clear()
-        self.bytes = 0
 
     def begin(self, example: Tensor, precision: str, limit: int) -> None:
         """Store at most `limit` bytes, only of the data that begins with this example."""
@@ -51,36 +56,35 @@ class AffineCache:
     ) -> Tensor:
         """[R + classes, B] of images x: what is known of them, and what `compute` returns."""
         wanted = numbers.tolist()
-        known = [i for i, number in enumerate(wanted) if number in self.known]
-        if not self.compared.issuperset(
-            wanted[i] for i in known
-        ):  # comparing waits for a GPU
-            images = torch.stack([self.known[wanted[i]].image for i in known])
-            if not torch.equal(images, select(x, known)):
-                self.clear()
-                return self.values(numbers, x, compute)
-            self.compared.update(wanted[i] for i in known)
-        columns = {wanted[i]: self.known[wanted[i]].values for i in known}
-        unknown = [i for i, number in enumerate(wanted) if number not in self.known]
+        self._compare(wanted, x)
+        entries = {number: self.known.get(number) for number in wanted}
+        unknown = [i for i, number in enumerate(wanted) if entries[number] is None]
         if unknown:
             images = select(x, unknown).clone()
             values = compute(images).T.contiguous()
             names = [wanted[i] for i in unknown]
-            columns.update(zip(names, values, strict=True))
-            size = images.nbytes + values.nbytes
-            if self.bytes + size <= self.limit:
-                self.known.update(zip(names, map(Known, images, values), strict=True))
-                self.bytes += size
+            entries |= zip(names, map(Known, images, values), strict=True)
+            if self.bytes + images.nbytes + values.nbytes <= self.limit:
+                self.known |= {name: entries[name] for name in names}
                 self.compared.update(names)
-        return torch.stack([columns[number] for number in wanted]).T.contiguous()
+        columns: Any = [entries[number] for number in wanted]
+        return torch.stack([known.values for known in columns]).T.contiguous()
+
+    def _compare(self, wanted: list[int], x: Tensor) -> None:
+        """Forget everything if the images that are known by these numbers are others."""
+        known = [i for i, number in enumerate(wanted) if number in self.known]
+        names = [wanted[i] for i in known]
+        if self.compared.issuperset(names):  # comparing waits for a GPU
+            return
+        images = torch.stack([self.known[name].image for name in names])
+        if not torch.equal(images, select(x, known)):
+            self.clear()
+        self.compared.update(names)
 
     def keep_rows(self, rows: Tensor) -> None:
         """Drop the values of kinks that were removed."""
         for number, (image, values) in self.known.items():
             self.known[number] = Known(image, values.index_select(0, rows))
-        self.bytes = sum(
-            image.nbytes + values.nbytes for image, values in self.known.values()
-        )
 
 
 def select(x: Tensor, indices: list[int]) -> Tensor:
@@ -88,6 +92,4 @@ def select(x: Tensor, indices: list[int]) -> Tensor:
     if len(indices) == len(x):
         return x
     images = x.index_select(0, torch.tensor(indices, device=x.device))
-    if x.ndim == 4:
-        images = images.contiguous(memory_format=torch.channels_last)
-    return images
+    return channels_last(images)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fastbcd.masking.masks import MaskSet
 from fastbcd.runtime.ranks import all_sum, rank, world
 from fastbcd.runtime.show import bar
 from fastbcd.scoring.collapsed.affine_net import IMAGE, AffineNet
@@ -28,43 +27,34 @@ from fastbcd.scoring.collapsed.patches import (
     Value,
     whole,
 )
-from fastbcd.scoring.compiled import compiled
 from fastbcd.scoring.engine import Request
+from fastbcd.scoring.program import Program
 from fastbcd.scoring.stacked import peak_bytes
 
 MOST = 1024  # impulses in a batch on a GPU, if an eighth of the memory holds them
-KERNELS = (
-    44 * 2**20
-)  # bytes: oneDNN compiles a kernel for each shape of patch, and keeps it
-BUILD_WEIGHT = (
-    1.3  # time of a multiply-add of impulses, as measured (benchmarks/RESULTS.md)
-)
+# Bytes: oneDNN compiles a kernel for each shape of patch, and keeps it.
+KERNELS = 44 * 2**20
 
 
 class FormBuilder:
     """What is known before any impulse runs: the kept positions, and what they reach."""
 
-    def __init__(
-        self, net: AffineNet, masks: MaskSet, like: Tensor, memory: int = 0
-    ) -> None:
-        """like: a tensor of the dtype and on the device of the values; memory: bytes."""
+    def __init__(self, program: Program, request: Request) -> None:
+        net = AffineNet(program)
+        device = request.example.device
+        large = LARGE  # impulses in a batch
+        if device.type != "cpu":
+            held = request.memory // 8 // max(peak_bytes(program), 1)
+            large = max(LARGE, min(MOST, held))
         self.net = net
-        self.like = like
-        self.large = LARGE  # impulses in a batch
-        if like.device.type != "cpu":
-            held = memory // 8 // max(peak_bytes(net.program), 1)
-            self.large = max(LARGE, min(MOST, held))
-        self.sites = [
-            Positions(bits, like.device, self.large) for bits in masks.split()
-        ]
-        image = torch.ones(
-            net.program.shapes[net.program.placeholder][1:], dtype=torch.bool
-        )
+        self.like = request.example
+        self.large = large
+        bits = request.masks.split()
+        self.sites = [Positions(part, device, large) for part in bits]
         # No emptied sites.
-        self.sources = {
-            source: self.sites[source] for source in net.starts if source != IMAGE
-        }
-        self.sources[IMAGE] = Positions(image, like.device, self.large)
+        self.sources = {source: self.sites[source] for source in net.site_of.values()}
+        pixels = torch.ones(program.shapes[program.placeholder][1:], dtype=torch.bool)
+        self.sources[IMAGE] = Positions(pixels, device, large)
         self.steps = {source: net.reached(source) for source in self.sources}
         for source, steps in self.steps.items():
             if any(net.site_of.get(step.node, source) < source for step in steps):
@@ -73,16 +63,28 @@ class FormBuilder:
                 )
         counts = [places.count for places in self.sites]
         self.bounds = [0, *accumulate([*counts, math.prod(net.output_shape)])]
-        starts = [site.start for site in masks.sites]
-        flat = [
-            start + places.flat
-            for start, places in zip(starts, self.sites, strict=True)
-        ]
-        self.ids = torch.cat(flat)
-        self.pairs = sum(
-            low * (high - low) for low, high in pairwise(self.bounds)
-        )  # of H
-        self.image_numbers = image.numel() * self.bounds[-1]  # of U
+        sites = zip(request.masks.sites, self.sites, strict=True)
+        self.ids = torch.cat([site.start + places.flat for site, places in sites])
+        between = pairwise(self.bounds)
+        self.pairs = sum(low * (high - low) for low, high in between)  # of H
+        self.image_numbers = pixels.numel() * self.bounds[-1]  # of U
+
+    @property
+    def batch_bytes(self) -> int:
+        """Of a batch of impulses and the kernels for its patches."""
+        values = self.large * peak_bytes(self.net.program)
+        if self.like.device.type == "cpu":
+            values += KERNELS
+        return values
+
+    def cost_of_one(self, source: int) -> int:
+        """Multiply-adds of an impulse in the middle of a source."""
+        positions = self.sources[source]
+        middle = positions.batches[len(positions.batches) // 2]
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            one = middle._replace(stop=middle.start + 1)
+            impulse = positions.impulses(one, self.like)
+            return self.net.multiply_adds(source, impulse, self.steps[source])
 
     def build(self, with_image: bool) -> Form:
         """Push all impulses; U too if `with_image`."""
@@ -98,20 +100,15 @@ class FormBuilder:
             impulses = self.sources[source].impulses(batch, self.like)
             for node, value in self.net.push(source, impulses, self.steps[source]):
                 for target, columns, numbers in self.read(node, value):
-                    if (
-                        image is not None and source == IMAGE
-                    ):  # in the order of x's memory
-                        rows = pixels[batch.start : batch.stop]
-                        image[:, bounds[target] : bounds[target + 1]][rows, columns] = (
-                            numbers
-                        )
+                    if image is not None and source == IMAGE:
+                        rows = pixels[batch.start : batch.stop]  # in x's memory
+                        of_target = image[:, bounds[target] : bounds[target + 1]]
+                        of_target[rows, columns] = numbers
                     else:
                         first = bounds[source] + batch.start
-                        responses[target][columns, first : first + len(numbers)] = (
-                            numbers.T
-                        )
-        for target, matrix in enumerate(responses):
-            responses[target] = all_sum(matrix)
+                        added = slice(first, first + len(numbers))
+                        responses[target][columns, added] = numbers.T
+        responses = [all_sum(matrix) for matrix in responses]
         if image is not None:
             image = all_sum(image)
         places = torch.cat([site.place for site in self.sites])
@@ -153,92 +150,9 @@ class FormBuilder:
         every = [
             (source, batch)
             for source, positions in self.sources.items()
-            for batch in positions.batches
             if with_image or source != IMAGE
+            for batch in positions.batches
         ]
         mine = every[rank() :: world()]
-        return bar(
-            True, mine, desc="collapsing", unit=" batches", delay=2.0, leave=False
-        )
-
-
-class CollapsedCost:
-    """Multiply-adds and bytes for one request, given the form if there is one already."""
-
-    def __init__(
-        self, request: Request, builder: FormBuilder, form: Form | None
-    ) -> None:
-        self.builder = builder
-        self.form = form
-        self.images = request.images
-        self.forward = sum(builder.net.program.multiply_adds.values())
-        self.made = compiled(request.net)
-        self.kinks = len(builder.ids)
-        self.itemsize = request.example.element_size()
-        self.trials = (1 + request.hypotheses) * request.images * builder.pairs
-
-    def of_impulses(self, source: int) -> int:
-        """All impulses of a source, predicted from one in the middle."""
-        positions = self.builder.sources[source]
-        if not positions.count:
-            return 0
-        known = self.made.impulse_costs  # which hardly depend on the masks
-        key = (source, positions.tile)
-        if key not in known:
-            middle = positions.batches[len(positions.batches) // 2]
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                one = middle._replace(stop=middle.start + 1)
-                impulse = positions.impulses(one, self.builder.like)
-                steps = self.builder.steps[source]
-                known[key] = self.builder.net.multiply_adds(source, impulse, steps)
-        return positions.count * known[key]
-
-    @cached_property
-    def with_image(self) -> bool:
-        """Is U worth its impulses, or is running the affine net on each image less?"""
-        if self.form is not None:
-            return self.form.image is not None
-        gain = self.images * (self.forward - self.builder.image_numbers)
-        return gain > 0 and self.of_impulses(IMAGE) * BUILD_WEIGHT < gain
-
-    @cached_property
-    def build(self) -> int:
-        """Multiply-adds of the impulses."""
-        if self.form is not None:
-            return 0
-        sources = [
-            source
-            for source in self.builder.sources
-            if self.with_image or source != IMAGE
-        ]
-        return sum(self.of_impulses(source) for source in sources)
-
-    @cached_property
-    def affine(self) -> int:
-        """Multiply-adds of U x."""
-        unknown = max(0, self.images - len(self.made.images.known))
-        if self.with_image:
-            return unknown * self.builder.image_numbers
-        return unknown * self.forward
-
-    @property
-    def form_bytes(self) -> int:
-        """Of H and U."""
-        numbers = self.builder.pairs
-        if self.with_image:
-            numbers += self.builder.image_numbers
-        return numbers * self.itemsize
-
-    @property
-    def peak_bytes(self) -> int:
-        """Of the form and, while it is built, a batch of impulses and the kernels for patches."""
-        if self.form is not None:
-            return self.form_bytes
-        batch = self.builder.large * peak_bytes(self.builder.net.program)
-        if self.builder.like.device.type == "cpu":
-            batch += KERNELS
-        return self.form_bytes + batch
-
-    def weighted(self) -> float:
-        """Comparable with stacked's multiply-adds."""
-        return BUILD_WEIGHT * self.build + self.trials + self.affine
+        options: dict[str, Any] = {"unit": " batches", "delay": 2.0, "leave": False}
+        return bar(True, mine, desc="collapsing", **options)

@@ -29,19 +29,9 @@ from fastbcd.scoring.program import Activation, Convolution, Program, Step
 Values = dict[fx.Node, Any]
 # These can do the same at all positions of an image.
 ALIKE = {
-    *(
-        operator.add,
-        operator.sub,
-        operator.neg,
-        torch.add,
-        torch.sub,
-        torch.neg,
-        "add",
-        "sub",
-    ),
-    *(torch.cat, F.pad, F.batch_norm, F.dropout, nn.BatchNorm2d, FunctionalBatchNorm),
-    *(nn.Identity, nn.Dropout, nn.Dropout2d, "contiguous", "clone"),
-}
+    operator.add, operator.sub, operator.neg, torch.add, torch.sub, torch.cat, F.pad,
+    F.batch_norm, nn.BatchNorm2d, FunctionalBatchNorm, nn.Identity, nn.Dropout,
+}  # fmt: skip
 
 
 class NotAffine(Exception):
@@ -58,7 +48,7 @@ def linear_parts(program: Program) -> dict[fx.Node, LinearPart]:
                 f"removed ReLUs of site {str(step.node.target)!r} are quadratics"
             )
         inputs = [node for node in step.inputs if node in varies]
-        if inputs and (step.node in program.shapes or step.node in program.tuples):
+        if inputs and step.node in program.shapes:
             parts[step.node] = LinearPart(program, step, inputs)
             varies.add(step.node)
     return parts
@@ -148,25 +138,20 @@ class LinearPart(NamedTuple):
             key = type(step.run)
         if key not in ALIKE or (key is F.pad and any(step.args[1][:4])):
             return False
-        shapes = [self.program.shapes[node] for node in (step.node, *self.inputs)]
-        others = [self.program.constants.get(node) for node in step.inputs]
-        small = all(
-            t.ndim < 2 or t.shape[-2:] == (1, 1) for t in others if t is not None
-        )
-        return small and len({shape[2:] for shape in shapes}) == 1
+        images = [self.program.shapes[node][2:] for node in (step.node, *self.inputs)]
+        constants = [self.program.constants.get(node) for node in step.inputs]
+        sizes = [t.shape[-2:] for t in constants if t is not None and t.ndim > 1]
+        return len(set(images)) == 1 and set(sizes) <= {(1, 1)}
 
     def strides(self) -> list[int] | None:
         """The steps of x[:, :, ::rows, ::columns]; None for another step."""
         if self.step.node.target is not operator.getitem:
             return None
         index: Any = self.step.node.args[1]
-        if (
-            not isinstance(index, tuple)
-            or len(index) != 4
-            or index[:2] != (slice(None),) * 2
-        ):
+        if not isinstance(index, tuple) or len(index) != 4:
             return None
-        steps = [getattr(part, "step", None) for part in index[2:]]
-        if [slice(None, None, step) for step in steps] != list(index[2:]):
+        steps = [getattr(part, "step", 0) for part in index]
+        strided = [slice(None, None, step) for step in steps] == list(index)
+        if not strided or steps[:2] != [None, None]:
             return None
-        return [step or 1 for step in steps]
+        return [step or 1 for step in steps[2:]]

@@ -8,7 +8,6 @@ import torch
 import fastbcd
 from fastbcd import Engine, masks, score
 from fastbcd.scoring.collapsed import build
-from fastbcd.scoring.collapsed.affine_net import AffineNet
 from fastbcd.scoring.collapsed.build import FormBuilder
 from fastbcd.scoring.engine import Request
 from fastbcd.scoring.plan import make_plan
@@ -20,7 +19,8 @@ from helpers.nets import images, make, thinned
 
 def builder_of(net, memory: int = 2**30) -> FormBuilder:
     x = images(2)[0].to("cuda")
-    return FormBuilder(AffineNet(make_program(net, x[:1])), masks(net).copy(), x, memory)
+    request = Request(net, masks(net).copy(), [], 1, 2, x, None, memory)
+    return FormBuilder(make_program(net, x[:1]), request)
 
 
 @pytest.mark.parametrize("with_image", [False, True])

@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fastbcd import MaskedReLU, MaskSet, convert, masks, models, score
+from fastbcd import MaskedReLU, convert, masks, models, score
 from fastbcd.ops import reference
 from fastbcd.ops.kink import kink
-from fastbcd.scoring.collapsed.affine_net import AffineNet
-from fastbcd.scoring.collapsed.build import CollapsedCost, FormBuilder
 from fastbcd.scoring.collapsed.patches import Patch, Positions, convolve, subsample, whole
 from fastbcd.scoring.engine import Request
+from fastbcd.scoring.plan import CollapsedPlanner
 from fastbcd.scoring.program import Convolution, make_program
 from helpers.affine_nets import engine_of, some_removals, worst_difference, zoo
 from helpers.nets import images, make, randomize, thinned
@@ -110,11 +109,10 @@ def test_impulses_stay_small() -> None:
     now = masks(net)
     x = torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     program = make_program(net, x[:1])
-    builder = FormBuilder(AffineNet(program), MaskSet(now.sites, now.bits), x)
     forward = sum(program.multiply_adds.values())
     request = Request(net, now, [], 1, 1, x, None, 2**40)
-    cost = CollapsedCost(request, builder, None)
-    costs = [cost.of_impulses(s) / site.numel for s, site in enumerate(now.sites)]
+    planner = CollapsedPlanner(request, program)
+    costs = [planner.impulses(s) / site.numel for s, site in enumerate(now.sites)]
     assert costs[-1] == 0  # nothing but the mean and the classifier follows
     assert all(a > b for a, b in pairwise(costs[7:]))
     assert costs[0] < 0.75 * forward
