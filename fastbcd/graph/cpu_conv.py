@@ -13,27 +13,24 @@ from torch import Tensor, nn
 
 PATCH_BYTES = 2**22  # patches multiplied at a time, as much as fits the cache
 LANES = 16  # of the widest vectors
+WIDE = 128  # channels
 
 
 def for_training(module: nn.Module) -> nn.Module:
     """A better convolution for channels_last on a CPU, or the module itself."""
     if type(module) is not nn.Conv2d or module.weight.device.type != "cpu":
         return module
-    plain = (
-        module.groups == 1
-        and module.dilation == (1, 1)
-        and module.padding_mode == "zeros"
-    )
-    if not plain or isinstance(module.padding, str):
+    plain = module.groups == 1 and module.dilation == (1, 1)
+    if not plain or module.padding_mode != "zeros" or isinstance(module.padding, str):
         return module
-    if module.kernel_size == (1, 1):
-        risky = (
-            module.stride != (1, 1)
-            and module.padding == (0, 0)
-            and module.in_channels < LANES
-        )
-        return StridedPointwise(module) if risky else module
-    return PatchConvolution(module) if module.in_channels >= 128 else module
+    if module.kernel_size != (1, 1):
+        if module.in_channels >= WIDE:
+            return PatchConvolution(module)
+        return module
+    strided = module.stride != (1, 1) and module.padding == (0, 0)
+    if strided and module.in_channels < LANES:
+        return StridedPointwise(module)
+    return module
 
 
 class _Wrapped(nn.Module):
@@ -65,10 +62,8 @@ class PatchConvolution(_Wrapped):
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, C', H', W']."""
         conv = self.conv
-        plain = x.dtype == torch.float32 and not torch.is_autocast_enabled(
-            x.device.type
-        )
-        if not plain or not conv.weight.requires_grad:
+        autocast = torch.is_autocast_enabled(x.device.type)
+        if autocast or x.dtype != torch.float32 or not conv.weight.requires_grad:
             return conv(x)
         return _Convolution.apply(x, conv.weight, conv.bias, conv.stride, conv.padding)
 
@@ -89,11 +84,9 @@ class _Convolution(torch.autograd.Function):
             grad, x, weight, [len(weight)], *ctx.how, [1, 1], False, [0, 0], 1,
             [need_x, False, need_bias],
         )  # fmt: skip
-        dweight = (
-            weight_gradient(grad, x, weight.shape[2:], *ctx.how)
-            if need_weight
-            else None
-        )
+        dweight = None
+        if need_weight:
+            dweight = weight_gradient(grad, x, weight.shape[2:], *ctx.how)
         return dx, dweight, dbias, None, None
 
 
@@ -104,8 +97,11 @@ def weight_gradient(
 
     As grad' [pixels, C'] times the patches of x [pixels, kernel·C], a few images at a time.
     """
-    (height, width), (down, right), (top, left) = kernel, stride, padding
-    (outputs, rows, columns), inputs = grad.shape[1:], x.shape[1]
+    height, width = kernel
+    down, right = stride
+    top, left = padding
+    outputs, rows, columns = grad.shape[1:]
+    inputs = x.shape[1]
     numbers = height * width * inputs  # in a patch
     total = x.new_zeros(outputs, numbers)
     each = max(1, PATCH_BYTES // (4 * rows * columns * numbers))

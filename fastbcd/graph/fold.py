@@ -31,13 +31,11 @@ def folded(net: nn.Module) -> nn.Module:
     try:
         with eval_mode(net):
             model = fx.GraphModule(net, copy.deepcopy(trace(net)))
-    except (
-        Exception
-    ):  # whatever the net's own forward raises on fx proxies; `fused` warns
+    except Exception:  # whatever the net's own forward raises; `fused` warns
         return net
     calls = Counter(node.target for node in model.graph.nodes)
     for node in model.graph.find_nodes(op="call_module"):
-        before: Any = node.args[0] if node.args else None
+        before: Any = next(iter(node.args), None)
         if not isinstance(before, fx.Node) or before.op != "call_module":
             continue
         conv: Any = model.get_submodule(str(before.target))

@@ -28,20 +28,21 @@ class NormActivation(nn.Module):
 
     def __init__(self, norm: nn.BatchNorm2d, act: MaskedReLU) -> None:
         super().__init__()
-        self.norm, self.act = norm, act
+        self.norm = norm
+        self.act = act
 
     def forward(self, x: Tensor, residual: Any = None) -> Tensor:
         """x, residual [B, C, H, W] -> [B, C, H, W]."""
         norm: Any = self.norm
-        same = residual is None or (_suits(residual) and x.shape == residual.shape)
         plain = self.act.saliency_pass is None and not torch.compiler.is_compiling()
-        if not (norm.training and plain and _suits(x) and same):
-            return self.act.forward(
-                norm(x), residual
-            )  # hooks are called for the pair, once
-        y, (mean, variance) = ops_norm.norm_relu(
-            x, norm.weight, norm.bias, self.act.mask, residual, eps=norm.eps
-        )
+        fits = _suits(x)
+        if residual is not None:
+            fits = fits and _suits(residual) and x.shape == residual.shape
+        if not (norm.training and plain and fits):
+            # Hooks are called for the pair, once.
+            return self.act.forward(norm(x), residual)
+        tensors = x, norm.weight, norm.bias, self.act.mask, residual
+        y, (mean, variance) = ops_norm.norm_relu(*tensors, eps=norm.eps)
         with torch.no_grad():
             count = x.numel() // x.shape[1]
             norm.num_batches_tracked.add_(1)
@@ -52,14 +53,10 @@ class NormActivation(nn.Module):
     @staticmethod
     def fits(norm: Any, act: Any) -> bool:
         """Can this pair be one op?"""
-        if (
-            type(norm) is not nn.BatchNorm2d
-            or type(act) is not MaskedReLU
-            or not norm.affine
-        ):
+        if type(norm) is not nn.BatchNorm2d or type(act) is not MaskedReLU:
             return False
         tracked = norm.running_mean is not None and norm.momentum is not None
-        return tracked and ops_norm.has_kernel(norm.weight)
+        return norm.affine and tracked and ops_norm.has_kernel(norm.weight)
 
 
 def _suits(x: Any) -> bool:
@@ -75,9 +72,15 @@ def fused(net: nn.Module, train: bool = True) -> tuple[nn.Module, torch.memory_f
     A net that cannot be traced, in train or in eval mode, is returned unchanged, with the
     contiguous format: it may contain a `view` that channels_last does not allow.
     """
+    mode = eval_mode
+    if train:
+        mode = train_mode
     try:
-        with train_mode(net) if train else eval_mode(net):
-            return _rewrite(net, without_inplace(net, trace(net))), torch.channels_last
+        with mode(net):
+            model = fx.GraphModule(
+                net, without_inplace(net, trace(net)), type(net).__name__
+            )
+            return _rewritten(model), torch.channels_last
     except Exception as error:  # whatever the net's own forward raises on fx proxies
         warn_once(
             f"{type(net).__name__} runs as it is, slower than it could: torch.fx cannot trace it "
@@ -86,21 +89,17 @@ def fused(net: nn.Module, train: bool = True) -> tuple[nn.Module, torch.memory_f
         return net, torch.contiguous_format
 
 
-def _rewrite(net: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    model = fx.GraphModule(net, graph, type(net).__name__)
+def _rewritten(model: fx.GraphModule) -> fx.GraphModule:
     forget_source(model)
-    for node in list(graph.nodes):
-        if node.op != "call_module":
-            continue
+    for node in model.graph.find_nodes(op="call_module"):
         module: Any = model.get_submodule(node.target)
-        if (twin := pure_module(module)) is not module:
-            # The graph no longer relies on it, and a fused call may read its input later.
-            model.set_submodule(node.target, twin)
+        # The graph relies on no writing; a fused call may read the input later.
+        better = cpu_conv.for_training(pure_module(module))
+        if better is not module:
+            model.set_submodule(node.target, better)
         elif isinstance(module, MaskedActivation) and len(node.args) == 1:
             _fuse_into(model, node, module)
-        elif (better := cpu_conv.for_training(module)) is not module:
-            model.set_submodule(node.target, better)
-    graph.lint()
+    model.graph.lint()
     model.recompile()
     forget_source(model)
     return model
@@ -119,8 +118,6 @@ def _fuse_into(model: fx.GraphModule, node: fx.Node, act: MaskedActivation) -> N
         norm: Any = model.get_submodule(str(reads.norm.target))
         node.target = f"fused_{node.name}"
         model.add_submodule(node.target, NormActivation(norm, act))  # type: ignore[arg-type]
-    node.args = (reads.x,)
-    if reads.residual is not None:
-        node.args = (reads.x, reads.residual)
+    node.args = reads.terms
     for gone in reads.absorbed:
         model.graph.erase_node(gone)

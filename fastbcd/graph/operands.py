@@ -15,9 +15,8 @@ ADDITIONS = {operator.add, torch.add, "add"}
 class Operands(NamedTuple):
     """act(x), act(norm(x)), act(x + residual) or act(norm(x) + residual)."""
 
-    x: fx.Node
-    norm: fx.Node | None
-    residual: fx.Node | None
+    terms: tuple[fx.Node, ...]  # x, and the residual if there is one
+    norm: fx.Node | None  # of x
     absorbed: list[fx.Node]  # the addition and the norm, which nothing else reads
 
 
@@ -36,16 +35,11 @@ def operands(
     if adds_two(value) and len(value.users) == 1 and is_sum(value):
         terms = value.all_input_nodes
         absorbed.append(value)
-    norms = [term for term in terms if len(term.users) == 1 and is_norm(term)]
-    if norms:  # of two, the other is left where it is
-        terms = [
-            norms[0].all_input_nodes[0],
-            *(term for term in terms if term is not norms[0]),
-        ]
-        absorbed.append(norms[0])
-    norm = next(iter(norms), None)
-    residual = next(iter(terms[1:]), None)
-    return Operands(terms[0], norm, residual, absorbed)
+    for norm in terms:
+        if len(norm.users) == 1 and is_norm(norm):
+            others = [term for term in terms if term is not norm]
+            return Operands((*norm.all_input_nodes, *others), norm, [*absorbed, norm])
+    return Operands(tuple(terms), None, absorbed)
 
 
 def adds_two(node: fx.Node) -> bool:

@@ -9,7 +9,6 @@ import linecache
 import operator
 import threading
 from collections.abc import Container
-from itertools import compress
 from typing import Any
 
 import torch
@@ -54,20 +53,14 @@ class Tracer(fx.Tracer):
         self.thread = threading.get_ident()
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        here = threading.get_ident() == self.thread
-        return (
-            super().call_module(m, forward, args, kwargs)
-            if here
-            else forward(*args, **kwargs)
-        )
+        if threading.get_ident() != self.thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
 
-    def getattr(
-        self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]
-    ) -> Any:
-        here = threading.get_ident() == self.thread
-        return (
-            super().getattr(attr, attr_val, parameter_proxy_cache) if here else attr_val
-        )
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_args_for_root(self, root_fn: Any, *_: Any) -> tuple[Any, list[Any]]:
         """The first argument of forward alone: the others have their defaults."""
@@ -76,9 +69,7 @@ class Tracer(fx.Tracer):
         return root_fn, [self.root, self.create_proxy("placeholder", name, (), {})]
 
     def create_arg(self, a: Any) -> Any:
-        if dataclasses.is_dataclass(a) and isinstance(
-            a, dict
-        ):  # an output of transformers
+        if dataclasses.is_dataclass(a) and isinstance(a, dict):  # of transformers
             parts = {name: self.create_arg(part) for name, part in a.items()}
             return self.create_node("call_function", type(a), (), parts)
         return super().create_arg(a)
@@ -91,25 +82,23 @@ class Tracer(fx.Tracer):
         with LOCK:
             graph = super().trace(root, concrete_args)
         for node in graph.nodes:
-            if node.target in _MAKERS:
-                node.meta.pop(
-                    "is_wrapped", None
-                )  # torch.fx would wrap the function for good
-            if node.op != "call_module" or len(node.args) + len(node.kwargs) == 1:
-                continue
-            if isinstance(_module(self.root, node), MaskedActivation):
-                # act(x, residual) -> act(x + residual): readers of a graph expect one argument.
-                given: Any = (
-                    dict(zip(("x", "residual"), node.args, strict=False)) | node.kwargs
-                )
-                total = given["x"]
-                if given["residual"] is not None:
-                    with graph.inserting_before(node):
-                        total = graph.call_function(
-                            operator.add, (total, given["residual"])
-                        )
-                node.args, node.kwargs = (total,), {}
+            if node.target in _MAKERS:  # torch.fx would wrap the function for good
+                node.meta.pop("is_wrapped", None)
+            if node.op == "call_module":
+                self.split_addition(node)
         return graph
+
+    def split_addition(self, node: fx.Node) -> None:
+        """act(x, residual) -> act(x + residual): readers of a graph expect one argument."""
+        terms = [*node.args, *node.kwargs.values()]
+        if len(terms) < 2 or not isinstance(_module(self.root, node), MaskedActivation):
+            return
+        total: Any = terms[0]
+        if terms[1] is not None:
+            with node.graph.inserting_before(node):
+                total = node.graph.call_function(operator.add, tuple(terms))
+        node.args = (total,)
+        node.kwargs = {}
 
 
 def trace(net: nn.Module) -> fx.Graph:
@@ -117,7 +106,9 @@ def trace(net: nn.Module) -> fx.Graph:
 
     It returns what `logits_of` gives of the net's output.
     """
-    graph = net.graph if isinstance(net, fx.GraphModule) else Tracer().trace(net)
+    graph = getattr(net, "graph", None)
+    if not isinstance(graph, fx.Graph):
+        graph = Tracer().trace(net)
     result: Any = graph.output_node().args[0]
     made = isinstance(result, fx.Node) and dataclasses.is_dataclass(result.target)
     if not made or "logits" not in result.kwargs:
@@ -151,34 +142,41 @@ def without_inplace(net: nn.Module, original: fx.Graph) -> fx.Graph:
     `inplace` attribute are left to the caller.
     """
     graph = copy.deepcopy(original)
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    for node, place in order.items():
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in order:
         if not overwrites(net, node):
-            view = node.op == "call_method" and node.target == "view"
-            node.target = "reshape" if view else node.target  # channels_last allows it
+            if node.op == "call_method" and node.target == "view":
+                node.target = "reshape"  # channels_last allows it
             continue
         if node.kwargs.get("inplace"):
             node.update_kwarg("inplace", False)
-        if node.op != "call_module":
-            written = (
-                node.target.removesuffix("_")
-                if node.op == "call_method"
-                else node.target
-            )
-            node.target = _PURE.get(written, written)
-        changed = node.args[0] if node.args else next(iter(node.kwargs.values()))
-        if not isinstance(changed, fx.Node):
-            continue
-        memory = _memory_of(net, changed)
-        for other in list(order)[:place]:
-            later = {user for user in other.users if order[user] > place}
-            if other is changed:
-                other.replace_all_uses_with(node, delete_user_cb=later.__contains__)
-            elif later and _memory_of(net, other) is memory:
-                raise ValueError(
-                    f"node {node.name!r} writes into memory that is read later as {other.name!r}"
-                )
+        if node.op == "call_method":
+            node.target = str(node.target).removesuffix("_")
+        node.target = _PURE.get(node.target, node.target)
+        changed = next(iter([*node.args, *node.kwargs.values()]))
+        if isinstance(changed, fx.Node):
+            _read_result(net, order, changed, node)
     return graph
+
+
+def _read_result(
+    net: nn.Module, order: dict[fx.Node, int], changed: fx.Node, node: fx.Node
+) -> None:
+    """After `node`, which overwrites `changed`, its result is read in place of that value."""
+
+    def is_later(user: fx.Node) -> bool:
+        return order[user] > order[node]
+
+    changed.replace_all_uses_with(node, delete_user_cb=is_later)
+    memory = _memory_of(net, changed)
+    for other in order:
+        if other is node:
+            return
+        later = other is not changed and any(map(is_later, other.users))
+        if later and _memory_of(net, other) is memory:
+            raise ValueError(
+                f"node {node.name!r} writes into memory that is read later as {other.name!r}"
+            )
 
 
 def overwrites(net: nn.Module, node: fx.Node) -> bool:
@@ -193,11 +191,13 @@ def overwrites(net: nn.Module, node: fx.Node) -> bool:
 def drop_emptied(net: nn.Module, graph: fx.Graph) -> None:
     """Erase the sites that keep no ReLU and are the identity: their readers read their input."""
     acts = [module for module in net.modules() if type(module) is MaskedReLU]
-    kept = [act.mask.any().to(acts[0].mask.device) for act in acts]
-    used = (
-        compress(acts, torch.stack(kept).tolist()) if acts else ()
-    )  # one copy from the device
-    erase_calls(net, graph, set(acts).difference(used))
+    if not acts:
+        return
+    device = acts[0].mask.device
+    used = torch.stack([act.mask.any().to(device) for act in acts]).tolist()
+    erase_calls(
+        net, graph, {act for act, kept in zip(acts, used, strict=True) if not kept}
+    )
 
 
 def erase_calls(net: nn.Module, graph: fx.Graph, modules: Container[nn.Module]) -> None:
@@ -222,20 +222,42 @@ def _module(net: nn.Module, node: fx.Node) -> nn.Module:
     return net.get_submodule(str(node.target))
 
 
-_VIEWS = {"getitem", "view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim",
-          "chunk", "split", "unbind", "squeeze", "unsqueeze", "narrow", "select", "expand", "t",
-          "contiguous", "detach", "dropout", "Identity", "Flatten", "Unflatten", "Dropout",
-          "Dropout2d"}  # fmt: skip
+# Methods, functions and modules that may return a view.
+_VIEWS = {
+    *(
+        "getitem",
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "transpose",
+        "permute",
+        "movedim",
+    ),
+    *(
+        "chunk",
+        "split",
+        "unbind",
+        "squeeze",
+        "unsqueeze",
+        "narrow",
+        "select",
+        "expand",
+        "t",
+    ),
+    *("contiguous", "detach", "dropout"),
+    *("Identity", "Flatten", "Unflatten", "Dropout", "Dropout2d"),
+}
 
 
 def _memory_of(net: nn.Module, node: fx.Node) -> fx.Node:
     """The node whose memory a view shows; a node that is no view is its own."""
-    is_module = node.op == "call_module"
-    kinds: Any = type(_module(net, node)).__mro__ if is_module else [node.target]
-    source = node.args[0] if node.args else None
-    if isinstance(source, fx.Node) and _VIEWS & {
-        getattr(k, "__name__", k) for k in kinds
-    }:
+    kinds: Any = [node.target]
+    if node.op == "call_module":
+        kinds = type(_module(net, node)).__mro__
+    is_view = not _VIEWS.isdisjoint(getattr(kind, "__name__", kind) for kind in kinds)
+    source = next(iter(node.args), None)
+    if is_view and isinstance(source, fx.Node):
         return _memory_of(net, source)
     return node
 

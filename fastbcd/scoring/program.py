@@ -286,9 +286,9 @@ class _Steps:
         if coef is not None:
             coef = coef.detach()
         site = self.site_of[module]
-        return Activation(
-            node, site, module, reads.x, reads.residual, scale, shift, coef
-        )
+        x, *residual = reads.terms
+        added = next(iter(residual), None)
+        return Activation(node, site, module, x, added, scale, shift, coef)
 
     def operation(self, node: fx.Node) -> Operation:
         run: Any = node.target
@@ -298,7 +298,8 @@ class _Steps:
             return Operation(node, run, node.args, dict(node.kwargs))
         module = self.survey.called(node)
         if self.is_conv(node):
-            return Operation(node, folded(module), node.args, {})
+            run = folded(module)
+            return Operation(node, run, node.args, {})
         conv: Any = node.args[0] if node.args else None
         if self.is_norm(node) and self.is_conv(conv) and len(conv.users) == 1:
             self.absorbed.add(conv)
