@@ -32,8 +32,8 @@ from fastbcd.scoring.program import Program
 from fastbcd.scoring.stacked import peak_bytes
 
 MOST = 1024  # impulses in a batch on a GPU, if an eighth of the memory holds them
-# Bytes: oneDNN compiles a kernel for each shape of patch, and keeps it.
-KERNELS = 44 * 2**20
+# Bytes: oneDNN compiles a kernel for each shape of patch, and keeps it (AVX-512: 90 MiB).
+KERNELS = 92 * 2**20
 
 
 class FormBuilder:
