@@ -93,9 +93,7 @@ class Exact:
     def verdict(self, k: int) -> bool | None:
         """Does it pass? None: that is not certain."""
         least, most = self.ends(k)
-        slack = (
-            SUM_ROUNDING * self.size
-        )  # a drop that is ADT but for rounding is no pass
+        slack = SUM_ROUNDING * self.size  # a drop of ADT, up to rounding, is no pass
         if self.drop(least - slack) < self.adt:
             return True
         if self.drop(most - slack) < self.adt:

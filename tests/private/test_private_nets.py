@@ -22,7 +22,7 @@ from helpers import nets
 
 
 def assert_same(found: torch.Tensor, truth: torch.Tensor) -> None:
-    """Bit for bit, except quadratics, which are computed from one square."""
+    """Bit for bit, except for quadratics, which are computed from one square."""
     ulp = torch.finfo(truth.dtype).eps
     torch.testing.assert_close(found, truth, rtol=8 * ulp, atol=8 * ulp, equal_nan=True)
 
