@@ -16,8 +16,8 @@ change any more (25 epochs of 5,000 images, λ = 200: 103,375 of 188,416 bits ar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,24 +30,28 @@ from fastbcd.masking.activations import MaskedPoly
 from fastbcd.masking.fitted import to_poly
 from fastbcd.masking.masks import MaskSet, mask_modules
 from fastbcd.masking.twin import twin
-from fastbcd.runs.step import Epoch
 from fastbcd.runtime import ranks
 from fastbcd.runtime.module_mode import eval_mode
 from fastbcd.runtime.settings import setting, with_settings
 from fastbcd.starts.mask_training import StartingPoint, train_masks
-from fastbcd.starts.method import ADAM, MaskTraining, Method, channels_last
-from fastbcd.training.loop import Session, Trainer
+from fastbcd.starts.method import ADAM, MaskEpoch, MaskTraining, Method, channels_last
+from fastbcd.training.loop import Trainer
 from fastbcd.training.precision import training_dtype
 from fastbcd.training.rates import cosine
 
-REFRESH, EVERY = (
-    500,
-    10,
-)  # quadratics are refitted every 10th of the first 500 iterations
+# Quadratics are refitted every 10th of the first 500 iterations.
+REFRESH = 500
+EVERY = 10
 CALIBRATION = 8  # batches for their first statistics
 MOMENTUM = 0.1  # of the statistics after them
-# λ by budget, as published for ResNet18 on CIFAR-100; above the last budget: 40
-PUBLISHED_LAMBDA = {6_000: 200.0, 9_000: 140.0, 12_900: 80.0, 15_000: 60.0}
+# λ by the largest budget it is for, as published for ResNet18 on CIFAR-100
+PUBLISHED_LAMBDA = {
+    6_000: 200.0,
+    9_000: 140.0,
+    12_900: 80.0,
+    15_000: 60.0,
+    math.inf: 40.0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +177,8 @@ def count_on(act: IndicatorPoly) -> Tensor:
     3.0
     """
     aux = act.aux
-    straight_through = F.softplus(aux.detach()) * (
-        aux - aux.detach()
-    )  # 0, with that gradient
-    return act.mask.sum() + straight_through.sum()
+    zeros = F.softplus(aux.detach()) * (aux - aux.detach())  # with that gradient
+    return act.mask.sum() + zeros.sum()
 
 
 class Replacement(Method):
@@ -205,29 +207,20 @@ class Replacement(Method):
         return twin(self.net, indicator)
 
     def begin(self) -> None:
-        published = [
-            value for most, value in PUBLISHED_LAMBDA.items() if self.budget <= most
-        ]
-        self.penalty = [*published, 40.0][0]
+        larger = [most for most in PUBLISHED_LAMBDA if self.budget <= most]
+        self.penalty = PUBLISHED_LAMBDA[min(larger)]
         if self.settings.penalty is not None:
             self.penalty = self.settings.penalty
 
-    def train(
-        self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any
-    ) -> None:
-        epoch = len(history)
+    def train(self, epoch: MaskEpoch) -> None:
         s = self.settings
-        if epoch == 0:
-            self._calibrate(session.trainer)
-        record.lr = cosine(s.lr, epoch, s.epochs, s.lr_end)
-        record.notes["lambda"] = self.penalty
-        record.loss = session.epoch(
-            epoch,
-            record.lr,
-            penalty=self._penalty,
-            before_batch=self._before_batch,
-            bar=bar,
-        )
+        number = len(epoch.history)
+        if number == 0:
+            self._calibrate(epoch.session.trainer)
+        lr = cosine(s.lr, number, s.epochs, s.lr_end)
+        epoch.record.lr = lr
+        epoch.record.notes["lambda"] = self.penalty
+        epoch.train(lr, penalty=self._penalty, before_batch=self._before_batch)
         self._follow(momentum=0.0)
 
     def values(self) -> Tensor:
@@ -266,13 +259,10 @@ class Replacement(Method):
     @torch.no_grad()
     def _calibrate(self, trainer: Trainer) -> None:
         """Measure the first statistics in eval mode, and fit the quadratics to them."""
-        batch_size = trainer.settings.batch_size
-        images = self.data.first(min(len(self.data), CALIBRATION * batch_size))
+        batches = self.data.batches(trainer.settings.batch_size, dtype=trainer.dtype)
         with eval_mode(trainer.model):
-            for number, (x, _) in enumerate(
-                images.batches(batch_size, dtype=trainer.dtype)
-            ):
+            for number, (x, _) in enumerate(islice(batches, CALIBRATION), 1):
                 for act in self.acts:
-                    act.momentum = 1 / (number + 1)
+                    act.momentum = 1 / number
                 trainer.model(x)
         self._refresh()

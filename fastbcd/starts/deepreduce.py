@@ -48,8 +48,7 @@ from fastbcd.runs.step import Epoch
 from fastbcd.runtime.settings import setting, with_settings
 from fastbcd.scoring.accuracy import accuracy
 from fastbcd.starts.mask_training import StartingPoint, train_masks
-from fastbcd.starts.method import MaskTraining, Method, allocate
-from fastbcd.training.loop import Session
+from fastbcd.starts.method import MaskEpoch, MaskTraining, Method, allocate
 from fastbcd.training.rates import cosine
 
 
@@ -106,7 +105,8 @@ def stages(m: MaskSet) -> list[list[Site]]:
     >>> [[site.name for site in stage] for stage in stages(m)]
     [['stem', 'a'], ['b'], ['head']]
     """
-    kept = [site for site in m.sites if m.counts()[site.name]]
+    counts = m.counts()
+    kept = [site for site in m.sites if counts[site.name]]
     return [list(stage) for _, stage in groupby(kept, lambda s: s.shape[1:] or s.shape)]
 
 
@@ -169,9 +169,8 @@ def reshaped(m: MaskSet, scores: Tensor, budget: int) -> MaskSet:
     """
     counts = list(m.counts().values())
     bits = torch.zeros_like(m.bits)
-    for site, kept, quota in zip(
-        m.sites, m.split(), allocate(budget, counts, counts), strict=True
-    ):
+    quotas = allocate(budget, counts, counts)
+    for site, kept, quota in zip(m.sites, m.split(), quotas, strict=True):
         values = scores[site.start : site.start + site.numel].view(site.shape)
         bits[site.start + by_channel(values, kept)[:quota]] = True
     return MaskSet(m.sites, bits)
@@ -186,10 +185,8 @@ def by_channel(scores: Tensor, kept: Tensor) -> Tensor:
     means = values.where(kept, 0).sum(1) / kept.sum(1).clamp(min=1)
     ids = kept.flatten().nonzero().flatten()
     channels = ids // kept.shape[1]
-    order = np.lexsort(
-        (rounded(values.flatten()[ids]), channels, rounded(means[channels]))
-    )
-    return ids[torch.from_numpy(order).flip(0)]
+    keys = rounded(values.flatten()[ids]), channels, rounded(means[channels])
+    return ids[torch.from_numpy(np.lexsort(keys)).flip(0)]
 
 
 class Trial(NamedTuple):
@@ -224,53 +221,42 @@ class Reduction(Method):
 
     def trials(self, history: Sequence[Epoch]) -> Iterator[Trial]:
         """All trainings in order; those of candidates depend on the accuracies of earlier ones."""
-        s = self.settings
-        notes = [epoch.notes for epoch in history]
-        reached = {
-            n["training"]: n["train_accuracy"] for n in notes if "train_accuracy" in n
-        }
-        alone = {
-            f"stage {number} alone": only(self.start, stage)
-            for number, stage in enumerate(stages(self.start), 1)
-        }
-        for name, kept in alone.items():
-            yield Trial(name, kept, s.trial_epochs)
-        value = [
-            criticality(reached[name], m.count(), s.discount)
-            for name, m in alone.items()
-        ]
-        order = sorted(range(len(alone)), key=value.__getitem__)
+        epochs = self.settings.trial_epochs
+        for number, stage in enumerate(stages(self.start), 1):
+            yield Trial(f"stage {number} alone", only(self.start, stage), epochs)
+        ended = [epoch.notes for epoch in history if "train_accuracy" in epoch.notes]
+        values = [notes["criticality"] for notes in ended if "criticality" in notes]
+        order = sorted(range(len(values)), key=values.__getitem__)
         fits = candidates(self.start, order, self.scores, self.budget)
         for name, kept in fits.items():
-            yield Trial(name, kept, s.trial_epochs)
+            yield Trial(name, kept, epochs)
+        reached = {notes["training"]: notes["train_accuracy"] for notes in ended}
         best = max(fits, key=reached.__getitem__)
-        spent = (len(alone) + len(fits)) * s.trial_epochs
-        yield Trial(f"{best}: the result", fits[best], s.epochs - spent)
+        left = self.settings.epochs - len(ended) * epochs
+        yield Trial(f"{best}: the result", fits[best], left)
 
-    def train(
-        self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any
-    ) -> None:
+    def train(self, epoch: MaskEpoch) -> None:
         s = self.settings
-        number = len(history)  # of the epoch in its training
-        for trial in self.trials(history):
+        number = len(epoch.history)  # of the epoch in its training
+        for trial in self.trials(epoch.history):
             if number < trial.epochs:
                 break
             number -= trial.epochs
         if number == 0:
             snapshots.restore(self.model, self.weights)
             set_masks(self.model, trial.masks)
-            session.optimizer.state.clear()
-        record.notes["training"] = trial.name
-        record.lr = cosine(s.lr, number, trial.epochs)
-        record.loss = session.epoch(len(history), record.lr, bar=bar)
-        if (
-            number + 1 == trial.epochs and len(history) + 1 < s.epochs
-        ):  # the end of a trial
-            reached = accuracy(session.trainer.model, self.data)
-            record.notes["train_accuracy"] = reached
+            epoch.session.optimizer.state.clear()
+        notes = epoch.record.notes
+        notes["training"] = trial.name
+        epoch.record.lr = cosine(s.lr, number, trial.epochs)
+        epoch.train(epoch.record.lr)
+        last = len(epoch.history) + 1 == s.epochs
+        if number + 1 == trial.epochs and not last:  # the end of a trial
+            reached = accuracy(epoch.session.trainer.model, self.data)
+            notes["train_accuracy"] = reached
             if trial.name.endswith(" alone"):
                 relus = trial.masks.count()
-                record.notes["criticality"] = criticality(reached, relus, s.discount)
+                notes["criticality"] = criticality(reached, relus, s.discount)
 
     def values(self) -> Tensor:
         return self.scores

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fastbcd.data.images import ImageData
 from fastbcd.descent.budget import Budget, Limits, check_reducible, counts_of, limits_of
 from fastbcd.descent.problem import Problem
 from fastbcd.masking.masks import MaskSet, masks, set_masks
@@ -26,7 +25,7 @@ from fastbcd.runtime.settings import described
 from fastbcd.runtime.validate import check_whole
 from fastbcd.scoring.accuracy import accuracy
 from fastbcd.scoring.metric import Criterion
-from fastbcd.starts.method import MaskTraining, Method
+from fastbcd.starts.method import MaskEpoch, MaskTraining, Method
 from fastbcd.training.checks import check_same_sites, check_settings, check_trainable
 from fastbcd.training.epochs import recorded, train_epochs
 from fastbcd.training.loop import Trainer
@@ -80,13 +79,6 @@ class Task(NamedTuple):
     chosen: MaskTraining
     tuning: Finetune
 
-    @property
-    def measured(self) -> ImageData:
-        """The images that accuracies are measured on."""
-        if self.problem.test is None:
-            return self.problem.train
-        return self.problem.test
-
     def trainer(
         self, model: nn.Module, settings: Finetune, teacher: TeacherLogits | None
     ) -> Trainer:
@@ -101,6 +93,10 @@ class Task(NamedTuple):
             fused_optimizer=False,
         )
 
+    def accuracy(self, model: nn.Module) -> float:
+        """Percent on the test set, or on the train set if there is none."""
+        return accuracy(model, self.problem.test or self.problem.train)
+
 
 def train_masks(
     method: type[Method],
@@ -112,17 +108,12 @@ def train_masks(
     """Train the masks, cut them to bits, fine-tune. After an exception the net is as before."""
     task = _task(method, net, data, budget, chosen)
     net = task.problem.net
-    about = {
+    test = task.problem.test
+    about = chosen.describe() | {
         "budget": described(budget),
         "teacher": snapshots.weights_mark(chosen.teacher),
     }
-    config = Config.of(
-        method.name,
-        chosen.describe() | about,
-        net,
-        data=task.problem.train,
-        test=task.problem.test,
-    )
+    config = Config.of(method.name, about, net, data=task.problem.train, test=test)
     opened = journal(
         config,
         net,
@@ -145,7 +136,7 @@ def train_masks(
         masks=masks(net),
         history=_phase(run.history, MASKS),
         accuracy=run.history[-1].accuracy or {},
-        measured_on="train" if task.problem.test is None else "test",
+        measured_on="test" if test else "train",
         finetune=_phase(run.history, FINETUNE),
     )
 
@@ -183,68 +174,15 @@ def _train(task: Task, run: Journal[Epoch]) -> None:
     net = task.problem.net
     # The default teacher is the net at the start of the run, on every rank.
     snapshots.restore(net, run.start_tensors())
-    dense = task.chosen.teacher
-    if dense is None:
-        dense = net
     teacher: TeacherLogits | None = None
     matched = task.method.matched
     if task.tuning.distill or task.tuning.mismatch or matched:
+        dense = task.chosen.teacher
+        if dense is None:
+            dense = net
         teacher = TeacherLogits(dense, task.problem.train, task.tuning, matched=matched)
     if not _phase(run.history, DECIDED):
         _train_masks(task, run, teacher)
-    _fine_tune(task, run, teacher)
-
-
-def _train_masks(
-    task: Task, run: Journal[Epoch], teacher: TeacherLogits | None
-) -> None:
-    """Train the masks to the end and write the bits into the net."""
-    problem = task.problem
-    chosen = task.chosen
-    method = task.method(problem.net, problem.train, task.limits, chosen)
-    settings = replace(task.tuning, **method.optimizer, batch_size=chosen.batch_size)
-    trainer = task.trainer(method.model, settings, teacher)
-    with trainer.session() as session:
-        if run.history:
-            session.load(run.extra)
-        while not method.done(run.history):
-            epoch = len(run.history)
-            record = Epoch(number=epoch + 1, epoch=epoch, phase=MASKS)
-            before = method.start
-            if epoch:
-                before = method.masks_of(method.bits())
-            whole = recorded(
-                session, record, test=problem.test, progress=chosen.progress
-            )
-            with whole as shown:
-                method.train(session, record, run.history, shown)
-                _compare(record, before, method.masks_of(method.bits()))
-            run.finish(record, session.state())
-        trained = accuracy(trainer.model, task.measured)
-    number = len(run.history)
-    count = int(method.bits().sum())
-    if method.advice and count > method.slack * method.budget:
-        warnings.warn(
-            f"after {number} epochs {count:,} ReLUs are on, more than the budget of "
-            f"{method.budget:,}: {method.advice}",
-            RuntimeWarning,
-            stacklevel=6,
-        )
-    set_masks(problem.net, method.decide())
-    thresholded = accuracy(problem.net, task.measured)
-    run.finish(
-        Epoch(
-            number=number + 1,
-            phase=DECIDED,
-            count=masks(problem.net).count(),
-            accuracy={"trained": trained, "thresholded": thresholded},
-        )
-    )
-
-
-def _fine_tune(task: Task, run: Journal[Epoch], teacher: TeacherLogits | None) -> None:
-    """What `Finetuner.run` does, with a record and a saved state per epoch."""
-    net = task.problem.net
     epochs = int(task.tuning.epochs)
     train_epochs(
         task.trainer(net, task.tuning, teacher),
@@ -256,25 +194,64 @@ def _fine_tune(task: Task, run: Journal[Epoch], teacher: TeacherLogits | None) -
         progress=task.chosen.progress,
     )
     (decided,) = _phase(run.history, DECIDED)
-    run.finish(
-        Epoch(
-            number=len(run.history) + 1,
-            phase=FINAL,
-            count=decided.count,
-            accuracy={
-                **(decided.accuracy or {}),
-                "final": accuracy(net, task.measured),
-            },
+    reached = (decided.accuracy or {}) | {"final": task.accuracy(net)}
+    _finish(run, FINAL, net, reached)
+
+
+def _train_masks(
+    task: Task, run: Journal[Epoch], teacher: TeacherLogits | None
+) -> None:
+    """Train the masks to the end and write the bits into the net."""
+    net = task.problem.net
+    chosen = task.chosen
+    method = task.method(net, task.problem.train, task.limits, chosen)
+    settings = replace(task.tuning, **method.optimizer, batch_size=chosen.batch_size)
+    trainer = task.trainer(method.model, settings, teacher)
+    before = method.start
+    with trainer.session() as session:
+        if run.history:
+            session.load(run.extra)
+            before = method.masks()
+        while not method.done(run.history):
+            epoch = len(run.history)
+            record = Epoch(number=epoch + 1, epoch=epoch, phase=MASKS)
+            whole = recorded(
+                session, record, test=task.problem.test, progress=chosen.progress
+            )
+            with whole as bar:
+                method.train(MaskEpoch(session, record, run.history, bar))
+                before = _compared(record, before, method.masks())
+            run.finish(record, session.state())
+        trained = task.accuracy(trainer.model)
+    count = method.masks().count()
+    if method.advice and count > method.slack * method.budget:
+        warnings.warn(
+            f"after {len(run.history)} epochs {count:,} ReLUs are on, more than the budget of "
+            f"{method.budget:,}: {method.advice}",
+            RuntimeWarning,
+            stacklevel=6,
         )
-    )
+    set_masks(net, method.decide())
+    reached = {"trained": trained, "thresholded": task.accuracy(net)}
+    _finish(run, DECIDED, net, reached)
 
 
-def _compare(record: Epoch, before: MaskSet, after: MaskSet) -> None:
-    """Note how the masks of an epoch differ from those before it."""
+def _finish(
+    run: Journal[Epoch], phase: str, net: nn.Module, reached: dict[str, float]
+) -> None:
+    """The one record of a phase in which nothing is trained."""
+    number = len(run.history) + 1
+    count = masks(net).count()
+    run.finish(Epoch(number=number, phase=phase, count=count, accuracy=reached))
+
+
+def _compared(record: Epoch, before: MaskSet, after: MaskSet) -> MaskSet:
+    """Note how the masks after an epoch differ from those before it; returns the former."""
     record.count = after.count()
     record.notes["decrease"] = before.count() - after.count()
     if record.epoch and before.count() and after.count():
         record.notes["iou"] = after.iou(before)
+    return after
 
 
 def _phase(history: Sequence[Epoch], phase: str) -> list[Epoch]:

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,20 @@ class MaskTraining(Settings):
     )
 
 
+class MaskEpoch(NamedTuple):
+    """An epoch of the mask training: what trains, and its record after those before it."""
+
+    session: Session
+    record: Epoch
+    history: Sequence[Epoch]
+    bar: Any
+
+    def train(self, lr: float, **hooks: Any) -> None:
+        """Train on every image once; hooks: penalty and before_batch of `Session.epoch`."""
+        number = len(self.history)
+        self.record.loss = self.session.epoch(number, lr, bar=self.bar, **hooks)
+
+
 class Method:
     """The training of a net's masks.
 
@@ -112,9 +126,7 @@ class Method:
     def begin(self) -> None:
         """What is measured before the first epoch, on the net as it was at the start."""
 
-    def train(
-        self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any
-    ) -> None:
+    def train(self, epoch: MaskEpoch) -> None:
         """Train for an epoch, change bits, and complete the epoch's record."""
         raise NotImplementedError
 
@@ -122,20 +134,18 @@ class Method:
         """Whether the masks are trained after these epochs."""
         return len(history) >= self.settings.epochs
 
-    def masks_of(self, bits: Tensor) -> MaskSet:
-        """Bits [total] as masks."""
-        return MaskSet(self.start.sites, bits)
-
     def bits(self) -> Tensor:
-        """The current mask, bool [total], on the CPU."""
+        """The units that are on, bool [total], on the CPU."""
         return self.gather("mask")
+
+    def masks(self) -> MaskSet:
+        """The units that are on, as masks."""
+        return MaskSet(self.start.sites, self.bits())
 
     def values(self) -> Tensor:
         """The value of each unit, [total]; here at random."""
-        return torch.rand(
-            self.start.total,
-            generator=torch.Generator().manual_seed(self.settings.seed),
-        )
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        return torch.rand(self.start.total, generator=generator)
 
     def decide(self) -> MaskSet:
         """The masks that are kept: first the units that are on, each by its value, ties by id."""
@@ -151,9 +161,8 @@ class Method:
 
     def gather(self, name: str) -> Tensor:
         """A tensor that every activation has, [*shape], by the units' flat ids, on the CPU."""
-        return torch.cat(
-            [getattr(act, name).detach().flatten() for act in self.acts]
-        ).cpu()
+        tensors = [getattr(act, name).detach().flatten() for act in self.acts]
+        return torch.cat(tensors).cpu()
 
 
 class TrainedMask(MaskedActivation):

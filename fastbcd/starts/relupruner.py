@@ -44,7 +44,6 @@ Eq. 6 is -t of our `saliency`, which is E|t|, at fixed weights, without Eq. 7 to
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,12 +54,10 @@ from torch import Tensor, nn
 from fastbcd import ops
 from fastbcd.descent.budget import Budget
 from fastbcd.masking.twin import twin
-from fastbcd.runs.step import Epoch
 from fastbcd.runtime import ranks
 from fastbcd.runtime.settings import setting, with_settings
 from fastbcd.starts.mask_training import StartingPoint, train_masks
-from fastbcd.starts.method import TUNED, MaskTraining, Method, TrainedMask
-from fastbcd.training.loop import Session
+from fastbcd.starts.method import TUNED, MaskEpoch, MaskTraining, Method, TrainedMask
 from fastbcd.training.settings import Finetune
 
 BATCHES = 10  # over which P(z < 0) is averaged
@@ -145,16 +142,13 @@ class WatchedReLU(TrainedMask):
     def __init__(self, mask: Tensor) -> None:
         super().__init__(mask)
         shape = self.mask.shape
-        sizes = {
-            "importance": shape,
-            "fisher": shape,
-            "negative": (BATCHES, *shape),
-            "layer": (2,),
-        }
-        for name, size in sizes.items():
-            self.register_buffer(name, mask.new_zeros(size, dtype=torch.float32))
-        self.units = self.fisher.new_zeros(4, *shape, dtype=torch.float64)
-        self.totals = self.fisher.new_zeros(2, dtype=torch.float64)
+        zeros = partial(torch.zeros, device=mask.device)
+        self.register_buffer("importance", zeros(shape))
+        self.register_buffer("fisher", zeros(shape))
+        self.register_buffer("negative", zeros(BATCHES, *shape))
+        self.register_buffer("layer", zeros(2))
+        self.units = zeros(4, *shape, dtype=torch.float64)
+        self.totals = zeros(2, dtype=torch.float64)
 
     def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The activation of x + residual, [B, *shape]."""
@@ -198,20 +192,18 @@ class Pruner(Method):
     def trained_net(self) -> nn.Module:
         return twin(self.net, lambda act: WatchedReLU(act.mask))
 
-    def train(
-        self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any
-    ) -> None:
-        epoch = len(history)
-        batches = len(session.trainer.sizes)
+    def train(self, epoch: MaskEpoch) -> None:
+        number = len(epoch.history)
+        batches = len(epoch.session.trainer.sizes)
 
-        def after_batch(number: int) -> None:
-            if number > epoch * batches:
-                self._learn(number - 1)
-                self._choose(epoch, number)
+        def after_batch(done: int) -> None:
+            if done > number * batches:
+                self._learn(done - 1)
+                self._choose(number, done)
 
-        record.lr = self.settings.lr
-        record.loss = session.epoch(epoch, record.lr, before_batch=after_batch, bar=bar)
-        after_batch((epoch + 1) * batches)
+        epoch.record.lr = self.settings.lr
+        epoch.train(self.settings.lr, before_batch=after_batch)
+        after_batch((number + 1) * batches)
 
     def values(self) -> Tensor:
         return self.gather("importance")

@@ -67,8 +67,7 @@ from fastbcd.runtime.settings import setting, with_settings
 from fastbcd.scoring.accuracy import first_outputs
 from fastbcd.scoring.metric import at_least_float32
 from fastbcd.starts.mask_training import StartingPoint, train_masks
-from fastbcd.starts.method import TUNED, MaskTraining, Method, allocate
-from fastbcd.training.loop import Session
+from fastbcd.starts.method import TUNED, MaskEpoch, MaskTraining, Method, allocate
 from fastbcd.training.mismatch import noted
 from fastbcd.training.precision import training_dtype
 from fastbcd.training.settings import Finetune
@@ -135,35 +134,28 @@ def relu_sensitivity(net: nn.Module, data: ImageData, density: float) -> list[fl
     sites = list(mask_modules(net).values())
     with noted([*layers, *sites], lambda module, inputs, output: module) as calls:
         first_outputs(net, data, "the net", 1)
-    fed: dict[
-        nn.Module, list[Tensor]
-    ] = {}  # the magnitudes of the weights of each site's layers
-    recent: list[Tensor] = []
-    last: list[Tensor] = []
+    weights = torch.cat([magnitudes(layer) for layer in layers])
+    smallest = len(weights) - max(1, round(density * len(weights)))
+    cut = weights.kthvalue(smallest + 1).values
+    sensitivity: dict[nn.Module, float] = {}
+    recent: list[Tensor] = []  # weights of the layers since the last site
+    share = 1 - density
     for module in calls:
-        if isinstance(module, MaskedActivation):
-            last = recent or last
-            recent = []
-            fed.setdefault(module, last)
-        else:
+        if not isinstance(module, MaskedActivation):
             recent.append(magnitudes(module))
-    every = torch.cat([magnitudes(layer) for layer in layers])
-    cut = every.kthvalue(len(every) - max(1, round(density * len(every))) + 1).values
-    sensitivity = []
-    for site in sites:
-        left = density
-        if fed.get(site):
-            weights = torch.cat(fed[site])
-            left = int((weights >= cut).sum()) / len(weights)
-        sensitivity.append(1 - left)
-    return sensitivity
+            continue
+        if recent:
+            fed = torch.cat(recent)
+            share = 1 - int((fed >= cut).sum()) / len(fed)
+            recent = []
+        sensitivity.setdefault(module, share)
+    return [sensitivity.get(site, 1 - density) for site in sites]
 
 
 def weighted(net: nn.Module) -> list[Any]:
     """The net's layers with a weight of two or more dimensions: convolutions, linear layers."""
-    return [
-        m for m in net.modules() if getattr(getattr(m, "weight", None), "ndim", 0) >= 2
-    ]
+    modules: list[Any] = [m for m in net.modules() if hasattr(m, "weight")]
+    return [m for m in modules if m.weight is not None and m.weight.ndim >= 2]
 
 
 def magnitudes(layer: Any) -> Tensor:
@@ -183,7 +175,9 @@ def differences(
     totals = {act: torch.zeros_like(act.mask, dtype=torch.float64) for act in acts}
 
     def bare(act: Any, inputs: list[Tensor], output: Tensor) -> tuple[Any, Tensor]:
-        return act, at_least_float32(removed(act, sum(inputs[1:], inputs[0])))
+        none = torch.zeros_like(act.mask)
+        without = masked(sum(inputs[1:], inputs[0]), none, act.coefficients())
+        return act, at_least_float32(without)
 
     mine = data.shard(ranks.rank(), ranks.world())
     for x, _ in mine.batches(BATCH, dtype=training_dtype(net)):
@@ -193,11 +187,6 @@ def differences(
         for (act, without), output in zip(calls, outputs, strict=True):
             totals[act] += (without - output).abs().sum(0, dtype=torch.float64)
     return [ranks.all_sum(total.cpu()) / len(data) for total in totals.values()]
-
-
-def removed(act: MaskedActivation, x: Tensor) -> Tensor:
-    """The activation of x if all of its ReLUs were removed."""
-    return masked(x, torch.zeros_like(act.mask), act.coefficients())
 
 
 class Sensitive(Method):
@@ -220,49 +209,39 @@ class Sensitive(Method):
     def begin(self) -> None:
         self.images = self.data.first(min(IMAGES, len(self.data)))
         sensitivity = relu_sensitivity(self.net, self.data, self.settings.density)
-        self.counts = allocate(
-            self.budget, sensitivity, list(self.start.counts().values())
-        )
+        sizes = list(self.start.counts().values())
+        self.counts = allocate(self.budget, sensitivity, sizes)
         generator = torch.Generator().manual_seed(self.settings.seed)
         values = [
             torch.rand(site.shape, generator=generator) for site in self.start.sites
         ]
         set_masks(self.net, self.largest_by_site(values))
 
-    def train(
-        self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any
-    ) -> None:
+    def train(self, epoch: MaskEpoch) -> None:
         s = self.settings
-        record.lr = s.lr
-        record.loss = session.epoch(len(history), s.lr, bar=bar)
-        epochs = len(history) + 1
-        if epochs % s.every == 0 or epochs == s.epochs:
+        epoch.record.lr = s.lr
+        epoch.train(s.lr)
+        if epoch.record.number % s.every == 0 or epoch.record.number == s.epochs:
             before = self.bits()
-            teacher = session.trainer.teacher
+            teacher = epoch.session.trainer.teacher
             assert teacher is not None  # as `matched` says
             values = differences(self.net, teacher, self.images)
             set_masks(self.net, self.largest_by_site(values))
-            record.notes["changed"] = int((self.bits() & ~before).sum()) / max(
-                1, self.budget
-            )
+            new = int((self.bits() & ~before).sum())
+            epoch.record.notes["changed"] = new / max(1, self.budget)
 
     def done(self, history: Sequence[Epoch]) -> bool:
-        settled = (
-            history
-            and history[-1].notes.get("changed", math.inf) <= self.settings.tolerance
-        )
-        return (
-            bool(settled) or super().done(history) or self.budget == self.start.count()
-        )
+        changed = math.inf
+        if history:
+            changed = history[-1].notes.get("changed", math.inf)
+        settled = changed <= self.settings.tolerance
+        return settled or super().done(history) or self.budget == self.start.count()
 
     def largest_by_site(self, values: Sequence[Tensor]) -> MaskSet:
         """At each site its count of the units kept at the start, those with the largest values."""
         bits = torch.zeros_like(self.start.bits)
-        kept = zip(self.start.sites, self.start.split(), strict=True)
-        for (site, allowed), value, count in zip(
-            kept, values, self.counts, strict=True
-        ):
-            value = value.masked_fill(~allowed, -math.inf).flatten()
-            order = torch.sort(value, descending=True, stable=True).indices
-            bits[site.start + order[:count]] = True
-        return self.masks_of(bits)
+        ranked = self.ranked(torch.cat([value.flatten() for value in values]))
+        for site, count in zip(self.start.sites, self.counts, strict=True):
+            inside = (ranked >= site.start) & (ranked < site.start + site.numel)
+            bits[ranked[inside][:count]] = True
+        return MaskSet(self.start.sites, bits)

@@ -26,8 +26,14 @@ from fastbcd.masking.twin import twin
 from fastbcd.runs.step import Epoch
 from fastbcd.runtime.settings import setting, with_settings
 from fastbcd.starts.mask_training import StartingPoint, train_masks
-from fastbcd.starts.method import ADAM, TUNED, MaskTraining, Method, TrainedMask
-from fastbcd.training.loop import Session
+from fastbcd.starts.method import (
+    ADAM,
+    TUNED,
+    MaskEpoch,
+    MaskTraining,
+    Method,
+    TrainedMask,
+)
 from fastbcd.training.precision import training_dtype
 from fastbcd.training.settings import Finetune
 
@@ -117,30 +123,25 @@ class Selective(Method):
         dtype = training_dtype(self.net)
         return twin(self.net, lambda act: SoftReLU(act.mask, dtype))
 
-    def train(
-        self, session: Session, record: Epoch, history: Sequence[Epoch], bar: Any
-    ) -> None:
-        counts = [earlier.count or 0 for earlier in history]
+    def train(self, epoch: MaskEpoch) -> None:
+        counts = [earlier.count or 0 for earlier in epoch.history]
         updates = sum(growth(counts, self.start.count()))
         weight = math.prod([self.settings.kappa] * updates, start=self.settings.lambda0)
 
         def penalty() -> Tensor:  # λ·Σ|a| over all units
-            return (
-                weight * torch.stack([act.alpha.abs().sum() for act in self.acts]).sum()
-            )
+            sums = [act.alpha.abs().sum() for act in self.acts]
+            return weight * torch.stack(sums).sum()
 
-        record.loss = session.epoch(
-            len(history), self.settings.lr, penalty=penalty, bar=bar
-        )
-        grew = growth([*counts, int(self.bits().sum())], self.start.count())
-        record.notes |= {
+        epoch.train(self.settings.lr, penalty=penalty)
+        grew = growth([*counts, self.masks().count()], self.start.count())
+        epoch.record.notes |= {
             "lambda": weight,
             "lambda_grew": grew[-1],
             "lambda_updates": sum(grew),
         }
 
     def done(self, history: Sequence[Epoch]) -> bool:
-        met = int(self.bits().sum()) <= self.budget
+        met = self.masks().count() <= self.budget
         return met or len(history) >= self.settings.max_epochs
 
     def bits(self) -> Tensor:
@@ -152,4 +153,4 @@ class Selective(Method):
     def decide(self) -> MaskSet:
         if self.settings.exact or self.goal.limits.bounds[0].name != "relus":
             return super().decide()
-        return self.masks_of(self.bits())
+        return self.masks()

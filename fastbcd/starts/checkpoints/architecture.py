@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fastbcd import models
-from fastbcd.masking.masks import mask_modules, masks
+from fastbcd.masking.masks import mask_modules
 from fastbcd.starts.checkpoints import files
 
 # The option of a network that adds one more ReLU: before the first site, or after the last.
 ONE_MORE = {"resnet18": "stem_relu", "wide_resnet22_8": "final_relu"}
-_log = logging.getLogger("fastbcd")
-
-
-@dataclass
-class ImportReport:
-    """What an importer read from a file, and what it left out."""
-
-    path: str
-    format: str  # "SNL", "AutoReP", "ReLUPruner"
-    arch: str = ""
-    kept: int = 0
-    total: int = 0
-    ignored: list[str] = field(
-        default_factory=list
-    )  # entries that the net does not use
-    notes: list[str] = field(default_factory=list)  # what a user should know
-
-    def __str__(self) -> str:
-        title = f"{self.path}: {self.format} checkpoint of {self.arch}"
-        lines = [f"{title}, {self.kept:,} of {self.total:,} ReLUs kept"]
-        lines += [f"  note: {note}" for note in self.notes]
-        if self.ignored:
-            lines.append(f"  ignored: {files.listed(self.ignored, 12)}")
-        return "\n".join(lines)
 
 
 class SiteTensors(NamedTuple):
@@ -50,21 +24,19 @@ class SiteTensors(NamedTuple):
 
 
 def build_net(
-    report: ImportReport,
     weights: files.State,
     sites: dict[str, SiteTensors],
     expected: dict[str, Any],
+    path: str,
 ) -> nn.Module:
-    """The net with these weights and sites, in eval mode, with `import_report`.
+    """The net with these weights and sites, in eval mode.
 
     sites: by name, or by number in execution order. expected: arch, num_classes and image_size as
     the caller states them, or None. Names and shapes are compared before the net is built.
     """
-    path = report.path
     try:
         arch = recognise(weights, path)
         arch["image_size"] = max(site.bits.shape[2] for site in sites.values())
-        arch["replacement"] = "identity"
         if any(site.coef is not None for site in sites.values()):
             arch["replacement"] = "poly"
         for key, value in expected.items():
@@ -75,9 +47,8 @@ def build_net(
         if len(sites) == len(mask_modules(blank)) + 1 and arch["name"] in ONE_MORE:
             arch[ONE_MORE[arch["name"]]] = True
             blank = _blank(arch)
-        report.arch = _title(arch)
         state = weights | _site_state(sites, list(mask_modules(blank)))
-        files.check_state(blank.state_dict(), state, path, report.arch)
+        files.check_state(blank.state_dict(), state, path, title(blank))
     except files.CheckpointError as error:
         raise files.CheckpointError(
             f"{error}. If the file is of another network than {', '.join(models.NAMES)}: build "
@@ -86,11 +57,6 @@ def build_net(
         ) from error
     net = models.build(**arch)
     net.load_state_dict(state, strict=False)
-    kept = masks(net)
-    report.kept = kept.count()
-    report.total = kept.total
-    net.import_report = report  # type: ignore[assignment]
-    _log.info("%s", report)
     return net.eval()
 
 
@@ -105,12 +71,9 @@ def recognise(weights: files.State, path: str) -> dict[str, Any]:
     else:
         arch |= {"name": "resnet18", "width": stem[0]}
         if "layer4.0.conv1.weight" not in weights:
-            blocks = [
-                name
-                for name in weights
-                if re.match(r"layer1\.\d+\.conv1\.weight$", name)
-            ]
-            arch |= {"name": "resnet20", "blocks": max(1, len(blocks))}
+            names = "\n".join(weights)
+            blocks = len(re.findall(r"^layer1\.\d+\.conv1\.weight$", names, re.M))
+            arch |= {"name": "resnet20", "blocks": max(1, blocks)}
         head = "linear.weight"
     arch["num_classes"] = _shape(weights, head, 2, path)[0]
     return arch
@@ -135,13 +98,17 @@ def _blank(arch: dict[str, Any]) -> nn.Module:
         return models.build(**arch)
 
 
-def _title(arch: dict[str, Any]) -> str:
-    """A network in words: resnet18 (width 4, 5 classes)."""
-    options = [
-        f"{key} {arch[key]}" for key in ("width", "factor", "blocks") if key in arch
-    ]
-    options += [option for option in ONE_MORE.values() if option in arch]
-    return f"{arch['name']} ({', '.join(options)}, {arch['num_classes']} classes)"
+def title(net: Any) -> str:
+    """A network of fastbcd.models in words.
+
+    >>> title(models.resnet18(5, width=4, stem_relu=True))
+    'resnet18 (width 4, stem_relu, 5 classes)'
+    """
+    sizes = ("width", "factor", "blocks")
+    options = [f"{key} {net.arch[key]}" for key in sizes if key in net.arch]
+    options += [key for key, value in net.arch.items() if value is True]
+    classes = f"{net.arch['num_classes']} classes"
+    return f"{net.arch['name']} ({', '.join([*options, classes])})"
 
 
 def _site_state(sites: dict[str, SiteTensors], names: list[str]) -> files.State:

@@ -17,7 +17,10 @@ from fastbcd.masking.masks import plain_names
 State = dict[str, Tensor]
 COUNTER = ".num_batches_tracked"
 SHOWN = 4  # names that a message lists
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
 
 
 class CheckpointError(ValueError):
@@ -75,19 +78,17 @@ def state_of(
 
     Prefixes of DataParallel and torch.compile are taken off.
     """
-    entry = next(
-        (key for key in entries if isinstance(content.get(key), Mapping)), None
-    )
+    present = [key for key in entries if isinstance(content.get(key), Mapping)]
     state = content
     others: list[str] = []
-    if entry is not None:
-        state = content[entry]
-        others = [str(name) for name in content if name != entry]
+    if present:
+        state = content[present[0]]
+        others = [str(name) for name in content if name != present[0]]
     tensors = {
         str(name): value for name, value in state.items() if isinstance(value, Tensor)
     }
     require(
-        bool(tensors) and (entry is not None or len(tensors) == len(state)),
+        bool(tensors) and (bool(present) or len(tensors) == len(state)),
         f"{path} has no state_dict: it holds {listed(map(str, content), 8)}; expected one under "
         f"{' or '.join(map(repr, entries))}",
     )
@@ -96,20 +97,19 @@ def state_of(
         short_names = plain_names(tensors)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    others += [f"{entry}.{name}" for name in state if str(name) not in tensors]
+    others += [str(name) for name in state if str(name) not in tensors]
     return {short: tensors[name] for name, short in short_names.items()}, others
 
 
 def checked(tensors: dict[str, Any], path: str) -> State:
     """The tensors; refuses one that is not dense numbers in the file: sparse, quantised, meta."""
     for name, value in tensors.items():
-        dense = type(value) in (Tensor, nn.Parameter) and not value.is_nested
         require(
-            dense
+            type(value) in (Tensor, nn.Parameter)
+            and not value.is_nested
             and value.layout == torch.strided
             and value.device.type == "cpu"
-            and (value.dtype in FLOATS or not value.dtype.is_floating_point)
-            and not (value.is_quantized or value.is_complex()),
+            and value.dtype in DTYPES,
             f"{path}: {name} is not a dense tensor of real numbers; save the dense tensor",
         )
         size = value.untyped_storage().nbytes()
@@ -131,16 +131,6 @@ def check_shape(state: State, name: str, shape: Iterable[int], path: str) -> Non
     )
     finite = bool(state[name].isfinite().all())
     require(finite, f"{path}: {name} holds values that are not finite")
-
-
-def check_weights(net: nn.Module, weights: State, path: str) -> None:
-    """Compare every name and shape with the net's; masks and coefficients are left out."""
-    expected = {
-        name: value
-        for name, value in net.state_dict().items()
-        if not name.endswith((".mask", ".coef"))
-    }
-    check_state(expected, weights, path, type(net).__name__)
 
 
 def check_state(expected: State, state: State, path: str, net: str) -> None:

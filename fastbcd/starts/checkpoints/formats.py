@@ -10,6 +10,7 @@ compared with it. The file is loaded with weights_only=True, and every name and 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -18,82 +19,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fastbcd.masking.masks import masks
+from fastbcd.runtime.settings import Settings, setting, with_settings
 from fastbcd.starts.checkpoints import files
-from fastbcd.starts.checkpoints.architecture import ImportReport, SiteTensors, build_net
+from fastbcd.starts.checkpoints.architecture import SiteTensors, build_net, title
 from fastbcd.starts.checkpoints.files import State
 
 Path = str | os.PathLike[str]
-
-
-def load_snl(
-    path: Path,
-    *,
-    arch: str | None = None,
-    num_classes: int | None = None,
-    image_size: int | None = None,
-    threshold: float = 1e-2,
-) -> nn.Module:
-    """The net of a checkpoint of SNL, or of BCD's own code: MaskedReLU sites, in eval mode.
-
-    A ReLU is kept where alpha > threshold, as SNL binarises. A file from before that step has soft
-    alphas: the net is the binarised one, as the report states. `net.import_report` says what was
-    read and ignored.
-
-    >>> net = load_snl("snl_best_checkpoint.pth.tar", image_size=32)  # doctest: +SKIP
-    >>> fastbcd.bcd(net, data, budget=15_000)  # doctest: +SKIP
-    """
-    expected = {"arch": arch, "num_classes": num_classes, "image_size": image_size}
-    return load_foreign(path, SnlFormat(threshold), expected)
-
-
-def load_relupruner(
-    path: Path,
-    *,
-    arch: str | None = None,
-    num_classes: int | None = None,
-    image_size: int | None = None,
-) -> nn.Module:
-    """The net of a checkpoint of ReLUPruner: MaskedReLU sites, in eval mode; `net.import_report`.
-
-    >>> net = load_relupruner("pruned.pth", arch="resnet18")  # doctest: +SKIP
-    >>> fastbcd.bcd(net, data, budget=15_000)  # doctest: +SKIP
-    """
-    expected = {"arch": arch, "num_classes": num_classes, "image_size": image_size}
-    return load_foreign(path, ReluPrunerFormat(), expected)
-
-
-def load_autorep(
-    path: Path,
-    *,
-    scale_x2: float | None = None,
-    clip2: float | None = None,
-    threshold: float = 3e-3,
-    arch: str | None = None,
-    num_classes: int | None = None,
-    image_size: int | None = None,
-) -> nn.Module:
-    """The net of a checkpoint of AutoReP: MaskedPoly sites, in eval mode, ready for `bcd`.
-
-    The file does not hold all of AutoReP's settings. These must be as they were in training:
-        scale_x2: --scale_x2, the factor of the quadratic term: 0.1 unless it was changed (CIFAR),
-            2 for Wide-ResNet on Tiny ImageNet.
-        clip2: --clip_x2 if --clip_x2_bool was on (1 on Tiny ImageNet), else None.
-        threshold: --threshold of the hysteresis; 0.003 in the published scripts.
-
-    A ReLU is kept as AutoReP's own forward would have it, in eval mode too:
-    m·[aux > -threshold] + (1-m)·[aux > threshold]. aux is dropped then, so that a ReLU that BCD
-    removes never comes back. `net.import_report` says what was read and ignored.
-
-    >>> net = load_autorep("checkpoint.pth.tar", scale_x2=0.1)  # doctest: +SKIP
-    >>> fastbcd.bcd(net, data, budget=15_000)  # doctest: +SKIP
-    """
-    if scale_x2 is None:
-        raise ValueError(
-            "the factor of quadratic terms is not in the file: pass scale_x2=0.1 (AutoReP's "
-            "default), or what --scale_x2 was"
-        )
-    expected = {"arch": arch, "num_classes": num_classes, "image_size": image_size}
-    return load_foreign(path, AutoRepFormat(scale_x2, clip2, threshold), expected)
+_log = logging.getLogger("fastbcd")
 
 
 class Activations:
@@ -104,11 +37,6 @@ class Activations:
         self.path = path
         self.left = set(tensors)  # that no site took
 
-    def names(self, pattern: str) -> list[str]:
-        """The group of the pattern, in each name that it matches."""
-        matches = [re.fullmatch(pattern, name) for name in self.tensors]
-        return [match[1] for match in matches if match]
-
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor of this shape, of finite values, in float32."""
         files.check_shape(self.tensors, name, shape, self.path)
@@ -117,9 +45,6 @@ class Activations:
 
     def mask(self, name: str) -> Tensor:
         """A tensor [C, H, W], which may lie as [1, C, H, W]."""
-        files.require(
-            name in self.tensors, f"{self.path}: {name} is missing; sites need one each"
-        )
         shape = tuple(self.tensors[name].shape)
         plain = shape[-3:]
         files.require(
@@ -129,22 +54,29 @@ class Activations:
         return self.take(name, shape).reshape(plain)
 
 
-class ForeignFormat:
-    """What is to be known of a kind of checkpoint.
+@dataclass(frozen=True, kw_only=True)
+class ForeignFormat(Settings):
+    """A kind of checkpoint, and what the caller knows of the file.
 
     entries: under which the state_dict lies. activation: a pattern of the names of activations'
     tensors; its group is the name without the prefix of a module that is saved under many.
-    renamed: patterns of parts of the names of weights, and what replaces them.
+    mask: the pattern of those that are masks; its group is the site, by name, or by number in
+    execution order. renamed: patterns of parts of the names of weights, and what replaces them.
     """
 
     name: ClassVar[str]
     loader: ClassVar[str]
     entries: ClassVar[tuple[str, ...]] = ("state_dict",)
     activation: ClassVar[str]
+    mask: ClassVar[str]
     renamed: ClassVar[dict[str, str]] = {}
 
-    def sites(self, activations: Activations) -> dict[str, SiteTensors]:
-        """By name, or by number in execution order."""
+    arch: str | None = setting(None, "a name in fastbcd.models that the file must have")
+    num_classes: int | None = setting(None, "that the file must have")
+    image_size: int | None = setting(None, "the side of images that the file must have")
+
+    def site(self, key: str, mask: Tensor, activations: Activations) -> SiteTensors:
+        """The site with this mask [C, H, W] of floats."""
         raise NotImplementedError
 
     def notes(self, activations: Activations) -> list[str]:
@@ -152,27 +84,23 @@ class ForeignFormat:
         return []
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SnlFormat(ForeignFormat):
     """y = a·relu(x) + (1-a)·x with alphas [1, C, H, W]."""
-
-    threshold: float
 
     name = "SNL"
     loader = "load_snl"
     activation = r"(.+\.alphas)"
+    mask = r"(.+)\.alphas"
 
-    def sites(self, activations: Activations) -> dict[str, SiteTensors]:
-        sites = {}
-        for name in activations.names(r"(.+)\.alphas"):
-            alpha = activations.mask(f"{name}.alphas")
-            sites[name] = SiteTensors(alpha > self.threshold)
-        return sites
+    threshold: float = setting(1e-2, "ReLUs with a larger alpha are kept")
+
+    def site(self, key: str, mask: Tensor, activations: Activations) -> SiteTensors:
+        return SiteTensors(mask > self.threshold)
 
     def notes(self, activations: Activations) -> list[str]:
-        soft = sum(
-            int(((a != 0) & (a != 1)).sum()) for a in activations.tensors.values()
-        )
+        alphas = activations.tensors.values()
+        soft = sum(int(((a != 0) & (a != 1)).sum()) for a in alphas)
         if not soft:
             return []
         return [
@@ -181,6 +109,7 @@ class SnlFormat(ForeignFormat):
         ]
 
 
+@dataclass(frozen=True, kw_only=True)
 class ReluPrunerFormat(ForeignFormat):
     """Masks of 0 and 1 [C, H, W] in execution order, beside the weights."""
 
@@ -188,54 +117,60 @@ class ReluPrunerFormat(ForeignFormat):
     loader = "load_relupruner"
     entries = ("model", "state_dict")
     activation = r"(masks\[\d+\])"
+    mask = r"masks\[(\d+)\]"
     renamed: ClassVar[dict[str, str]] = {
         r"\bconv_sc\.": "shortcut.0.",
         r"\bbn_sc\.": "shortcut.1.",
     }
 
-    def sites(self, activations: Activations) -> dict[str, SiteTensors]:
-        sites = {}
-        for number in activations.names(r"masks\[(\d+)\]"):
-            mask = activations.mask(f"masks[{number}]")
-            files.require(
-                bool(((mask == 0) | (mask == 1)).all()),
-                f"{activations.path}: masks[{number}] holds values other than 0 and 1",
-            )
-            sites[number] = SiteTensors(mask.bool())
-        return sites
+    def site(self, key: str, mask: Tensor, activations: Activations) -> SiteTensors:
+        files.require(
+            torch.equal(mask, mask.bool().float()),
+            f"{activations.path}: masks[{key}] holds values other than 0 and 1",
+        )
+        return SiteTensors(mask.bool())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AutoRepFormat(ForeignFormat):
     """One activation, saved under each of its names, with tensors for every site."""
-
-    scale_x2: float
-    clip2: float | None
-    threshold: float
 
     name = "AutoReP"
     loader = "load_autorep"
     activation = r"(?:.*\.)?((?:alpha_mask|alpha_aux|poly_para)_\d{1,6}_\d{1,6}|bn_\d+\..+|itr_cnt)"
+    mask = r"alpha_mask_(\d+)_0"
     renamed: ClassVar[dict[str, str]] = {r"^model\.": ""}
 
-    def sites(self, activations: Activations) -> dict[str, SiteTensors]:
-        sites = {}
-        for number in range(len(activations.names(r"alpha_mask_(\d+)_0"))):
-            mask = activations.mask(f"alpha_mask_{number}_0")
-            aux = activations.take(f"alpha_aux_{number}_0", tuple(mask.shape))
-            bits = torch.where(mask > 0.5, aux > -self.threshold, aux > self.threshold)
-            c0, c1, c2 = (
-                activations.take(
-                    f"poly_para_{number}_{degree}", (1, len(mask), 1, 1)
-                ).flatten()
-                for degree in range(3)
+    scale_x2: float | None = setting(
+        None,
+        "--scale_x2, the factor of the quadratic term: 0.1 unless it was changed (CIFAR), 2 for "
+        "Wide-ResNet on Tiny ImageNet. Must be stated",
+    )
+    clip2: float | None = setting(
+        None, "--clip_x2 if --clip_x2_bool was on (1 on Tiny ImageNet)"
+    )
+    threshold: float = setting(
+        3e-3, "--threshold of the hysteresis, as in the published scripts"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale_x2 is None:
+            raise ValueError(
+                "the factor of quadratic terms is not in the file: pass scale_x2=0.1 (AutoReP's "
+                "default), or what --scale_x2 was"
             )
-            if self.clip2 is not None:
-                c2 = c2.clamp(-self.clip2, self.clip2)
-            sites[str(number)] = SiteTensors(
-                bits, torch.stack([c0, c1, self.scale_x2 * c2])
-            )
-        return sites
+
+    def site(self, key: str, mask: Tensor, activations: Activations) -> SiteTensors:
+        aux = activations.take(f"alpha_aux_{key}_0", tuple(mask.shape))
+        bits = torch.where(mask > 0.5, aux > -self.threshold, aux > self.threshold)
+        shape = (1, len(mask), 1, 1)
+        rows = [activations.take(f"poly_para_{key}_{n}", shape) for n in range(3)]
+        coef = torch.stack(rows).view(3, -1)
+        if self.clip2 is not None:
+            coef[2].clamp_(-self.clip2, self.clip2)
+        coef[2] *= self.scale_x2 or 0.0
+        return SiteTensors(bits, coef)
 
     def notes(self, activations: Activations) -> list[str]:
         return [
@@ -246,10 +181,70 @@ class AutoRepFormat(ForeignFormat):
 FORMATS: tuple[type[ForeignFormat], ...] = (SnlFormat, AutoRepFormat, ReluPrunerFormat)
 
 
-def load_foreign(
-    path: Path, form: ForeignFormat, expected: dict[str, Any]
-) -> nn.Module:
-    """The net of a checkpoint of this format; expected: what the caller knows of it, or None."""
+@with_settings(SnlFormat)
+def load_snl(path: Path, **settings: Any) -> nn.Module:
+    """The net of a checkpoint of SNL, or of BCD's own code: MaskedReLU sites, in eval mode.
+
+    A ReLU is kept where alpha > threshold, as SNL binarises. A file from before that step has soft
+    alphas: the net is the binarised one, as the report states. `net.import_report` says what was
+    read and ignored.
+
+    >>> net = load_snl("snl_best_checkpoint.pth.tar", image_size=32)  # doctest: +SKIP
+    >>> fastbcd.bcd(net, data, budget=15_000)  # doctest: +SKIP
+    """
+    return load_foreign(path, SnlFormat(**settings))
+
+
+@with_settings(ReluPrunerFormat)
+def load_relupruner(path: Path, **settings: Any) -> nn.Module:
+    """The net of a checkpoint of ReLUPruner: MaskedReLU sites, in eval mode; `net.import_report`.
+
+    >>> net = load_relupruner("pruned.pth", arch="resnet18")  # doctest: +SKIP
+    >>> fastbcd.bcd(net, data, budget=15_000)  # doctest: +SKIP
+    """
+    return load_foreign(path, ReluPrunerFormat(**settings))
+
+
+@with_settings(AutoRepFormat)
+def load_autorep(path: Path, **settings: Any) -> nn.Module:
+    """The net of a checkpoint of AutoReP: MaskedPoly sites, in eval mode, ready for `bcd`.
+
+    The file does not hold all of AutoReP's settings: those below that begin with -- must be as they
+    were in training.
+
+    A ReLU is kept as AutoReP's own forward would have it, in eval mode too:
+    m·[aux > -threshold] + (1-m)·[aux > threshold]. aux is dropped then, so that a ReLU that BCD
+    removes never comes back. `net.import_report` says what was read and ignored.
+
+    >>> net = load_autorep("checkpoint.pth.tar", scale_x2=0.1)  # doctest: +SKIP
+    >>> fastbcd.bcd(net, data, budget=15_000)  # doctest: +SKIP
+    """
+    return load_foreign(path, AutoRepFormat(**settings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportReport:
+    """What an importer read from a file, and what it left out."""
+
+    path: str
+    format: str  # "SNL", "AutoReP", "ReLUPruner"
+    arch: str
+    kept: int
+    total: int
+    ignored: list[str]  # entries that the net does not use
+    notes: list[str]  # what a user should know
+
+    def __str__(self) -> str:
+        about = f"{self.path}: {self.format} checkpoint of {self.arch}"
+        lines = [f"{about}, {self.kept:,} of {self.total:,} ReLUs kept"]
+        lines += [f"  note: {note}" for note in self.notes]
+        if self.ignored:
+            lines.append(f"  ignored: {files.listed(self.ignored, 12)}")
+        return "\n".join(lines)
+
+
+def load_foreign(path: Path, form: ForeignFormat) -> nn.Module:
+    """The net of a checkpoint of this format, with `import_report`."""
     where = str(path)
     content = files.read(path)
     beside = content.pop("masks", None)
@@ -258,15 +253,30 @@ def load_foreign(
         named = {f"masks[{number}]": mask for number, mask in enumerate(beside)}
         state |= files.checked(named, where)
     weights, activations = _separated(state, form, where)
-    sites = form.sites(activations)
+    sites = {}
+    for name in activations.tensors:
+        if match := re.fullmatch(form.mask, name):
+            key = match[1]
+            sites[key] = form.site(key, activations.mask(name), activations)
     if not sites:
         raise files.CheckpointError(
             f"{where} has no masks of {form.name}{_advice(state)}"
         )
-    report = ImportReport(where, form.name)
-    report.ignored = [*ignored, *sorted(activations.left)]
-    report.notes = form.notes(activations)
-    return build_net(report, weights, sites, expected)
+    expected = {
+        key: getattr(form, key) for key in ("arch", "num_classes", "image_size")
+    }
+    net: Any = build_net(weights, sites, expected, where)
+    net.import_report = ImportReport(
+        path=where,
+        format=form.name,
+        arch=title(net),
+        kept=masks(net).count(),
+        total=masks(net).total,
+        ignored=[*ignored, *sorted(activations.left)],
+        notes=form.notes(activations),
+    )
+    _log.info("%s", net.import_report)
+    return net
 
 
 def _separated(
