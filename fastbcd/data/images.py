@@ -36,9 +36,8 @@ from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.philox import AUGMENT, ORDER, VIEWS, philox
 from fastbcd.runtime.validate import check_whole
 
-TrainBatches = Iterator[
-    tuple[Tensor, Tensor, Tensor, Tensor]
-]  # inputs, labels, indices, views
+# Inputs, labels, indices, views.
+TrainBatches = Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 
 
@@ -67,15 +66,11 @@ class ImageData:
     # Per channel, of uint8/255 or of the floats; one value for [N,F]; 0 and 1 if not given.
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    classes: int | None = (
-        None  # largest label + 1 if not given; None if they are not indices
-    )
+    # The largest label + 1 if not given; None if labels are not indices.
+    classes: int | None = None
     # int64 [N], each sample's number in the data it is a part of; 0 .. N-1 if not given
     ids: Tensor = None  # type: ignore[assignment]
     name: str | None = None  # what `load` was asked for; a run records it
-    rows: Tensor | None = (
-        None  # int64 [N], sample k is images[rows[k]]; None: it is images[k]
-    )
 
     def __post_init__(self) -> None:
         shape = list(self.images.shape)
@@ -87,7 +82,7 @@ class ImageData:
             raise ValueError(
                 f"images have shape {shape}, not [N,C,H,W] or [N,C,...] of at least 1"
             )
-        count = len(self.images) if self.rows is None else len(self.rows)
+        count = shape[0] if shape else 0
         if self.labels.shape[:1] != (count,):
             raise ValueError(
                 f"labels are {self.labels.dtype} {list(self.labels.shape)} beside {count} images; "
@@ -98,7 +93,9 @@ class ImageData:
                 f"labels are on {self.device}, the images on {self.images.device}"
             )
         mean, std = pixels.stats(self.mean, self.std, shape[1:])
-        ids = torch.arange(count, device=self.device) if self.ids is None else self.ids
+        ids = self.ids
+        if ids is None:
+            ids = torch.arange(count, device=self.device)
         classes = self.classes
         if classes is None and are_indices(self.labels):
             classes = arrays.count_classes(self.labels)
@@ -210,8 +207,8 @@ class ImageData:
 
     def identity(self, samples: int) -> dict[str, Tensor]:
         """What a run's digest is made of: about `samples` images, all labels and ids."""
-        positions = torch.arange(0, len(self), max(1, len(self) // samples))
-        return {"images": self._take(positions), "labels": self.labels, "ids": self.ids}
+        images = self.images[:: max(1, len(self) // samples)]
+        return {"images": images, "labels": self.labels, "ids": self.ids}
 
     def to(self, device: torch.device | str) -> ImageData:
         """The same data with batches on another device.
@@ -222,19 +219,16 @@ class ImageData:
         labels = self.labels.to(device)
         if labels.device == self.device:
             return self
-        moved: dict[str, Any] = {"labels": labels, "ids": self.ids.to(device)}
         images = self.images
-        size = len(self) * images[:1].nbytes
-        fits = (
+        if (
             device.type == "cpu"
             or images.is_cuda
-            or size <= default_memory(device) // 2
+            or images.nbytes <= default_memory(device) // 2
+        ):
+            images = images.to(device)
+        return dataclasses.replace(
+            self, images=images, labels=labels, ids=self.ids.to(device)
         )
-        if fits and images.device != device:
-            if self.rows is not None:
-                images = images.index_select(0, self.rows)
-            moved |= {"images": images.to(device), "rows": None}
-        return dataclasses.replace(self, **moved)
 
     def first(self, n: int) -> ImageData:
         """The first n samples, sharing memory."""
@@ -256,39 +250,24 @@ class ImageData:
         return self._part(_share(len(self), rank, world))
 
     def subset(self, indices: Any) -> ImageData:
-        """The samples at these positions, sharing memory; they keep their ids, so their views."""
-        index = target_tensor(indices, "indices").to(self.device)
+        """A copy of the samples at these positions; they keep their ids, so their views."""
+        index = target_tensor(indices, "indices").cpu()
         if not are_indices(index):
             raise TypeError(
                 f"indices are {index.dtype} {list(index.shape)}, not whole numbers [n]"
             )
-        return self._part(torch.arange(len(self), device=self.device)[index])
+        return self._part(index)
 
     def _part(self, part: slice | Tensor) -> ImageData:
-        labels = self.labels[part]
-        ids = self.ids[part]
-        if self.rows is None and isinstance(part, slice):
-            return dataclasses.replace(
-                self, images=self.images[part], labels=labels, ids=ids
-            )
-        return dataclasses.replace(self, rows=self._rows(part), labels=labels, ids=ids)
+        return dataclasses.replace(
+            self, images=self.images[part], labels=self.labels[part], ids=self.ids[part]
+        )
 
     # ------------------------------------------------------------------ batches
 
-    def _rows(self, part: slice | Tensor) -> Any:
-        """Where in `images` these samples lie."""
-        if isinstance(part, Tensor):
-            part = part.to(self.images.device)
-        return part if self.rows is None else self.rows[part]
-
-    def _take(self, part: slice | Tensor) -> Tensor:
-        """The images of these samples, on the data's device."""
-        rows = self._rows(part)
-        images = (
-            self.images[rows]
-            if isinstance(rows, slice)
-            else self.images.index_select(0, rows)
-        )
+    def _take(self, positions: Tensor) -> Tensor:
+        """The images at these positions, on the data's device."""
+        images = self.images.index_select(0, positions.to(self.images.device))
         if images.device == self.device:
             return images
         # Pinned, so that the copy goes on while the GPU works on the batches before.
@@ -360,8 +339,9 @@ class ImageData:
         self.check_views(padding, flip)
         count = np.uint64(self.view_count(padding))
         drawn = _random(VIEWS, self.ids, seed=seed, step=step, epoch=epoch) % count
-        views = torch.from_numpy(drawn.astype(np.int64)).to(self.device)
-        return views if flip else views - views % 2
+        if not flip:
+            drawn -= drawn % 2
+        return torch.from_numpy(drawn.astype(np.int64)).to(self.device)
 
     def views(
         self, indices: Tensor, view_ids: Tensor, *, padding: int = 4, **options: Any
@@ -417,9 +397,8 @@ class ImageData:
         order = self.order(**numbers)
         views = self.view_ids(**numbers, padding=padding, flip=flip)
         sizes = self.sizes(batch_size, smallest)
-        draws = _random(
-            AUGMENT, torch.arange(len(sizes) * world)[rank::world], **numbers
-        )
+        batch_ids = torch.arange(len(sizes) * world)[rank::world]
+        draws = _random(AUGMENT, batch_ids, **numbers)
 
         def batches() -> TrainBatches:
             # Images that lie elsewhere are gathered there: the order is copied once.
@@ -442,9 +421,8 @@ class ImageData:
 def _random(stream: int, ids: Tensor, **numbers: int) -> np.ndarray:
     """A 64-bit number for each id: the id-th of the stream (seed, step, epoch)."""
     positions = ids.cpu().numpy()
-    return philox(stream, **numbers).random_raw(int(positions.max(initial=-1)) + 1)[
-        positions
-    ]
+    count = int(positions.max(initial=-1)) + 1
+    return philox(stream, **numbers).random_raw(count)[positions]
 
 
 def _augmented(augment: Augment, images: Tensor, seed: int) -> Tensor:

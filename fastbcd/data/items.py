@@ -13,10 +13,8 @@ from torch.utils import data as torch_data
 from fastbcd.data.arrays import HALVES, channels_last, check_values, target_tensor
 
 Item = tuple[np.ndarray, np.ndarray]  # an input [C,...] and its target
-NAMES = (
-    ("pixel_values", "image"),
-    ("labels", "label"),
-)  # of an input and a target in a dict
+# Of an input and a target in a dict.
+NAMES = (("pixel_values", "image"), ("labels", "label"))
 READ_TWICE = 8  # items that show whether a dataset gives the same images again
 # Samplers that draw all of their dataset, in any order.
 WHOLE = (
@@ -109,9 +107,7 @@ def read_item(item: Any, number: int) -> Item:
 
 
 def _read_image(image: Any, who: str) -> np.ndarray:
-    mode = getattr(
-        image, "mode", None
-    )  # of a PIL image; a tensor has a method of that name
+    mode = getattr(image, "mode", None)  # text of a PIL image, a method of a tensor
     if isinstance(mode, str) and mode not in ("L", "RGB"):
         raise TypeError(f"{who} has mode {mode!r}; convert it: image.convert('RGB')")
     array = _array(image, who)

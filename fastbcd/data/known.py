@@ -12,10 +12,7 @@ import numpy as np
 def _datasets(name: str) -> Any:
     try:
         return importlib.import_module("torchvision.datasets")
-    except (
-        ImportError,
-        RuntimeError,
-    ) as error:  # RuntimeError: built for another torch
+    except (ImportError, RuntimeError) as error:  # the latter: built for another torch
         raise ImportError(
             f"{name} is read through torchvision, which cannot be imported ({error}): pip install "
             f"'fastbcd[vision]'"
@@ -59,16 +56,12 @@ def tiny_imagenet(root: Path, split: str) -> Any:
     try:
         data = datasets.ImageFolder(folder / "train")
         if split == "train":
-            data.samples.sort(
-                key=lambda sample: (sample[0].rpartition("_")[2], sample[1])
-            )
+            data.samples.sort(key=lambda item: (item[0].rpartition("_")[2], item[1]))
         else:
-            rows = map(
-                str.split, (val / "val_annotations.txt").read_text().splitlines()
-            )
+            lines = (val / "val_annotations.txt").read_text().splitlines()
             data.samples = [
                 (str(val / "images" / image), data.class_to_idx[name])
-                for image, name, *_ in rows
+                for image, name, *_ in map(str.split, lines)
             ]
     except (OSError, ValueError, KeyError) as error:
         raise FileNotFoundError(

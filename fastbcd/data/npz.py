@@ -34,12 +34,13 @@ def load_npz(
         classes = None
         if all(map(are_indices, targets)):
             classes = count_classes(*targets)
-        mean = arrays.get("mean") if mean is None else mean
-        std = arrays.get("std") if std is None else std
+        if mean is None:
+            mean = arrays.get("mean")
+        if std is None:
+            std = arrays.get("std")
         images = arrays[f"{prefix}images"]
-        return ImageData.from_arrays(
-            images, arrays[f"{prefix}labels"], mean, std, classes
-        )
+        labels = arrays[f"{prefix}labels"]
+        return ImageData.from_arrays(images, labels, mean, std, classes)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{path}, split {split!r}: {error}") from error
 

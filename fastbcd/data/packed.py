@@ -70,15 +70,12 @@ def pack(
     items = Items(source)
     items.check_repeatable()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (META, IMAGES):
-        (folder / name).unlink(
-            missing_ok=True
-        )  # whoever has mapped it keeps the old file
+    for name in (META, IMAGES):  # whoever has mapped a file keeps the old one
+        (folder / name).unlink(missing_ok=True)
     targets: list[np.ndarray] = []
     with open(folder / IMAGES, "wb") as file:
-        for image, target in bar(
-            progress, items, desc=f"packing {path}", total=items.count
-        ):
+        shown = bar(progress, items, desc=f"packing {path}", total=items.count)
+        for image, target in shown:
             if not targets:
                 means, stds = pixels.stats(mean, std, image.shape)
                 like = np.empty((0, *image.shape), image.dtype)
@@ -117,14 +114,11 @@ def read_packed(folder: Path) -> dict[str, Any]:
     size = os.path.getsize(folder / IMAGES)
     if images.nbytes != size:
         raise ValueError(f"{IMAGES} has {size:,} bytes, not {images.nbytes:,}")
-    with (
-        warnings.catch_warnings()
-    ):  # that it is read-only: nothing here writes into images
+    with warnings.catch_warnings():  # it is read-only, and nothing here writes into it
         warnings.simplefilter("ignore", UserWarning)
         mapped = torch.from_numpy(images)
     classes = json.loads(notes["classes"])
-    return {
-        **arrays,
+    return arrays | {
         "images": mapped,
         "labels": target_tensor(labels),
         "classes": classes,

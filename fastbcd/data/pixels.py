@@ -17,14 +17,16 @@ Values = tuple[float, ...]
 def stats(mean: Any, std: Any, shape: Sequence[int]) -> tuple[Values, Values]:
     """A mean and std for inputs of this shape, without N: 0 and 1 where none is given."""
     channels = shape[0] if len(shape) > 1 else 1
-    means = _per_channel("mean", np.zeros(channels) if mean is None else mean, channels)
-    stds = _per_channel("std", np.ones(channels) if std is None else std, channels)
+    means = _per_channel("mean", mean, channels, 0.0)
+    stds = _per_channel("std", std, channels, 1.0)
     if min(stds) <= 0:
         raise ValueError(f"std is {stds}; it must be above 0")
     return means, stds
 
 
-def _per_channel(name: str, values: Any, channels: int) -> Values:
+def _per_channel(name: str, values: Any, channels: int, default: float) -> Values:
+    if values is None:
+        return (default,) * channels
     try:
         numbers = np.atleast_1d(values).astype(float)
     except (TypeError, ValueError):
@@ -88,9 +90,8 @@ def crop(images: Tensor, views: Tensor, padding: int) -> Tensor:
     """Each image [B,C,H,W] padded with zeros, cropped to its size and flipped as its view says."""
     side = 2 * padding + 1
     padded = F.pad(images, (padding,) * 4)
-    crops = padded.unfold(2, images.shape[2], 1).unfold(
-        3, images.shape[3], 1
-    )  # [B,C,top,left,H,W]
+    height, width = images.shape[2:]
+    crops = padded.unfold(2, height, 1).unfold(3, width, 1)  # [B,C,top,left,H,W]
     number = torch.arange(len(images), device=images.device)
     cropped = crops[number, :, views // 2 // side, views // 2 % side]
     flip = (views % 2 == 1).view(-1, 1, 1, 1)

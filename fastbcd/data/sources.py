@@ -62,9 +62,8 @@ def _check_memory(data: Any) -> None:
     if items.count is None:
         raise TypeError(f"{name} has no length: {way}")
     needed = items.count * sum(array.nbytes for array in items.item(0))
-    free = default_memory(torch.device("cpu")) // int(
-        os.environ.get("LOCAL_WORLD_SIZE", "1")
-    )
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks of this machine
+    free = default_memory(torch.device("cpu")) // here
     if not ranks.from_first(torch.tensor(needed <= free)):
         raise ValueError(
             f"{name} does not fit into half of the free memory, {free / 2**30:,.1f} GiB: its "
@@ -116,7 +115,6 @@ def _known(name: str, split: str, root: Path, download: bool) -> ImageData:
     if name.startswith("cifar"):
         images, labels = cifar(name, root, split, download)
         return ImageData.from_arrays(images, labels, mean, std, classes)
-    with resources.as_file(
-        resources.files("fastbcd.data") / "assets" / f"{name}.npz"
-    ) as path:
+    file = resources.files("fastbcd.data") / "assets" / f"{name}.npz"
+    with resources.as_file(file) as path:
         return load_npz(path, split, mean, std)

@@ -94,10 +94,8 @@ def train(
     )
     rates = []
     for epoch in range(chosen.epochs):
-        passed = [
-            milestone for milestone in MILESTONES if epoch >= milestone * chosen.epochs
-        ]
-        rates.append(chosen.lr / DECAY ** len(passed))
+        decays = sum(epoch >= milestone * chosen.epochs for milestone in MILESTONES)
+        rates.append(chosen.lr / DECAY**decays)
     with opened as run:
         train_epochs(trainer, run, "train", rates, step=0, test=test, progress=progress)
     return Trained(net, run.history)

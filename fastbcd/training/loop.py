@@ -125,9 +125,10 @@ class Trainer:
     @contextmanager
     def session(self) -> Iterator[Session]:
         """A new optimizer; on exit modes, dtypes and memory formats are as they were."""
+        callers_autocast_off = torch.autocast(self.data.device.type, enabled=False)
         with (
             kept_memory(),
-            torch.autocast(self.data.device.type, enabled=False),  # of the caller
+            callers_autocast_off,
             train_mode(self.net, self.model),
             precision.wide(self.net),
             precision.laid_out(self.net, self.memory_format),
@@ -174,9 +175,8 @@ class Session:
             trainer.net, trainer.trained, trainer.settings, trainer.fused_optimizer
         )
         self.quadratics = optimizers.bounded_quadratics(trainer.net, trainer.settings)
-        self.sites: list[
-            nn.Module
-        ] = []  # whose activations are compared with the teacher's
+        # The sites whose activations are compared with the teacher's.
+        self.sites: list[nn.Module] = []
         if trainer.settings.mismatch:
             self.sites = sites_of(trainer.model)
         self.model = parallel.averaged(
@@ -257,9 +257,13 @@ class Session:
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Restore what `state` returned."""
-        optimizer = dict(state)
-        names = [name for name in state if name.startswith(NET)]
-        net = {name.removeprefix(NET): optimizer.pop(name) for name in names}
+        net: dict[str, Tensor] = {}
+        optimizer: dict[str, Tensor] = {}
+        for name, tensor in state.items():
+            if name.startswith(NET):
+                net[name.removeprefix(NET)] = tensor
+            else:
+                optimizer[name] = tensor
         snapshots.restore(self.trainer.net, net)
         self.load_optimizer(optimizer)
 

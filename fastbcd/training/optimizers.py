@@ -130,11 +130,9 @@ def load_state(
         kind, name = key.split(".", 1)
         parameter = trained[name]
         if kind == "step":  # a single number, on the CPU
-            value = value.clone()
-        elif (
-            value.shape == parameter.shape
-        ):  # a moment: it has the parameter's memory format
-            value = torch.empty_like(parameter, requires_grad=False).copy_(value)
+            loaded = value.clone()
+        elif value.shape == parameter.shape:  # a moment, laid out as its parameter
+            loaded = torch.empty_like(parameter, requires_grad=False).copy_(value)
         else:
-            value = value.to(parameter.device, copy=True)
-        optimizer.state[parameter][kind] = value
+            loaded = value.to(parameter.device, copy=True)
+        optimizer.state[parameter][kind] = loaded

@@ -22,7 +22,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,9 +42,7 @@ from fastbcd.training.precision import autocast_dtype, mixed
 from fastbcd.training.settings import Finetune
 
 BATCH = 128  # images per batch of the teacher
-LARGE = (
-    2**30
-)  # bytes of an epoch's logits (ImageNet: 5.1 GB): beyond, the teacher runs per batch
+LARGE = 2**30  # bytes of an epoch's logits that are cached at most; ImageNet has 5.1 GB
 
 
 class Answer(NamedTuple):
@@ -113,10 +111,9 @@ class FrozenNet:
         straight = self.rows(images)
         turned = self.rows(images.flip(0)).flip(0)
         part = self.rows(images[half:])
-        same = torch.equal(straight, turned) and torch.equal(straight[half:], part)
-        return (
-            same or not straight.isfinite().all()
-        )  # which is reported with sample and view
+        if not straight.isfinite().all():
+            return True  # `epoch` reports it, with sample and view
+        return torch.equal(straight, turned) and torch.equal(straight[half:], part)
 
 
 class TeacherLogits:
@@ -144,17 +141,13 @@ class TeacherLogits:
         images = next(data.batches(BATCH, dtype=self.net.dtype))[0]
         self.shape = self.net.of(images[:1]).logits.shape[1:]
         self.computed = 0  # images that went through the teacher to be cached
-        self.known: Tensor | None = (
-            None  # bool [slots, views], of logits in the cache, below
-        )
         self.cache = torch.empty(0)
-        large = 4 * len(data) * self.shape.numel() > LARGE
-        if (
-            large
-            or settings.mismatch
-            or not settings.distill
-            or settings.augment is not None
-        ):
+        # bool [slots, views]: whose logits are in the cache; None: nothing is cached.
+        self.known: Tensor | None = None
+        each = 4 * self.shape.numel()  # bytes
+        if settings.mismatch or not settings.distill or settings.augment is not None:
+            return
+        if len(data) * each > LARGE:
             return
         dependent = torch.tensor(int(not self.net.rows_are_independent(images)))
         if ranks.all_sum(dependent):
@@ -166,12 +159,9 @@ class TeacherLogits:
         views = data.view_count(settings.padding)
         slots = math.ceil(len(data) / ranks.world())  # of this rank's samples
         self.known = torch.zeros(slots, views, dtype=torch.bool)
-        fitting = _fitting(
-            slots, views * (4 * self.shape.numel() + 1), settings.teacher_cache
-        )
-        self.cache = torch.empty(
-            fitting, views, *self.shape
-        )  # of which unused parts cost nothing
+        fitting = _fitting(slots, views * (each + 1), settings.teacher_cache)
+        # Its unused parts cost nothing.
+        self.cache = torch.empty(fitting, views, *self.shape)
 
     def answers(
         self, images: int, **numbers: int
@@ -229,12 +219,10 @@ class TeacherLogits:
         samples = samples.to(self.data.device)
         views = views.to(self.data.device)
         logits = []
-        for part, part_views in zip(
-            samples.split(BATCH), views.split(BATCH), strict=True
-        ):
-            images = self.data.views(
-                part, part_views, padding=self.settings.padding, dtype=self.net.dtype
-            )
+        options: Any = {"padding": self.settings.padding, "dtype": self.net.dtype}
+        parts = zip(samples.split(BATCH), views.split(BATCH), strict=True)
+        for part, part_views in parts:
+            images = self.data.views(part, part_views, **options)
             logits.append(self.net.rows(images))
         return torch.cat(logits).cpu()
 
@@ -255,9 +243,8 @@ def teacher_logits(
 def _fitting(slots: int, each: int, limit: int | None) -> int:
     """How many slots of so many bytes the host's memory has room for."""
     if limit is None:
-        limit = default_memory(torch.device("cpu")) // int(
-            os.environ.get("LOCAL_WORLD_SIZE", "1")
-        )
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks of this machine
+        limit = default_memory(torch.device("cpu")) // here
     fitting = min(slots, limit // each)
     if fitting < slots:
         warnings.warn(

@@ -71,7 +71,7 @@ def test_batches_are_those_of_memory(pair) -> None:
         same(one.batches(8), two.batches(8))
         same(one.train_batches(4, **EPOCH), two.train_batches(4, **EPOCH))
         for name, tensor in one.identity(10).items():
-            assert torch.equal(tensor, two.identity(10)[name])
+            assert torch.equal(tensor.cpu(), two.identity(10)[name].cpu())
     split = {"rank": 1, "world": 2}
     same(memory.train_batches(8, **EPOCH, **split), other.train_batches(8, **EPOCH, **split))
     where = torch.tensor([4, 1], device=memory.device)
@@ -153,8 +153,9 @@ def test_large_data_takes_constant_memory(tmp_path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     data = ImageData.open(tmp_path)
     assert repr(data) == "ImageData(200000 × 3×224×224 uint8, 1000 classes, cpu)"
-    for part in (data.first(10**5).shard(1, 2), data.subset(torch.randperm(count))):
-        assert len(next(part.batches(100))[1]) == 100
-        assert len(next(part.train_batches(100, **EPOCH))[1]) == 100
-        assert len(part.identity(50)["images"]) < 102
+    part = data.first(10**5).shard(1, 2)
+    assert len(next(part.batches(100))[1]) == 100
+    assert len(next(part.train_batches(100, **EPOCH))[1]) == 100
+    assert len(part.identity(50)["images"]) < 102
+    assert len(data.subset(torch.randperm(count)[:100])) == 100
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 1 << 30
