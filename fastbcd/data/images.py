@@ -17,7 +17,7 @@ padding is 0 before normalising: black for uint8 images, 0 for floats.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from fastbcd.data import arrays, pixels
 from fastbcd.data.arrays import Stats, are_indices, target_tensor
 from fastbcd.data.items import Items
 from fastbcd.data.packed import read_packed
+from fastbcd.data.reader import ahead
 from fastbcd.runtime.limits import default_memory
 from fastbcd.runtime.philox import AUGMENT, ORDER, VIEWS, philox
 from fastbcd.runtime.validate import check_whole
@@ -49,8 +50,8 @@ class ImageData:
     are class indices, int64 [N], and `classes` is their number; or other targets of any shape and
     dtype [N,...] (maps, several labels, real numbers), and `classes` is None.
 
-    Images that lie in a mapped file, or would fill a GPU, stay there: each batch is gathered, and
-    copied to the device of the labels.
+    Images in a mapped file, or on the host beside a GPU that they would fill, stay there: each
+    batch is gathered ahead and copied to the device of the labels. A part that fits goes there.
 
     >>> data = ImageData.from_arrays(np.zeros((6, 8, 8, 3), np.uint8), [0, 1, 2, 0, 1, 2])
     >>> data
@@ -219,16 +220,18 @@ class ImageData:
         labels = self.labels.to(device)
         if labels.device == self.device:
             return self
-        images = self.images
+        return self._with(self.images, labels, self.ids.to(device))
+
+    def _with(self, images: Tensor, labels: Tensor, ids: Tensor) -> ImageData:
+        """These samples, with images where the labels are, unless they would fill a GPU."""
+        device = labels.device
         if (
             device.type == "cpu"
             or images.is_cuda
             or images.nbytes <= default_memory(device) // 2
         ):
             images = images.to(device)
-        return dataclasses.replace(
-            self, images=images, labels=labels, ids=self.ids.to(device)
-        )
+        return dataclasses.replace(self, images=images, labels=labels, ids=ids)
 
     def first(self, n: int) -> ImageData:
         """The first n samples, sharing memory."""
@@ -259,19 +262,29 @@ class ImageData:
         return self._part(index)
 
     def _part(self, part: slice | Tensor) -> ImageData:
-        return dataclasses.replace(
-            self, images=self.images[part], labels=self.labels[part], ids=self.ids[part]
-        )
+        return self._with(self.images[part], self.labels[part], self.ids[part])
 
     # ------------------------------------------------------------------ batches
 
-    def _take(self, positions: Tensor) -> Tensor:
-        """The images at these positions, on the data's device."""
-        images = self.images.index_select(0, positions.to(self.images.device))
-        if images.device == self.device:
-            return images
-        # Pinned, so that the copy goes on while the GPU works on the batches before.
-        return images.pin_memory().to(self.device, non_blocking=True)
+    def _gathered(self, parts: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The images at these positions, part by part, on the data's device."""
+        if self.images.device == self.device:
+            for positions in parts:
+                yield self.images.index_select(0, positions)
+            return
+
+        def pinned(count: int) -> Tensor:
+            size = (count, *self.images.shape[1:])
+            return torch.empty(size, dtype=self.images.dtype, pin_memory=True)
+
+        @torch.inference_mode()  # as a buffer may be of the caller's
+        def read(into: tuple[Tensor, Tensor]) -> Tensor:
+            buffer, positions = into
+            return torch.index_select(self.images, 0, positions, out=buffer)
+
+        buffers = ((pinned(len(positions)), positions) for positions in parts)
+        for images in ahead(read, buffers):
+            yield images.to(self.device, non_blocking=True)
 
     def normalise(self, images: Tensor, **options: Any) -> Tensor:
         """(images/255 - mean)/std of [B,C,...]; floats are not divided by 255.
@@ -290,13 +303,14 @@ class ImageData:
         check_whole("batch_size", batch_size, 1)
         if positions is None:
             positions = torch.arange(len(self), device=self.device)
+        if not len(positions):
+            return iter(())
+        parts = positions.split(batch_size)
         # Images that lie elsewhere are gathered there: the positions are copied once.
-        places = positions.to(self.images.device).split(batch_size)
-        parts = zip(positions.split(batch_size), places, strict=True)
+        gathered = self._gathered(positions.to(self.images.device).split(batch_size))
         return (
-            (self.normalise(self._take(place), **options), self.labels[part])
-            for part, place in parts
-            if len(part)
+            (self.normalise(images, **options), self.labels[part])
+            for images, part in zip(gathered, parts, strict=True)
         )
 
     # ------------------------------------------------------------------ views
@@ -351,13 +365,8 @@ class ImageData:
         Equivalent to RandomCrop((H, W), padding) and a flip on the raw image, then normalising.
         options: memory_format and dtype, as for `normalise`.
         """
-        return self.normalise(self._cropped(indices, view_ids, padding), **options)
-
-    def _cropped(self, positions: Tensor, view_ids: Tensor, padding: int) -> Tensor:
-        images = self._take(positions)
-        if images.ndim != 4:
-            return images
-        return pixels.crop(images, view_ids, padding)
+        (images,) = self._gathered([indices.to(self.images.device)])
+        return self.normalise(pixels.crop(images, view_ids, padding), **options)
 
     def sizes(self, batch_size: int, smallest: int = 1) -> list[int]:
         """The sizes of an epoch's batches; a last one below `smallest` joins the one before it."""
@@ -400,16 +409,15 @@ class ImageData:
         batch_ids = torch.arange(len(sizes) * world)[rank::world]
         draws = _random(AUGMENT, batch_ids, **numbers)
 
+        def shares(samples: Tensor) -> list[Tensor]:
+            whole = [part for part in samples.split(sizes) if len(part) >= world]
+            return [part[_share(len(part), rank, world)] for part in whole]
+
         def batches() -> TrainBatches:
             # Images that lie elsewhere are gathered there: the order is copied once.
-            parts = order.split(sizes)
-            positions = order.to(self.images.device).split(sizes)
-            for part, position, draw in zip(parts, positions, draws, strict=True):
-                if len(part) < world:
-                    continue
-                share = _share(len(part), rank, world)
-                part = part[share]
-                images = self._cropped(position[share], views[part], padding)
+            gathered = self._gathered(shares(order.to(self.images.device)))
+            for images, part, draw in zip(gathered, shares(order), draws, strict=False):
+                images = pixels.crop(images, views[part], padding)
                 if augment is not None:
                     images = _augmented(augment, images, int(draw))
                 inputs = self.normalise(images, **options)

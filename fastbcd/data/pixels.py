@@ -87,7 +87,12 @@ def _affine(
 
 
 def crop(images: Tensor, views: Tensor, padding: int) -> Tensor:
-    """Each image [B,C,H,W] padded with zeros, cropped to its size and flipped as its view says."""
+    """Each image [B,C,H,W] padded with zeros, cropped to its size and flipped as its view says.
+
+    Inputs of other shapes have one view, and stay as they are.
+    """
+    if images.ndim != 4:
+        return images
     side = 2 * padding + 1
     padded = F.pad(images, (padding,) * 4)
     height, width = images.shape[2:]

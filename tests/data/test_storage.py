@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -102,6 +104,53 @@ def test_an_epoch_reads_its_order_once(gpu, monkeypatch) -> None:
         list(data.batches(size))
         counts.append((gpu.counts["sync"], gpu.counts["d2h"]))
     assert counts[0] == counts[1]
+
+
+def test_images_beside_a_gpu_are_read_ahead_by_one_thread(gpu, monkeypatch) -> None:
+    """While a batch is in use the next one is read; later passes use the same thread."""
+    monkeypatch.setattr(image_data, "default_memory", lambda device: 1000)
+    data = as_data(images(40)).to("cuda")
+    reads = []
+    gather = torch.index_select
+
+    def noted(*args, out):
+        assert out.pinned
+        reads.append(threading.get_ident())
+        return gather(*args, out=out)
+
+    monkeypatch.setattr(torch, "index_select", noted)
+    for batches in (data.batches(10), data.train_batches(10, **EPOCH)):
+        reads.clear()
+        for number, _ in enumerate(batches, 2):
+            wait_for(lambda number=number: len(reads) >= min(number, 4))
+            assert len(reads) == min(number, 4), "one ahead, and no more"
+        assert threading.get_ident() not in reads
+    readers = [t for t in threading.enumerate() if t.name.startswith("fastbcd images")]
+    assert len(readers) == 1
+
+
+def wait_for(condition) -> None:
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < 600
+        time.sleep(0.001)
+
+
+def test_a_part_that_fits_is_copied_to_the_gpu_once(gpu, monkeypatch) -> None:
+    """So what is scored again and again is not copied again."""
+    data = as_data(images(1000))
+    monkeypatch.setattr(image_data, "default_memory", lambda device: data.images.nbytes)
+    whole = data.to("cuda")
+    part = whole.first(100)
+    assert whole.images.device.type == "cpu"
+    assert part.images.device.type == "cuda"
+    gpu.reset()
+    list(part.batches(10))
+    once = gpu.counts["h2d"]
+    list(part.batches(5))
+    assert gpu.counts["h2d"] == once
+    run = fastbcd.bcd(make("mlp").cuda(), whole, 48, drc=2, rt=2, samples=100, finetune=None)
+    assert run.history[0].engine
 
 
 def test_bcd_beside_a_small_gpu_goes_as_on_the_cpu() -> None:
