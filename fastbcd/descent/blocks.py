@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
+from fastbcd.descent.families import emptied_together
 from fastbcd.descent.goals import Goal
 from fastbcd.descent.proposals import Draw, Proposal, Saliency, Uniform, favouring
 from fastbcd.descent.saliency import rounded
@@ -132,6 +133,16 @@ class Blocks(Saliency):
         account = Account(loss, goal.sites(kept), *goal.limits.savings(goal.counts))
         # As they pay; those that save nothing last, by loss.
         order = kept[torch.from_numpy(np.lexsort((account.loss, account.alone)))]
+        if goal.limits.bounds[0].families:
+            lost = np.bincount(account.where, account.loss, len(account.price))
+
+            def together(trial: int) -> Tensor:
+                sites = emptied_together(goal, lost, seed=seed, step=step, trial=trial)
+                ids, left = goal.without(sites)
+                single = order[left.masks.bits[order]]
+                return torch.cat([ids, left.fit(single, single[:0])])
+
+            return together
         worth = account.worth(goal.saving)
         paying = account.candidates(worth, worth * (1 + ROUNDING))
         first = goal.emptied(*paying)

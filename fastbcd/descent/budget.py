@@ -32,6 +32,8 @@ class Totals(NamedTuple):
     squares: Any
     relu_sites: Any
     square_sites: Any
+    # The ReLUs of each site, [..., sites], for a cost that depends on which sites are in use.
+    counts: Any = None
 
 
 class Bound(NamedTuple):
@@ -40,6 +42,8 @@ class Bound(NamedTuple):
     name: str  # "relus", "sites", or the quantity of a Target
     measure: Callable[[Totals], Any]
     most: float
+    # Sites that save more if they are emptied together than one by one.
+    families: tuple[tuple[int, ...], ...] = ()
 
     def prices(self) -> Totals:
         """What one of each adds."""
@@ -118,6 +122,7 @@ class Limits:
             squares=squares.sum(-1),
             relu_sites=(counts > 0).sum(-1),
             square_sites=(squares > 0).sum(-1),
+            counts=counts,
         )
 
     def met(self, counts: np.ndarray) -> np.ndarray:
@@ -140,7 +145,8 @@ class Limits:
     def savings(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """By how much one ReLU less, and emptying the site besides, lowers the value: [sites] each.
 
-        Emptying a site of n ReLUs saves n times the first number plus the second.
+        Emptying a site of n ReLUs saves n times the first number plus the second, without what
+        families save besides.
         """
         price = self.bounds[0].prices()
         new = self.poly & (counts == self.units)  # it has no square yet

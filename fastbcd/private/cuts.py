@@ -17,7 +17,7 @@ from torch import fx
 from fastbcd.private.layers import Layer, product
 from fastbcd.private.linear_runs import Kind, LinearRuns, Path, Value, joined
 
-MOST_STATES = 500  # the cheapest ones are looked at further
+MOST_STATES = 100  # the cheapest ones are looked at further
 Shape = tuple[int, ...]
 Measure = Callable[[list[Layer]], float]
 State = tuple[tuple[str, Value], ...]  # the values that are still read

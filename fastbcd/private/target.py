@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -19,16 +19,11 @@ from fastbcd.descent.budget import (
     limits_of,
     relus,
 )
-from fastbcd.masking.masks import MaskSet, masks
-from fastbcd.private.costs import (
-    OWNERS,
-    Cost,
-    cost,
-    kinds_of,
-    spent_by_layers,
-    spent_on,
-)
-from fastbcd.private.layers import Layer
+from fastbcd.masking.masks import MaskSet
+from fastbcd.masking.masks import masks as masks_of
+from fastbcd.private.costs import OWNERS, Cost, cost, kinds_of, spent_on
+from fastbcd.private.layers import Layer, layers_of
+from fastbcd.private.merged_layers import MergedLayers
 from fastbcd.private.protocols import (
     LAN_BANDWIDTH,
     LAN_RTT,
@@ -62,6 +57,8 @@ class Target(Budget):
         relus: keep at most so many ReLUs as well.
         weights_of: "both" parties, which hold shares of them, or the "server".
         activations_only: count masked activations alone.
+        merged: count the net after `private.merge`. Sites are then valued by what they save
+            together. The result meets the target once it is merged.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
@@ -83,6 +80,7 @@ class Target(Budget):
     relus: int | None = None
     weights_of: str = "both"
     activations_only: bool = False
+    merged: bool = False
 
     def __post_init__(self) -> None:
         named = [name for name in NEEDS if getattr(self, name) is not None]
@@ -98,7 +96,12 @@ class Target(Budget):
             check_number("rounds", self.rounds, 0)
         check_whole("relus", self.relus, 0, optional=True)
         check_choice("weights_of", self.weights_of, OWNERS)
-        check_choice("activations_only", self.activations_only, (False, True))
+        for name in ("activations_only", "merged"):
+            check_choice(name, getattr(self, name), (False, True))
+        if self.merged and self.activations_only:
+            raise ValueError(
+                "merged=True counts linear layers; leave out activations_only"
+            )
         for name, value in numbers.items():
             object.__setattr__(self, name, value)
         self._check_known("relu")
@@ -120,10 +123,13 @@ class Target(Budget):
 
     def cost(self, masks: MaskSet | nn.Module, poly: Any = ()) -> float:
         """What a net costs now, as `private.cost` computes it; of masks alone, the activations."""
-        if isinstance(masks, MaskSet) and not self.activations_only:
-            raise ValueError(
-                f"{self} counts linear layers: give the net instead of its masks"
-            )
+        if isinstance(masks, MaskSet):
+            if not self.activations_only:
+                raise ValueError(
+                    f"{self} counts linear layers: give the net instead of its masks"
+                )
+        elif self.merged:
+            return limits_of(self, masks).value(counts_of(masks_of(masks)))
         spent = cost(
             masks,
             self.protocol,
@@ -153,7 +159,7 @@ class Target(Budget):
     def met(self, net: nn.Module) -> bool:
         """Whether the net's cost, and its number of ReLUs, are within the target."""
         limits = limits_of(self, net)
-        return bool(limits.met(counts_of(masks(net))))
+        return bool(limits.met(counts_of(masks_of(net))))
 
     def bounds(
         self, units: np.ndarray, poly: np.ndarray, net: nn.Module | None = None
@@ -165,6 +171,7 @@ class Target(Budget):
         kinds = set() if net is None else set(kinds_of(net).values())
         replaced = "line" if kinds == {"line"} else "square"
         fixed = Spent()
+        merged: MergedLayers | None = None
         if poly.any():
             self._check_known(replaced)
         if len(kinds) > 1 and self.channel.spent("line", units=1, sites=1) != (
@@ -178,15 +185,24 @@ class Target(Budget):
                 f"{self.channel.protocol.name!r}; give a net of one kind"
             )
         if net is not None and not self.activations_only:
-            layers = spent_by_layers(self.channel, net, self.weights_of)
-            fixed = fixed.plus(layers.values())
+            layers = layers_of(net)
+            if self.merged:
+                merged = MergedLayers(net, self.price_of)
+                layers = merged.others(layers)
+            spent = spent_on(self.channel, layers, self.weights_of)
+            fixed = fixed.plus(spent.values())
             for kind in (
                 "layer" if self.weights_of == "both" else "owned",
                 "line",
                 "reveal",
             ):
                 self._check_known(kind)
-        bound = Bound(self.quantity, partial(self._measure, replaced, fixed), self.most)
+        measure = partial(self._measure, replaced, fixed)
+        bound = Bound(self.quantity, measure, self.most)
+        if merged is not None:
+            lines = poly & (replaced == "line")
+            measure = partial(self._merged_measure, measure, merged, units * lines)
+            bound = Bound(self.quantity, measure, self.most, tuple(merged.families()))
         price = bound.prices()
         least = Limits(units, poly, (bound,)).least()
         if least > self.most:
@@ -230,6 +246,27 @@ class Target(Budget):
         # What is unknown is of replacements that the net does not have: `bounds` refuses others.
         return np.nan_to_num(value, nan=0.0)
 
+    def _merged_measure(
+        self,
+        measure: Callable[[Totals], Any],
+        merged: MergedLayers,
+        lines: np.ndarray,
+        totals: Totals,
+    ) -> Any:
+        """The cost of the merged net; the lines of emptied sites are parts of its layers.
+
+        lines: the neurons of each site whose removed ReLUs are lines, [sites].
+        """
+        counts = totals.counts
+        if counts is None:  # the price of one ReLU, or site
+            return measure(totals)
+        if lines.any():
+            left = np.where((counts > 0) & (lines > 0), lines - counts, 0)
+            totals = totals._replace(
+                squares=left.sum(-1), square_sites=(left > 0).sum(-1)
+            )
+        return measure(totals) + merged.cost(counts)
+
     def _value(self, spent: Spent) -> Any:
         """The quantity of the target, without the set-up."""
         if self.quantity == "seconds":
@@ -261,8 +298,9 @@ class Target(Budget):
             settings["relus"] = self.relus
         if self.weights_of != "both":
             settings["weights_of"] = self.weights_of
-        if self.activations_only:
-            settings["activations_only"] = True
+        for name in ("activations_only", "merged"):
+            if getattr(self, name):
+                settings[name] = True
         return settings
 
     def __repr__(self) -> str:

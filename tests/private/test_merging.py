@@ -12,6 +12,7 @@ import fastbcd
 from fastbcd import private
 from fastbcd.private.cuts import Cutting
 from fastbcd.private.linear_runs import LinearRuns
+from fastbcd.private.merged_layers import MergedLayers
 from fastbcd.private.merged_maps import DenseMap, MergedMap
 from fastbcd.private.merging import merged_at
 from helpers import nets
@@ -200,3 +201,46 @@ def test_merge_refuses() -> None:
         private.merge(with_sites(nets.make("resnet"), set()), images)
     with pytest.raises(ValueError, match="linear runs of Untraceable are not known"):
         private.merge(nets.make("untraceable"), images)
+
+
+@pytest.mark.parametrize("replacement", ["identity", "line", "poly"])
+@pytest.mark.parametrize("quantity", ["seconds", "bytes"])
+def test_a_target_of_the_merged_net(replacement, quantity) -> None:
+    """Its cost is that of the merged net, and inner sites go before the last ReLUs of others."""
+    torch.manual_seed(0)
+    net = fastbcd.models.resnet20(5, 16, width=4, blocks=2, replacement=replacement)
+    images = torch.randn(40, 3, 16, 16), torch.arange(40) % 5
+    options = {"protocol": "spu-semi2k", "merged": True}
+    unmerged = private.Target(**{quantity: 0}, protocol="spu-semi2k").cost(net)
+    target = private.Target(**{quantity: 0.7 * unmerged}, **options)
+    assert not target.met(net)
+    run = fastbcd.bcd(net, images, target, drc=fastbcd.Fraction(0.5), rt=2, finetune=None)
+    assert target.met(run.model)
+    merged = private.merge(run.model, images, target, epochs=0)
+    measured = getattr(private.cost(merged.net, "spu-semi2k"), quantity)
+    assert measured == pytest.approx(target.cost(run.model), rel=1e-9)
+    assert measured <= target.most * (1 + 1e-9)
+    assert any(count == 0 for count in run.masks.counts().values())
+
+
+def test_families_are_sites_inside_of_blocks() -> None:
+    net = fastbcd.models.resnet20(5, 8, width=2, blocks=1)
+    families = MergedLayers(net, lambda layers: 0.0).families()
+    names = [site.name for site in fastbcd.masks(net).sites]
+    chosen = [[names[n] for n in family] for family in families]
+    inner = [f"layer{n}.0.alpha1" for n in (1, 2, 3)]
+    assert chosen[0] == inner
+    assert chosen[1] == ["alpha", "layer1.0.alpha1", "layer1.0.alpha2"]
+    assert len(chosen) == 4
+
+
+def test_merged_targets_refuse() -> None:
+    with pytest.raises(ValueError, match="leave out activations_only"):
+        private.Target(1.0, merged=True, activations_only=True)
+    net = nets.make("untraceable")
+    private.cost(net, images=torch.zeros(1, 3, 8, 8))
+    target = private.Target(1.0, merged=True)
+    with pytest.raises(ValueError, match="linear runs of Untraceable are not known"):
+        target.met(net)
+    assert repr(target).endswith("merged=True)")
+    assert target.describe()["merged"] is True
