@@ -1,4 +1,5 @@
-# make demo | test | test-all | lint | mutants | bench | gpu: each sets up .venv first, and once.
+# make demo | test | test-all | lint | mutants | bench | gpu | private: each sets up .venv first,
+# and once.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -8,7 +9,12 @@ TORCH := torch==2.13.0
 TOOLS := triton==3.7.1 torchvision==0.28.0 "setuptools>=77" ninja==1.13.2 \
          pytest==9.2.0 pytest-benchmark==5.3.1 pytest-xdist==3.8.0 hypothesis==6.170.15 mypy==2.4.1 ruff==0.17.4 matplotlib==3.10.9
 
-.PHONY: setup test test-all lint mutants demo bench gpu clean
+# Engines of private inference have environments of their own; only `make private` needs them.
+ENGINE_PYTHON ?= python3.11
+SPU := spu==0.9.5 jax==0.4.34 jaxlib==0.4.34 numpy==1.26.4 safetensors==0.8.0
+CRYPTEN := $(TORCH) numpy safetensors==0.8.0 omegaconf onnx pyyaml future pandas scipy
+
+.PHONY: setup test test-all lint mutants demo bench gpu private clean
 setup: $(READY)
 
 $(READY): Makefile pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
@@ -51,5 +57,22 @@ bench: $(READY)
 gpu: $(READY)
 	$(BIN)/python benchmarks/gpu.py
 
+# Two-party engines, and a check of them with small nets, on this machine alone.
+private: $(READY) .venv-spu/.ready .venv-crypten/.ready
+	$(BIN)/python -m pytest tests/private/test_running.py
+
+.venv-spu/.ready: Makefile
+	@$(ENGINE_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 10), (3, 11)))' || \
+	  { echo "SPU needs Python 3.10 or 3.11: make private ENGINE_PYTHON=python3.10"; exit 1; }
+	$(ENGINE_PYTHON) -m venv .venv-spu
+	.venv-spu/bin/python -m pip install --quiet --disable-pip-version-check $(SPU)
+	@touch $@
+
+.venv-crypten/.ready: Makefile
+	$(ENGINE_PYTHON) -m venv .venv-crypten
+	.venv-crypten/bin/python -m pip install --quiet --disable-pip-version-check $(CRYPTEN)
+	.venv-crypten/bin/python -m pip install --quiet --disable-pip-version-check --no-deps crypten==0.4.1
+	@touch $@
+
 clean:
-	rm -rf .venv build *.egg-info kernels/cpu/*.so kernels/cpu/build.json
+	rm -rf .venv .venv-spu .venv-crypten build *.egg-info kernels/cpu/*.so kernels/cpu/build.json

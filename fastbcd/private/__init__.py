@@ -6,6 +6,7 @@ fastbcd.private.export(small, images, "net.onnx")       # or .pt2
 target = fastbcd.private.Target(seconds=1.5, protocol="crypten", bandwidth="100Mbit", rtt="40ms")
 fastbcd.bcd(net, data, target)                          # a budget as a cost
 small = fastbcd.private.merge(net, data, target)        # linear runs as single convolutions
+result = fastbcd.private.run(net, images, engine="spu-cheetah")  # two parties on this machine
 fastbcd.private.activation_ranges(net, data)            # values that a fixed-point format must hold
 """
 
@@ -15,12 +16,15 @@ from fastbcd.private.gathering import gather_form
 from fastbcd.private.merging import Merged, merge
 from fastbcd.private.protocols import PROTOCOLS, Constant, Protocol
 from fastbcd.private.ranges import Ranges, SiteRange, activation_ranges
+from fastbcd.private.running import Inference, Measured, run
 from fastbcd.private.target import Target
 
 __all__ = [
     "PROTOCOLS",
     "Constant",
     "Cost",
+    "Inference",
+    "Measured",
     "Merged",
     "Protocol",
     "Ranges",
@@ -32,4 +36,5 @@ __all__ = [
     "export",
     "gather_form",
     "merge",
+    "run",
 ]

@@ -15,10 +15,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fastbcd.masking.activations import MaskedActivation
+from fastbcd.private.artefact import artefact_of
 from fastbcd.private.gathering import gather_form
 from fastbcd.runtime.atomic_files import write_atomically
 
-PACKAGES = {".pt2": (), ".onnx": ("onnx", "onnxscript")}  # by the end of a file's name
+PACKAGES = {
+    ".pt2": (),
+    ".pi": (),
+    ".onnx": ("onnx", "onnxscript"),
+}  # by the end of a file's name
 # Of exported logits, by dtype: another program may sum a convolution in another order.
 TOLERANCES = {
     torch.float64: 1e-10,
@@ -34,8 +39,9 @@ def export(
     """Write the net's gather form, in eval mode, to path; the file takes any batch size.
 
     net: with masks, or already in gather form; it is not changed. example: a batch of two or more
-    images. path: ends in .pt2, for torch.export.load(path).module(), or .onnx, which needs the
-    packages onnx and onnxscript: pip install fastbcd[onnx].
+    images. path: ends in .pi, for `fastbcd private serve` and engines without torch; in .pt2, for
+    torch.export.load(path).module(); or in .onnx, which needs the packages onnx and onnxscript: pip
+    install fastbcd[onnx].
 
     Returns the largest difference between the logits of the file and of the net on the example,
     relative to the largest logit; None if the file was not compared (.onnx without onnxruntime).
@@ -49,6 +55,10 @@ def export(
     """
     path = Path(path)
     _check(path, example)
+    if path.suffix == ".pi":
+        artefact = artefact_of(net, example)
+        write_atomically(path, artefact.written())
+        return artefact.about["checked"]["difference"]
     masked = any(isinstance(module, MaskedActivation) for module in net.modules())
     model = gather_form(net) if masked else copy.deepcopy(net)
     model.eval()
@@ -80,12 +90,14 @@ def _check(path: Path, example: Tensor) -> None:
         raise FileNotFoundError(
             f"there is no folder {path.parent} to write {path.name} into"
         )
-    if len(example) < 2:
+    if len(example) < 2 and path.suffix != ".pi":
         why = "torch.export treats a batch of one as a constant"
         raise ValueError(
             f"example has a batch of {len(example)}; give two or more images: {why}"
         )
     kinds = list(TOLERANCES)
+    if path.suffix == ".pi":
+        kinds = [torch.float32]
     if path.suffix == ".onnx":
         kinds = [torch.float32, torch.float16]  # what onnxruntime has convolutions of
     if example.dtype not in kinds:
