@@ -76,6 +76,11 @@ def artefact_of(net: nn.Module, images: Tensor) -> Artefact:
     )
     with eval_mode(net), torch.no_grad():
         expected = logits_of(net(images)).cpu().numpy()
+    if not np.isfinite(expected).all():
+        raise ValueError(
+            "the net's own logits on these images are not finite, so the artefact could not be "
+            "checked: give images like those of its data, and see activation_ranges"
+        )
     again = Artefact.read(artefact.written(), "the artefact").logits(
         images.cpu().numpy()
     )

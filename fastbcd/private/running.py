@@ -115,6 +115,18 @@ class Inference:
     """What two parties computed, and what it took; `str` gives a table.
 
     logits: [B, classes]. layers: in order; the set-up is apart.
+
+    >>> fc = Measured(layer="fc", sent=80, received=80, messages_sent=1, seconds=0.5)
+    >>> agreement = {"images": 1, "difference": 1e-4, "same_class": 1.0}
+    >>> trust = "two-party, semi-honest"
+    >>> setup = Measured(layer="set-up")
+    >>> print(Inference("spu-cheetah", trust, torch.zeros(1, 2), (fc,), setup, agreement))
+    spu-cheetah, 1 images in one run: two-party, semi-honest
+      classes equal to plaintext: 100.0%, logits differ by 0.0001 of the largest
+      set-up: 0 B, 0 s
+      layer       sent   received   messages    seconds
+      fc        80.0 B     80.0 B          1     500 ms
+      total     80.0 B     80.0 B          1     500 ms
     """
 
     engine: str
