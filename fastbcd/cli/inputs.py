@@ -122,8 +122,8 @@ def complete(options: Namespace) -> None:
         options.run_dir = Path("runs") / re.sub(r"[^\w.-]", ".", "-".join(values))
 
 
-def budget_of(options: Namespace) -> int | fastbcd.private.Target:
-    """The number of ReLUs, or the target, with that number as its bound.
+def budget_of(options: Namespace) -> int | list[int] | fastbcd.private.Target:
+    """The numbers of ReLUs, or the target, with a number as its bound.
 
     >>> budget_of(Namespace(budget=5, seconds="800ms", protocol="crypten"))
     Target(seconds=0.8, protocol='crypten', bandwidth='1Gbit', rtt='1ms', relus=5)

@@ -117,8 +117,26 @@ def drc(text: str) -> int | Schedule:
         ) from None
 
 
+def budgets(text: str) -> int | list[int]:
+    """A number of ReLUs, or several of them.
+
+    >>> budgets("20000"), budgets("100000,20000")
+    (20000, [100000, 20000])
+    """
+    numbers = [int(number) for number in text.split(",")]
+    if len(numbers) > 1:
+        return numbers
+    return numbers[0]
+
+
 # How a text is read, by a word of the annotation; of several words the first one counts.
 READERS: dict[str, Callable[[str], Any]] = {
-    "Schedule": drc, "Path": Path, "PathLike": Path, "str": str, "float": float, "int": int,
+    "Schedule": drc,
+    "Budget": budgets,
+    "Path": Path,
+    "PathLike": Path,
+    "str": str,
+    "float": float,
+    "int": int,
     "bool": bool,
-}  # fmt: skip
+}

@@ -12,6 +12,7 @@ from typing import Any
 import fastbcd
 from fastbcd.cli.inputs import Inputs, budget_of
 from fastbcd.cli.options import call
+from fastbcd.runs.read import run_folders
 from fastbcd.runtime.settings import with_settings
 from fastbcd.runtime.show import say
 
@@ -24,7 +25,8 @@ def linearize(
     """The whole job: a budget of ReLUs in a given number of epochs.
 
     From a trained net to --budget ReLUs in --epochs epochs of training in all. The plan is printed
-    first. The same command resumes an interrupted run.
+    first. The same command resumes an interrupted run. Several budgets, such as
+    --budget 100000,20000,8000, have a folder each in --run-dir; `fastbcd report` draws one curve.
 
     Args:
         start: a run, or weights with masks; the net of --weights is then the teacher only
@@ -124,8 +126,9 @@ def _run(function: Any, options: Namespace, **more: Any) -> None:
     call(function, options, net, data, test=inputs.split("test"), **more)
     if getattr(options, "dry_run", False):
         return
-    run = fastbcd.load_run(options.run_dir)
-    tested = "not tested"
-    if run.accuracy is not None:
-        tested = f"test {run.accuracy:.2f} %"
-    say(f"{run.count:,} ReLUs kept, {tested}; weights and masks: {run.path}")
+    for folder in run_folders(options.run_dir):
+        run = fastbcd.load_run(folder)
+        tested = "not tested"
+        if run.accuracy is not None:
+            tested = f"test {run.accuracy:.2f} %"
+        say(f"{run.count:,} ReLUs kept, {tested}; weights and masks: {run.path}")

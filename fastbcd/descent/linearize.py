@@ -6,6 +6,11 @@
 removes about the same share of the ReLUs as every other, and trains for a part of an epoch. What is
 left of the epochs is the final fine-tune, in steps of one epoch at the budget. A step is saved when
 it ends, whichever of the two it is.
+
+    runs = fastbcd.linearize(model, train, [100_000, 50_000, 20_000], epochs=60)
+
+Several budgets are one way down: the run of each starts from the net of the one before it, and
+each has an equal part of the epochs.
 """
 
 from __future__ import annotations
@@ -13,9 +18,12 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, overload
 
 from torch import nn
 
@@ -24,6 +32,7 @@ from fastbcd.data.images import ImageData
 from fastbcd.descent.bcd import Run
 from fastbcd.descent.blocks import Blocks
 from fastbcd.descent.budget import Budget, check_reducible, counts_of, limits_of
+from fastbcd.descent.goals import Goal
 from fastbcd.descent.job import Job, Search
 from fastbcd.descent.plan import show_plan, watched
 from fastbcd.descent.problem import check_net
@@ -79,7 +88,8 @@ class Linearization(Search):
 
     epochs: int = setting(
         60,
-        "of training in all: 60 % of them on the way down, a quarter of one per step",
+        "of training in all, over all budgets: 60 % of them on the way down, a quarter of one per "
+        "step",
         least=1,
         recorded=False,
     )
@@ -147,11 +157,23 @@ class Linearization(Search):
         return max(1, min(PARTS, count // (self.batch_size or 1)))
 
 
+@overload
+def linearize(
+    model: nn.Module, train: Any, budget: int | Budget, **settings: Any
+) -> Run: ...
+
+
+@overload
+def linearize(
+    model: nn.Module, train: Any, budget: Sequence[int | Budget], **settings: Any
+) -> list[Run]: ...
+
+
 @with_settings(Linearization, Finetune, without=("drc", "proposal", "finetune_when"))
 def linearize(
     model: nn.Module,
     train: Any,
-    budget: int | Budget,
+    budget: int | Budget | Sequence[int | Budget],
     *,
     test: Any = None,
     start: Any = None,
@@ -162,18 +184,19 @@ def linearize(
     callbacks: Sequence[Callback] = (),
     dry_run: bool = False,
     **settings: Any,
-) -> Run:
+) -> Run | list[Run]:
     """A copy of the model that keeps exactly `budget` ReLUs, fine-tuned, after `epochs` epochs.
 
     Args:
         model: a trained network that `convert` takes, or one that has masks. It is not changed.
         train, test: the train set, and the test set if accuracy is to be measured, as in `bcd`.
-        budget: ReLUs to keep, or a `fastbcd.private.Target`.
+        budget: ReLUs to keep, or a `fastbcd.private.Target`. Of a list, the largest first, each
+            has a run of its own, which starts from the one before it; the runs are returned.
         start: where to start from, if not at the model: a MaskSet, or a net with masks and its
             own weights, as such or as the result of a starting point (`snl`, `autorep`, …), of
             `bcd` or of `load_run`. One that is at the budget is only trained.
         teacher: to distil from; None: the model. distill=0 switches the distillation off.
-        run_dir, resume: as in `bcd`.
+        run_dir, resume: as in `bcd`. Of a list, each budget has a folder of its own in run_dir.
         progress: print the plan, one line per step, and a bar with the time that is left.
         callbacks: functions that rank 0 calls with every finished `Step`: for your own logs.
         dry_run: print the plan with the expected minutes, and return; nothing is removed.
@@ -183,9 +206,16 @@ def linearize(
     >>> run = linearize(model, data, 2, epochs=5, padding=0, progress=False)
     >>> run.masks.count(), [step.after for step in run.history]
     (2, [6, 5, 4, 3, 2, 2, 2, 2])
+    >>> runs = linearize(model, data, [4, 2], epochs=5, padding=0, progress=False)
+    >>> [run.masks.count() for run in runs]
+    [4, 2]
     """
     check_net("model", model)
     data = data_for(model, train)
+    if isinstance(budget, Sequence):
+        how = {"test": test, "teacher": teacher, "resume": resume, "progress": progress}
+        how |= {"callbacks": callbacks, "dry_run": dry_run, **settings}
+        return _one_way(model, data, budget, start=start, run_dir=run_dir, **how)
     chosen = Linearization(**fields_in(Linearization, settings)).for_images(len(data))
     net = _net(model, data, start, chosen.replacement)
     check_reducible(budget, net)
@@ -218,6 +248,74 @@ def linearize(
             if left:
                 job.training(step, epochs=min(left, epochs), rates=[lr])
     return Run(net, masks(net), run.history)
+
+
+def _one_way(
+    model: nn.Module,
+    data: ImageData,
+    budgets: Sequence[int | Budget],
+    *,
+    start: Any,
+    run_dir: str | os.PathLike[str] | None,
+    **how: Any,
+) -> list[Run]:
+    """A run for each budget, which starts from the one before it; how: of `linearize`."""
+    chosen = Linearization(**fields_in(Linearization, how))
+    net = _net(model, data, start, chosen.replacement)
+    _check_budgets(budgets, net, chosen)
+    runs: list[Run] = []
+    for number, budget in enumerate(budgets):
+        how["epochs"] = _part(chosen.epochs, number, len(budgets))
+        folder = None if run_dir is None else Path(run_dir) / _name(budget)
+        run = linearize(model, data, budget, start=start, run_dir=folder, **how)
+        runs.append(run)
+        start = run
+        if how["dry_run"]:
+            start = _within(budget, run.model, chosen.max_sites)
+    return runs
+
+
+def _check_budgets(
+    budgets: Sequence[int | Budget], net: nn.Module, chosen: Linearization
+) -> None:
+    """Refuse budgets that the net cannot meet one after the other, in the epochs given."""
+    for budget in budgets:
+        check_reducible(budget, net)
+        limits_of(budget, net, chosen.max_sites)
+    counts = [budget for budget in budgets if not isinstance(budget, Budget)]
+    if any(first <= second for first, second in pairwise(counts)):
+        raise ValueError(f"budget={counts}; give the largest first, and each once")
+    if not 1 <= len(budgets) <= chosen.epochs:
+        raise ValueError(
+            f"{len(budgets)} budgets in epochs={chosen.epochs}; each needs one at least"
+        )
+
+
+def _part(epochs: int, number: int, count: int) -> int:
+    """The epochs of one of `count` budgets.
+
+    >>> [_part(10, number, 4) for number in range(4)]
+    [2, 3, 2, 3]
+    """
+    return epochs * (number + 1) // count - epochs * number // count
+
+
+def _name(budget: int | Budget) -> str:
+    """The folder of one of several budgets.
+
+    >>> _name(20_000), _name(fastbcd.private.Target(seconds=1.5))
+    ('20000', 'Target-seconds-1.5-protocol-crypten-bandwidth-1Gbit-rtt-1ms')
+    """
+    text = str(Budget.of(budget)).replace(",", "")
+    return re.sub(r"[^\w.]+", "-", text).strip("-")
+
+
+def _within(budget: int | Budget, net: nn.Module, max_sites: int | None) -> MaskSet:
+    """Masks of the net that meet the budget, whichever ReLUs they keep: for a plan."""
+    kept = masks(net)
+    limits = limits_of(budget, net, max_sites)
+    ids = kept.bits.nonzero().flatten()
+    return kept.without(Goal(kept, limits, limits).fit(ids, ids[:0]))
 
 
 def _portion(

@@ -17,6 +17,7 @@ from fastbcd.report import figures
 from fastbcd.report.page import Card, render
 from fastbcd.report.published import Curve, curves
 from fastbcd.report.results import ACTIVATIONS, Result, facts, headline, result_of
+from fastbcd.runs.read import run_folders
 from fastbcd.runtime.atomic_files import write_atomically
 from fastbcd.runtime.version import __version__
 
@@ -38,8 +39,8 @@ def write(
     """Write the report on some runs into the folder `out`; returns the path of the page.
 
     Args:
-        runs: any number of run directories; the first one decides which published curves are
-            drawn. A method has one colour and mark.
+        runs: any number of run directories, or folders with the runs of several budgets; the
+            first one decides which published curves are drawn. A method has one colour and mark.
         protocol, bandwidth, rtt: as in `fastbcd.private.cost`.
 
     >>> write(["runs/15k"], "runs/15k/report")  # doctest: +SKIP
@@ -49,7 +50,8 @@ def write(
         raise ValueError("name at least one run directory")
     with figures.style():
         connection = {"protocol": protocol, "bandwidth": bandwidth, "rtt": rtt}
-        results = [result_of(run, **connection) for run in runs]
+        folders = [folder for run in runs for folder in run_folders(run)]
+        results = [result_of(folder, **connection) for folder in folders]
         if len(results) > 1:
             results = [
                 result._replace(name=f"{number}. {result.name}")

@@ -182,6 +182,18 @@ def load_run(path: str | os.PathLike[str], model: nn.Module | None = None) -> Sa
     return run
 
 
+def run_folders(path: str | os.PathLike[str]) -> list[Path]:
+    """The directory of a run; of a folder with the runs of several budgets, theirs.
+
+    The run that began with the most ReLUs is the first.
+    """
+    folder = Path(path)
+    inner = sorted(config.parent for config in folder.glob(f"*/{CONFIG}"))
+    if (folder / CONFIG).exists() or not inner:
+        return [folder]
+    return sorted(inner, key=lambda each: load_run(each).start.count(), reverse=True)
+
+
 def saved_run(folder: Path) -> SavedRun | None:
     """The run in a folder; None if nothing was saved yet."""
     if not (folder / CONFIG).exists():

@@ -344,6 +344,20 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(capsys) -> None:
     assert not Path("runs").exists()
 
 
+def test_linearize_to_several_budgets(capsys) -> None:
+    """Each has a folder, and the report has all of them."""
+    line = LINEARIZE.replace("--budget 30", "--budget 60,30 --run-dir way --quiet")
+    assert fastbcd_(line) == 0
+    out = capsys.readouterr().out
+    assert out.index("60 ReLUs kept, test ") < out.index("30 ReLUs kept, test ")
+    assert sorted(path.name for path in Path("way").iterdir()) == ["30", "60"]
+    assert fastbcd_(line.replace("60,30", "30,60")) == 2
+    assert "give the largest first" in capsys.readouterr().err
+    assert fastbcd_("report way") == 0
+    page = Path("way/report/report.html").read_text()
+    assert page.index("1. 60") < page.index("2. 30")
+
+
 def test_linearize(capsys) -> None:
     assert fastbcd_(f"{TRAIN} --quiet") == 0
     line = f"{LINEARIZE} --weights dense --padding 1 --no-flip"

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import fastbcd
 from fastbcd.cli.demo import trained_resnet
 from fastbcd.descent.plan import Plan
+from fastbcd.private import Target
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.training.finetuner import Finetuner
 from fastbcd.training.loop import Session
@@ -154,6 +156,82 @@ def test_a_killed_run_resumes_to_the_same_end(phase, tmp_path, monkeypatch) -> N
     assert fastbcd.load_run(tmp_path / "killed", model=line_net()).done
     with pytest.raises(ValueError, match=r"give a net with replacement='line'"):
         fastbcd.load_run(tmp_path / "killed", model=masked_net())
+
+
+# --------------------------------------------------------------------------- several budgets
+
+
+SEVERAL = [40, Target(bytes=15_000, activations_only=True), 8]
+
+
+def test_several_budgets_are_runs_one_after_the_other(tmp_path) -> None:
+    runs = short(budget=SEVERAL, epochs=7, run_dir=tmp_path / "way")
+    names = sorted(path.name for path in (tmp_path / "way").iterdir())
+    assert names[:2] == ["40", "8"]
+    assert names[2].startswith("Target-bytes-15000.0-protocol-crypten")
+    start = None
+    for run, budget, epochs in zip(runs, SEVERAL, (2, 2, 3), strict=True):
+        alone = short(budget=budget, epochs=epochs, start=start)
+        assert snapshots.take(alone.model).keys() == snapshots.take(run.model).keys()
+        for name, tensor in snapshots.take(alone.model).items():
+            assert torch.equal(tensor, snapshots.take(run.model)[name]), name
+        start = alone
+    assert SEVERAL[1].met(runs[1].model)
+    assert [run.masks.count() for run in runs] == [40, runs[1].history[-1].after, 8]
+    assert runs[0].masks.count() == 40, "a later run changes a net of its own"
+    (one,) = short(budget=[BUDGET])
+    assert one.history == [
+        replace(step, seconds=mine.seconds)
+        for step, mine in zip(short().history, one.history, strict=True)
+    ]
+
+
+def test_a_killed_way_resumes_at_its_budget(tmp_path, monkeypatch) -> None:
+    short(budget=[40, 8], epochs=4, run_dir=tmp_path / "whole")
+    run = Finetuner.run
+    calls: list[int] = []
+
+    def killed(self, step, **how):
+        calls.append(step)
+        if calls.count(2) == 2:
+            raise KeyboardInterrupt
+        return run(self, step, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Finetuner, "run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            short(budget=[40, 8], epochs=4, run_dir=tmp_path / "killed")
+    assert [len(fastbcd.load_run(tmp_path / "killed" / name, model=line_net()).history)
+            for name in ("40", "8")] == [5, 1]  # fmt: skip
+    short(budget=[40, 8], epochs=4, run_dir=tmp_path / "killed")
+    for name in ("40", "8"):
+        assert contents(tmp_path / "killed" / name) == contents(tmp_path / "whole" / name)
+
+
+def test_the_plan_of_several_budgets(capsys, tmp_path, rates) -> None:
+    runs = short(budget=[40, 8], epochs=4, dry_run=True, run_dir=tmp_path / "way")
+    out = capsys.readouterr().out
+    assert out.index("98 ReLUs, budget 40\n") < out.index("40 ReLUs, budget 8\n")
+    assert out.count("2 epochs of training, 1 of them after the last removal") == 2
+    assert [run.history for run in runs] == [[], []]
+    assert not (tmp_path / "way").exists()
+
+
+@pytest.mark.parametrize(
+    ("budgets", "epochs", "message"),
+    [
+        ([8, 40], 5, "give the largest first"),
+        ([40, 40], 5, "each once"),
+        ([99, 8], 5, "budget=99; the net keeps 98 ReLUs"),
+        ([40, Target(bytes=1, bandwidth="1Gbit", rtt="1ms")], 5, "bytes"),
+        ([40, 20, 8], 2, "3 budgets in epochs=2"),
+        ([], 2, "0 budgets"),
+    ],
+)
+def test_several_budgets_are_checked_first(budgets, epochs, message, tmp_path) -> None:
+    with pytest.raises(ValueError, match=message):
+        short(budget=budgets, epochs=epochs, run_dir=tmp_path / "way")
+    assert not (tmp_path / "way").exists()
 
 
 # ------------------------------------------------------------------------------------- start
