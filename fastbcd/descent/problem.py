@@ -12,6 +12,8 @@ from fastbcd.scoring.accuracy import accuracy, check_metric
 from fastbcd.scoring.answers import check_scorable
 from fastbcd.scoring.metric import Criterion
 
+FEW = 32  # images that the net is asked about after every step
+
 
 class Problem:
     """What is linearised, trained on, scored on and tested on; checked when it is made."""
@@ -46,6 +48,10 @@ class Problem:
         if self.test is None:
             return None
         return self.accuracy_on(self.test)
+
+    def check_outputs(self) -> None:
+        """Refuse a net whose outputs for the first images are not valid."""
+        self.accuracy_on(self.scored.first(min(FEW, len(self.scored))))
 
     def accuracy_on(self, images: ImageData) -> float:
         """The accuracy of the net as it is, on some images."""

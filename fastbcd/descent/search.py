@@ -46,8 +46,11 @@ def descend(job: Job, run: Journal[Step], *, progress: bool = False) -> Iterator
         _check_unchanged(masks(net), after)
         job.training.settle(net)
         step.train_loss = _loss(step.train_loss)
-        if step.number % job.search.test_every == 0 or job.over([*run.history, step]):
-            with timed(step.seconds, "test"):
+        with timed(step.seconds, "test"):
+            run.check_finite()
+            job.problem.check_outputs()
+            due = step.number % job.search.test_every == 0
+            if due or job.over([*run.history, step]):
                 step.test_accuracy = job.problem.accuracy()
         run.finish(step, run.extra)
         if progress:

@@ -67,6 +67,7 @@ class Journal(Generic[Record]):
 
         extra: tensors that the next step needs beside those of the net.
         """
+        self.check_finite()
         history = list(self.history)
         history.append(record)
         self._save(history, extra or {})
@@ -95,15 +96,18 @@ class Journal(Generic[Record]):
             return self._good
         return ranks.on_first(self._read_start)
 
+    def check_finite(self) -> None:
+        """Refuse weights that have become infinite or NaN since the last finished step."""
+        for name, tensor in snapshots.tensors_of(self.net).items():
+            if not tensor.isfinite().all() and self._good[name].isfinite().all():
+                raise FloatingPointError(
+                    f"{name} is not finite after step {len(self.history) + 1}, which is undone: "
+                    f"train with a smaller learning rate, or limit the norm of the gradient"
+                )
+
     def _save(self, history: list[Record], extra: Tensors) -> None:
         net = snapshots.take(self.net)
         ranks.check_same("the weights and masks", net)
-        for name, before in self._good.items():
-            if not net[name].isfinite().all() and before.isfinite().all():
-                raise FloatingPointError(
-                    f"{name} is not finite after step {len(history)}, which is undone: train with "
-                    f"a smaller learning rate, or limit the norm of the gradient"
-                )
         state = State(
             tensors=net | {EXTRA + name: tensor for name, tensor in extra.items()},
             start=encode(self.start),

@@ -38,17 +38,19 @@ class Net(nn.Module):
 # ------------------------------------------------------------------------------- divergence
 
 
-def descend(way: str, number: int, folder: Any, net: nn.Module) -> None:
-    """Three steps; after the training of step `number` one weight is not finite."""
+def descend(
+    way: str, number: int, folder: Any, net: nn.Module, *, layer: str = "3.bias", **more: Any
+) -> None:
+    """Three steps; after the training of step `number` weights of a layer are too large."""
 
     def train(net: nn.Module, step: fastbcd.Step) -> None:
         nudge(net, step)
         if step.number == number:
             with torch.no_grad():
-                net.get_parameter("3.bias")[4] = torch.inf
+                net.get_parameter(layer)[4:] = 3e38 if layer == "3.weight" else torch.inf
 
     train.__qualname__ = "train"
-    options: dict[str, Any] = {"budget": 20, "drc": 10, "rt": 2, "run_dir": folder}
+    options: dict[str, Any] = {"budget": 20, "drc": 10, "rt": 2, "run_dir": folder, **more}
     if way == "bcd":
         fastbcd.bcd(net, DATA, finetune=train, **options)
     else:
@@ -68,6 +70,20 @@ def test_a_step_that_diverges_is_undone_and_not_saved(way, number, tmp_path) -> 
     saved = fastbcd.load_run(tmp_path / "run", model=masked())
     assert (saved.done, len(saved.history)) == (False, number - 1)
     descend(way, 0, tmp_path / "run", net)
+    assert fastbcd.load_run(tmp_path / "run", model=masked()).done
+
+
+@pytest.mark.parametrize("test", [None, DATA])
+@pytest.mark.parametrize("way", ["bcd", "steps"])
+def test_a_step_whose_outputs_overflow_is_undone_and_not_saved(way, test, tmp_path) -> None:
+    """Its weights are finite; products of them are not."""
+    net = masked()
+    options: dict[str, Any] = {"test": test, "test_every": 3}
+    with pytest.raises(FloatingPointError, match="gives NaN logits for image"):
+        descend(way, 2, tmp_path / "run", net, layer="3.weight", **options)
+    saved = fastbcd.load_run(tmp_path / "run", model=masked())
+    assert len(saved.history) == 1
+    descend(way, 0, tmp_path / "run", net, **options)
     assert fastbcd.load_run(tmp_path / "run", model=masked()).done
 
 
