@@ -8,7 +8,7 @@ from torch import nn
 
 from fastbcd.data.for_net import data_for
 from fastbcd.data.images import ImageData
-from fastbcd.scoring.accuracy import accuracy, check_metric
+from fastbcd.scoring.accuracy import accuracy, check_answers, check_metric
 from fastbcd.scoring.answers import check_scorable
 from fastbcd.scoring.metric import Criterion
 
@@ -51,7 +51,8 @@ class Problem:
 
     def check_outputs(self) -> None:
         """Refuse a net whose outputs for the first images are not valid."""
-        self.accuracy_on(self.scored.first(min(FEW, len(self.scored))))
+        few = self.scored.first(min(FEW, len(self.scored)))
+        check_answers(self.net, few, self.criterion, "the net")
 
     def accuracy_on(self, images: ImageData) -> float:
         """The accuracy of the net as it is, on some images."""

@@ -88,9 +88,16 @@ def check_metric(
         check_classes(net, data, who)
         if criterion.loss is None:
             return
-    targets = next(data.batches(2, dtype=dtype_of(net)))[1]
-    outputs = first_outputs(net, data, who, len(targets))
-    criterion.check_targets(outputs, data.labels, who)
+    criterion.check_targets(first_outputs(net, data, who, 2), data.labels, who)
+    check_answers(net, data.first(min(2, len(data))), criterion, who)
+
+
+def check_answers(
+    net: nn.Module, data: ImageData, criterion: Criterion, who: str
+) -> None:
+    """Refuse a net whose answers to a batch of images are not valid."""
+    targets = next(data.batches(len(data), dtype=dtype_of(net)))[1]
+    outputs = first_outputs(net, data, who, len(data))
     with torch.inference_mode():
         (answers,) = criterion.each(_one(outputs), targets)
     criterion.check(answers, who, torch.arange(len(targets)))
