@@ -7,7 +7,7 @@ READY := .venv/.ready
 # torch 2.13.0 with CUDA asks for; on a CPU machine it interprets and compiles the GPU kernels.
 TORCH := torch==2.13.0
 TOOLS := triton==3.7.1 torchvision==0.28.0 "setuptools>=77" ninja==1.13.2 \
-         pytest==9.2.0 pytest-benchmark==5.3.1 pytest-xdist==3.8.0 hypothesis==6.170.15 mypy==2.4.1 ruff==0.17.4 matplotlib==3.10.9
+         pytest==9.2.0 pytest-benchmark==5.3.1 pytest-xdist==3.8.0 hypothesis==6.170.15 tensorboard==2.21.0 mypy==2.4.1 ruff==0.17.4 matplotlib==3.10.9
 
 # Engines of private inference have environments of their own; only `make private` needs them.
 ENGINE_PYTHON ?= python3.11

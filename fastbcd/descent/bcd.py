@@ -13,6 +13,7 @@ from fastbcd.descent.job import Job, Search
 from fastbcd.descent.plan import show_plan, watched
 from fastbcd.descent.tuning import Callback, Training
 from fastbcd.masking.masks import MaskSet, masks
+from fastbcd.runs.curve import as_html
 from fastbcd.runs.step import Step
 from fastbcd.runtime.settings import with_settings
 from fastbcd.training.settings import Finetune
@@ -45,6 +46,9 @@ class Run(NamedTuple):
             if last.test_accuracy is not None:
                 text += f", test {last.test_accuracy:.2f}{last.unit}"
         return f"Run({text})"
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self), self.history)
 
 
 @with_settings(Search)

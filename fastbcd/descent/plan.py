@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ MANY_EPOCHS = 1_000  # a run that means more of them warns
 ENOUGH = 1.0
 FEW = 2
 MOST = 256
+SLOWER = 1.5  # per image, from which on batches are too small
 # A step that a schedule may see.
 ACCEPTED: Any = SimpleNamespace(accepted=True, chosen=1)
 
@@ -111,16 +113,21 @@ def show_plan(job: Job, history: Sequence[Step], kept: MaskSet) -> None:
     say(f"{kept.count():,} ReLUs, budget {job.budget}\n{plan}")
     if ranks.rank() > 0 or not plan.sizes:
         return
+    world = ranks.world()
     with ranks.alone():
-        alone = _seconds(job, plan)
+        alone = _seconds(job, plan, world)
     drop(job.problem.net)  # what was made for few images may round in another way
-    seconds = {name: value / ranks.world() for name, value in alone.items()}
+    seconds = {name: value / world for name, value in alone.items()}
     parts = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
     say(f"      about {duration(sum(seconds.values()))}: {parts}")
 
 
-def _seconds(job: Job, plan: Plan) -> dict[str, float]:
-    """The seconds that each phase of a plan takes on one rank; the net is not changed."""
+def _seconds(job: Job, plan: Plan, world: int) -> dict[str, float]:
+    """The seconds that each phase of a plan takes on one rank; the net is not changed.
+
+    Training is timed on batches of one of `world` ranks. A GPU takes as long for a small batch as
+    for a larger one if the host is the limit, which launches as many kernels for it.
+    """
     problem = job.problem
     seconds: dict[str, float] = {}
     if plan.removals:
@@ -132,6 +139,16 @@ def _seconds(job: Job, plan: Plan) -> dict[str, float]:
         seconds["testing"] = tests * _time(problem.accuracy_on, problem.test)
     if plan.epochs:
         one = _time(job.training.rehearse, problem.train)
+        if world > 1:
+            shared = partial(job.training.rehearse, ranks=world)
+            whole = one
+            one = _time(shared, problem.train)
+            if one > SLOWER * whole:
+                say(
+                    f"      one rank's part of a batch takes {one / whole:.1f} times as long per "
+                    f"image: the host is the limit. Raise batch_size, or run several budgets or "
+                    f"seeds, one per GPU (docs/many-gpus.md)"
+                )
         seconds["training"] = plan.epochs * one
     return seconds
 

@@ -45,8 +45,11 @@ class Training:
         how: of `Finetuner.run`; only `Tuned` has any use for it.
         """
 
-    def rehearse(self, images: ImageData) -> None:
-        """An epoch of a copy of the net on some images, to be timed."""
+    def rehearse(self, images: ImageData, ranks: int = 1) -> None:
+        """An epoch of a copy of the net on some images, to be timed.
+
+        ranks: by how many the batches are shared; they are those of one of them.
+        """
 
     def settle(self, net: nn.Module) -> None:
         """After the training: batch norm has seen other images on each rank."""
@@ -117,9 +120,10 @@ class Tuned(Training):
     def settle(self, net: nn.Module) -> None:
         """`Finetuner` has averaged what the ranks' batches made."""
 
-    def rehearse(self, images: ImageData) -> None:
+    def rehearse(self, images: ImageData, ranks: int = 1) -> None:
         tuner = self.tuner
-        settings = replace(tuner.settings, epochs=1, compile=False)
+        size = max(1, tuner.settings.batch_size // ranks)
+        settings = replace(tuner.settings, epochs=1, compile=False, batch_size=size)
         net = copy.deepcopy(tuner.net)
         Finetuner(net, images, settings, self.teacher, loss=tuner.criterion).run(0)
 

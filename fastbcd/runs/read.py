@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd import models
-from fastbcd.masking.masks import MaskSet, make_sites, mask_modules
+from fastbcd.masking.activations import MaskedActivation
+from fastbcd.masking.convert import convert
+from fastbcd.masking.masks import MaskSet, make_sites
 from fastbcd.runs import fingerprint
 from fastbcd.runs.config import CONFIG, TITLES, Config, read_config
 from fastbcd.runs.directory import read_start, read_state
 from fastbcd.runs.step import Epoch, Start, Step, decode
+from fastbcd.runtime.dtypes import device_of, dtype_of
 
 REPLACEMENT_OF = {0: "identity", 2: "line", 3: "poly"}  # by coefficients per channel
 
@@ -118,10 +121,14 @@ class SavedRun:
         return self.fill(models.build(**arch).to(dtypes[0]))
 
     def fill(self, net: nn.Module) -> nn.Module:
-        """Write the run's weights and masks into the net; returns it in eval mode."""
+        """The net, or a converted copy of one without masks, with the run's weights and masks.
+
+        It is in eval mode.
+        """
         weights = self.final_weights
         try:
-            mask_modules(net)  # refuses a net that was not converted
+            if not any(isinstance(part, MaskedActivation) for part in net.modules()):
+                net = self._converted(net)
             fingerprint.restore(net, weights)
         except ValueError as error:
             raise ValueError(
@@ -129,6 +136,12 @@ class SavedRun:
                 f"(give a net with replacement={self.replacement!r})"
             ) from error
         return net.eval()
+
+    def _converted(self, model: nn.Module) -> nn.Module:
+        """A copy of a model that has no masks, with the replacement of the run."""
+        size = (2, *self.config.data.shape)
+        example = torch.zeros(size, dtype=dtype_of(model), device=device_of(model))
+        return convert(model, example, replacement=self.replacement)
 
     @property
     def final_weights(self) -> dict[str, Tensor]:
@@ -153,9 +166,10 @@ class SavedRun:
 def load_run(path: str | os.PathLike[str], model: nn.Module | None = None) -> SavedRun:
     """Load a run directory of `bcd`, `train` or a starting point: net, masks, history, config.
 
-    Nets of fastbcd.models are built again: `load_run(path).model`. For another net pass one of
-    the same structure as `model`: it is filled with the run's weights and masks, in place. An
-    unfinished run is loaded as it is after its last finished step.
+    Nets of fastbcd.models are built again: `load_run(path).model`. For another net pass the model
+    that the run began with, as `model`: a copy is converted with the run's replacement and filled
+    with its weights and masks. A net that has masks, such as one that `convert` made with other
+    options, is filled in place. An unfinished run is loaded as it is after its last finished step.
 
     >>> import tempfile
     >>> net = fastbcd.models.resnet20(3, image_size=4, in_channels=1, width=2, blocks=1)

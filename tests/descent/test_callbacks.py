@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -57,6 +64,43 @@ def test_a_failing_callback_stops_the_run_after_its_step(tmp_path) -> None:
         fastbcd.bcd(net, data(), 2, callbacks=[fail], **arguments)
     assert fastbcd.masks(net).count() == 4
     assert len(fastbcd.bcd(masked_net(), data(), 2, **arguments).history) == 2
+
+
+def test_tensorboard_as_documented(tmp_path, monkeypatch) -> None:
+    """The lines of docs/training-code.md, and TensorBoard's own reader."""
+    pytest.importorskip("tensorboard", reason="`make setup` installs it")
+    events = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    page = (Path(__file__).parents[2] / "docs" / "training-code.md").read_text()
+    lines = re.search(r"TensorBoard:\n\n((?:    .*\n)+)", page)
+    assert lines
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    names: dict[str, Any] = {"fastbcd": fastbcd, "model": model, "train": data()}
+    code = textwrap.dedent(lines[1]).replace("1_000, epochs=4", "2, epochs=2, padding=0")
+    exec(code, names)
+    names["writer"].close()
+    reader = events.EventAccumulator(str(tmp_path / "logs"))
+    reader.Reload()
+    logged = [(event.step, event.value) for event in reader.Scalars("train accuracy")]
+    history = names["run"].history
+    assert logged == [(step.number, pytest.approx(step.chosen_accuracy)) for step in history]
+
+
+def test_a_run_is_a_table_and_a_figure() -> None:
+    run = fastbcd.bcd(masked_net(), data(), 2, drc=2, rt=2, finetune=None, test=data())
+    assert all(dataclasses.is_dataclass(step) for step in run.history)  # as pandas reads them
+    for step, accuracy in zip(run.history, (80.0, 70.5), strict=True):
+        step.test_accuracy = accuracy
+    page = run._repr_html_()
+    assert "2 of 6 ReLUs kept" in page
+    assert "test accuracy, 70.50 to 80.00 %" in page
+    # 4 ReLUs are to the right of 2, and 80 % above 70.5 %.
+    assert re.findall(r'cx="([\d.]+)" cy="([\d.]+)"', page) == [
+        ("390.0", "30.0"),
+        ("30.0", "130.0"),
+    ]
+    done = fastbcd.bcd(run.model, data(), 2, finetune=None)
+    assert "<svg" not in done._repr_html_()
 
 
 @pytest.mark.parametrize("callbacks", [print, [3], None])

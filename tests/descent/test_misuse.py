@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import fastbcd
+from fastbcd.descent.job import Job, Search
+from fastbcd.descent.plan import _seconds, planned
 from fastbcd.runs import fingerprint as snapshots
 from helpers.run_cases import contents, nudge, small_run
 
@@ -179,6 +181,40 @@ def test_a_plan_is_printed_before_it_is_timed(capsys, monkeypatch) -> None:
     monkeypatch.setattr("fastbcd.descent.plan._time", timed)
     fastbcd.bcd(masked(), DATA, 10, drc=4, finetune=None, dry_run=True)
     assert "10 steps" in printed[0]
+
+
+@pytest.mark.parametrize("slower", [1.2, 3.0])
+def test_a_plan_warns_of_small_batches_per_rank(slower, capsys, monkeypatch) -> None:
+    """A rank's part of a batch is timed; what takes as long as the whole batch is named."""
+
+    def timed(work: Any, data: Any) -> float:
+        shared = getattr(work, "keywords", {"ranks": 1})["ranks"]
+        return slower if shared == 4 else 1.0
+
+    monkeypatch.setattr("fastbcd.descent.plan._time", timed)
+    job = Job.of(masked(), DATA, 10, Search(drc=25), finetune=fastbcd.Finetune(epochs=1))
+    plan = planned(job, [], fastbcd.masks(job.problem.net))
+    seconds = _seconds(job, plan, world=4)
+    out = capsys.readouterr().out
+    assert seconds == {"scoring": 2.0, "training": 2 * slower}
+    assert ("the host is the limit" in out) == (slower == 3.0)
+    assert ("3.0 times as long per image" in out) == (slower == 3.0)
+
+
+def test_a_plan_times_the_batches_of_one_rank(monkeypatch) -> None:
+    sizes: list[int] = []
+
+    class Spy(fastbcd.Finetuner):
+        def run(self, *args: Any, **options: Any) -> dict[str, float]:
+            sizes.append(self.settings.batch_size)
+            return super().run(*args, **options)
+
+    settings = fastbcd.Finetune(epochs=1, batch_size=16, padding=0)
+    job = Job.of(masked(), DATA, 10, Search(drc=25), finetune=settings)
+    monkeypatch.setattr("fastbcd.descent.tuning.Finetuner", Spy)
+    for ranks in (1, 4, 64):
+        job.training.rehearse(job.problem.train, ranks=ranks)
+    assert sizes == [16, 4, 1]
 
 
 def test_a_resumed_run_plans_what_is_left(capsys, tmp_path) -> None:

@@ -116,8 +116,29 @@ def test_a_given_net_is_filled(finished) -> None:
     other[0] = torch.nn.Conv2d(1, 2, 3, 4, 1)
     with pytest.raises(ValueError, match=r"does not fit Sequential.*0\.weight has shape"):
         fastbcd.load_run(finished, model=other)
-    with pytest.raises(ValueError, match=r"Linear has no masked activations: fastbcd.convert it"):
+    with pytest.raises(ValueError, match=r"does not fit Linear: Linear does not run on"):
         fastbcd.load_run(finished, model=torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("replacement", ["identity", "line", "poly"])
+def test_a_model_without_masks_is_converted_as_the_run_was(replacement, tmp_path) -> None:
+    def model() -> torch.nn.Module:
+        conv = torch.nn.Conv2d(1, 2, 3, 4, 1)
+        relu = torch.nn.ReLU(inplace=True)
+        return torch.nn.Sequential(conv, relu, torch.nn.Flatten(), torch.nn.Linear(98, 10))
+
+    mine = model().double()
+    data = fastbcd.load("fashion-mnist-mini").first(20)
+    done = fastbcd.linearize(
+        mine, data, 30, epochs=1, replacement=replacement, progress=False, run_dir=tmp_path
+    )
+    other = model().double()
+    before = {name: t.clone() for name, t in other.state_dict().items()}
+    run = fastbcd.load_run(tmp_path, model=other)
+    assert fastbcd.masks(run.model) == done.masks
+    x = next(data.batches(4, dtype=torch.float64))[0]
+    assert torch.equal(run.model(x), done.model.eval()(x))
+    assert all(torch.equal(t, before[name]) for name, t in other.state_dict().items())
 
 
 def test_a_recorded_net_that_does_not_fit_is_refused(tmp_path) -> None:
