@@ -110,7 +110,7 @@ def bcd(
         callbacks=callbacks,
     )
     if dry_run:
-        show_plan(job, *job.saved(run_dir))
+        show_plan(job, *job.peek(run_dir))
         return Run(net, masks(net), [])
     with job.journal(run_dir, resume) as run:
         for step in watched(job, run, progress):

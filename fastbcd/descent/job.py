@@ -260,7 +260,7 @@ class Job(NamedTuple):
             same={name: repr(value) for name, value in vars(self.search).items()},
         )
 
-    def saved(
+    def peek(
         self, run_dir: str | os.PathLike[str] | None
     ) -> tuple[list[Step], MaskSet]:
         """The finished steps of the run in a directory, and its masks; the net's without a run."""

@@ -238,7 +238,7 @@ def linearize(
         epochs=chosen.epochs,
     )
     if dry_run:
-        show_plan(job, *job.saved(run_dir))
+        show_plan(job, *job.peek(run_dir))
         return Run(net, masks(net), [])
     batches = job.training.batches
     with job.journal(run_dir, resume) as run:
