@@ -27,7 +27,10 @@ LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pyc
 
 # By room: a folder and its files, and the tests, the quickest first.
 ROOMS = {
-    "search": ("fastbcd/descent", "search", "descent/test_metric descent/test_bcd"),
+    "search": (
+        "fastbcd/descent", "search",
+        "descent/test_callbacks descent/test_misuse descent/test_metric descent/test_bcd",
+    ),
     "decisions": (
         "fastbcd/scoring", "decision exact confident evidence answers metric accuracy plan",
         "scoring/test_choose scoring/test_confidence scoring/test_accuracy scoring/test_metric "

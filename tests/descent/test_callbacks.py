@@ -54,6 +54,19 @@ def test_every_callback_of_linearize_gets_every_step_once_it_is_saved(tmp_path) 
     assert saved == numbers == [step.number for step in run.history]
 
 
+def test_what_steps_that_only_train_record() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    run = fastbcd.linearize(model, data(), 2, epochs=3, padding=0, progress=False)
+    last = run.history[-1]
+    assert (last.drc, last.before, last.after, last.tried, last.returned) == (0, 2, 2, 0, 0)
+    assert last.accepted
+    assert (last.drops, last.images, last.interval, last.cost) == ({}, None, None, None)
+    assert (last.chosen_accuracy, last.chosen_loss) == (last.base_accuracy, last.base_loss)
+    assert last.seconds.keys() == {"score", "finetune", "test"}
+    assert last.number == len(run.history)
+    assert all(step.seconds.keys() >= {"propose", "score"} for step in run.history if step.drc)
+
+
 def test_a_failing_callback_stops_the_run_after_its_step(tmp_path) -> None:
     def fail(record) -> None:
         raise ValueError("no space in the log")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -148,11 +149,19 @@ def test_a_recorded_net_that_does_not_fit_is_refused(tmp_path) -> None:
     count = fastbcd.masks(net).count()
     fastbcd.bcd(net, data, count - 50, drc=50, rt=1, finetune=None, run_dir=tmp_path)
     run = fastbcd.load_run(tmp_path)
-    for wrong in ({"width": 10**6}, {"blocks": 2}, {"evil": 1}, {"name": "resnet99"}):
+    reasons: list[tuple[dict[str, Any], str]] = [
+        ({"width": 10**6}, "width=1000000 is out of bounds"),
+        ({"blocks": 10**7}, "blocks=10000000 is out of bounds"),  # before any is built
+        ({"image_size": -1}, "image_size=-1 is out of bounds"),
+        ({"blocks": 2}, "layer1.1.conv1.weight"),
+        ({"evil": 1}, "evil"),
+        ({"name": "resnet99"}, "resnet99"),
+    ]
+    for wrong, reason in reasons:
         arch = {**net.arch, **wrong}
         net_facts = dataclasses.replace(run.config.net, arch=arch)
         config = dataclasses.replace(run.config, net=net_facts)
-        with pytest.raises(ValueError, match=r"the recorded net .* does not fit"):
+        with pytest.raises(ValueError, match=rf"the recorded net .* does not fit: .*{reason}"):
             dataclasses.replace(run, config=config).model  # noqa: B018
 
 
