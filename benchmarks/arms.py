@@ -159,10 +159,14 @@ class Arm:
     def __init__(
         self, problem: Problem, o: argparse.Namespace, name: str, seed: int
     ) -> None:
-        self.problem, self.o, self.name, self.seed = problem, o, name, seed
+        self.problem = problem
+        self.o = o
+        self.name = name
+        self.seed = seed
         self.net = copy.deepcopy(problem.dense)
         self.folder = o.out / f"{name.replace(' ', '-')}-{seed}"
-        self.epochs, self.seconds = 0, 0.0
+        self.epochs = 0
+        self.seconds = 0.0
         self.tuning: dict[str, Any] = {}  # further settings of its fine-tunes
 
     def result(self, work: Callable[[Arm], dict[str, Any]]) -> dict[str, Any]:
@@ -178,41 +182,44 @@ class Arm:
         facts = work(self)
         self.tune(self.o.epochs - self.epochs)
         masks = fastbcd.masks(self.net)
-        found = {
-            "arm": self.name, "seed": self.seed, "epochs": self.epochs, "relus": masks.count(),
-            "seconds": self.seconds, "accuracy": fastbcd.accuracy(self.net, self.problem.test),
+        result = {
+            "arm": self.name,
+            "seed": self.seed,
+            "epochs": self.epochs,
+            "relus": masks.count(),
+            "seconds": self.seconds,
+            "accuracy": fastbcd.accuracy(self.net, self.problem.test),
             **facts,
-        }  # fmt: skip
+        }
         if self.problem.held_out is not None:
-            found["held_out"] = fastbcd.accuracy(self.net, self.problem.held_out)
+            result["held_out"] = fastbcd.accuracy(self.net, self.problem.held_out)
         self.folder.mkdir(parents=True, exist_ok=True)
         masks.save(self.folder / "masks.safetensors")
         weights = {
             name: tensor.contiguous() for name, tensor in self.net.state_dict().items()
         }
         save_file(weights, self.folder / "net.safetensors")
-        write_atomically(path, json.dumps(found).encode())
-        return found
+        write_atomically(path, json.dumps(result).encode())
+        return result
 
     def snl(
         self, relus: int, epochs: int, tune: fastbcd.Finetune | None = None
     ) -> None:
         """SNL's mask training; arms that start alike share it, and each counts its time."""
-        o, folder = self.o, self.o.out / f"start-{relus}-{self.seed}"
-        found = fastbcd.snl(
+        o = self.o
+        folder = o.out / f"start-{relus}-{self.seed}"
+        start = fastbcd.snl(
             self.net, self.problem.train, relus, teacher=self.problem.dense, lr=o.snl_lr,
             lambda0=o.snl_lambda, kappa=o.snl_kappa, max_epochs=epochs,
             batch_size=o.snl_batch, finetune=tune, seed=self.seed, run_dir=folder,
             progress=o.progress,
         )  # fmt: skip
-        records = found.history + found.finetune
+        records = start.history + start.finetune
         self.epochs += len(records)
         self.seconds += sum(sum(record.seconds.values()) for record in records)
-        count = found.history[-1].count
-        print(
-            f"  SNL: {len(found.history)} epochs, {count:,} above the threshold",
-            flush=True,
-        )
+        count = start.history[-1].count
+        text = f"  SNL: {len(start.history)} epochs, {count:,} above the threshold"
+        print(text, flush=True)
 
     def steps(self) -> int:
         """Steps of one epoch that leave --final epochs."""

@@ -93,11 +93,9 @@ def main() -> None:
     accuracies: dict[str, list[list[float]]] = {row: [] for row in o.rows}
     for seed in o.seeds:
         for row in o.rows:
-            found = runs(problem, o, row, seed)
-            accuracies[row].append(
-                [fastbcd.accuracy(run.model, judge) for run in found]
-            )
-            epochs = sum(step.epochs or 0.0 for run in found for step in run.history)
+            ends = runs(problem, o, row, seed)
+            accuracies[row].append([fastbcd.accuracy(run.model, judge) for run in ends])
+            epochs = sum(step.epochs or 0.0 for run in ends for step in run.history)
             cells = "".join(f"{accuracy:>9.2f}" for accuracy in accuracies[row][-1])
             print(f"{row:<10} seed {seed} {epochs:>5.0f} epochs {cells}", flush=True)
     print(f"\nmeans{'':<18}" + "".join(f"{budget:>9,}" for budget in o.budgets))

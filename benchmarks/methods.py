@@ -56,12 +56,12 @@ Result = dict[str, Any]
 def start(arm: Arm, method: Callable[..., Any], budget: int, **settings: Any) -> None:
     """Run a starting point in the arm's folder and count its epochs and seconds."""
     o = arm.o
-    found = method(
+    point = method(
         arm.net, arm.problem.train, budget, teacher=arm.problem.dense, seed=arm.seed,
         batch_size=o.batch, run_dir=arm.folder / "start", progress=o.progress, **settings,
     )  # fmt: skip
-    arm.net = found.model
-    records = found.history + found.finetune
+    arm.net = point.model
+    records = point.history + point.finetune
     arm.epochs += len(records)
     arm.seconds += sum(sum(record.seconds.values()) for record in records)
 
@@ -104,14 +104,16 @@ def deepreduce(arm: Arm, budget: int) -> None:
 
 
 def senet(arm: Arm, budget: int) -> None:
-    o, arm.tuning = arm.o, {"mismatch": arm.o.mismatch}
+    o = arm.o
+    arm.tuning = {"mismatch": o.mismatch}
     start(
         arm, fastbcd.senet, budget, epochs=o.epochs // 2, every=3, lr=o.lr, finetune=arm.settings(0)
     )  # fmt: skip
 
 
 def relupruner(arm: Arm, budget: int) -> None:
-    epochs, batches = arm.o.epochs // 2, -(-len(arm.problem.train) // arm.o.batch)
+    epochs = arm.o.epochs // 2
+    batches = -(-len(arm.problem.train) // arm.o.batch)
     start(
         arm, fastbcd.relupruner, budget, epochs=epochs, warmup=min(1, epochs - 1), lr=arm.o.lr,
         interval=max(1, batches // 4), finetune=arm.settings(0),
@@ -157,27 +159,45 @@ OWN: dict[str, tuple[str, ...]] = {
 
 
 def recorded(path: Path, arm: Result) -> Result | None:
-    """The result of the last record that has the arm's values."""
+    """The last record that has the arm's values."""
     lines = path.read_text().splitlines() if path.exists() else []
-    records = (json.loads(line) for line in reversed(lines))
-    return next((r for r in records if {key: r.get(key) for key in arm} == arm), None)
+    for line in reversed(lines):
+        record = json.loads(line)
+        if all(record.get(name) == value for name, value in arm.items()):
+            return record
+    return None
+
+
+def options_of(o: argparse.Namespace, row: str, epochs: int) -> dict[str, Any]:
+    """The options of one row."""
+    samples = o.samples
+    if row == "BCD":
+        samples = o.bcd_samples
+    lr = o.lr.get(row, ROWS[row][1])
+    changed = {"lr": lr, "epochs": epochs, "snl_batch": o.batch, "samples": samples}
+    return vars(o) | changed
 
 
 def result(
-    problem: Problem | None, o: argparse.Namespace, row: str, budget: int, *, seed: int,
-    epochs: int | None = None,
-) -> Result | None:  # fmt: skip
-    """Run one arm, or read its result. epochs: in place of --epochs. None: not known."""
-    work, lr = ROWS[row]
-    epochs = o.epochs if epochs is None else epochs
-    own = {**vars(o), "lr": o.lr.get(row, lr), "epochs": epochs, "snl_batch": o.batch}
-    own["samples"] = o.bcd_samples if row == "BCD" else o.samples
-    settings = {name: own[name] for name in (*COMMON, *OWN.get(row, ()))}
-    which = {"row": row, "budget": budget, "seed": seed, "settings": settings}
-    if (known := recorded(o.records, which)) is not None or problem is None:
-        return known
-    name = f"{row} {budget}" + (f" {epochs} epochs" if epochs != o.epochs else "")
-    arm = Arm(problem, argparse.Namespace(**own), name, seed)
+    problem: Problem | None,
+    o: argparse.Namespace,
+    row: str,
+    budget: int,
+    *,
+    seed: int,
+    epochs: int,
+) -> Result | None:
+    """Run one arm, or read its record; None if there is none and no problem to run."""
+    options = options_of(o, row, epochs)
+    settings = {name: options[name] for name in (*COMMON, *OWN.get(row, ()))}
+    facts = {"row": row, "budget": budget, "seed": seed, "settings": settings}
+    record = recorded(o.records, facts)
+    if record is not None or problem is None:
+        return record
+    name = f"{row} {budget}"
+    if epochs != o.epochs:
+        name += f" {epochs} epochs"
+    work, _ = ROWS[row]
 
     def run(arm: Arm) -> Result:
         work(arm, budget)
@@ -185,15 +205,17 @@ def result(
         cost = fastbcd.private.cost(
             arm.net, "crypten", **WAN, activations_only=True
         ).known_seconds
-        return {**which, "sites": sum(n > 0 for n in kept), "private": cost}
+        return {**facts, "sites": sum(n > 0 for n in kept), "private": cost}
 
-    found = arm.result(run)
+    record = Arm(problem, argparse.Namespace(**options), name, seed).result(run)
     with o.records.open("a") as file:
-        file.write(json.dumps(found) + "\n")
-    held_out = f"held out {found['held_out']:.2f} %, " if "held_out" in found else ""
-    print(f"{name}, seed {seed}: {found['accuracy']:.2f} %, {held_out}{found['epochs']} epochs, "
-          f"{found['seconds']:.0f} s", flush=True)  # fmt: skip
-    return found
+        file.write(json.dumps(record) + "\n")
+    text = f"{name}, seed {seed}: {record['accuracy']:.2f} %, "
+    if "held_out" in record:
+        text += f"held out {record['held_out']:.2f} %, "
+    text += f"{record['epochs']} epochs, {record['seconds']:.0f} s"
+    print(text, flush=True)
+    return record
 
 
 # ------------------------------------------------------------------------------------ report
@@ -207,15 +229,15 @@ def print_table(results: list[Result], o: argparse.Namespace) -> None:
         print(f"\n{f'{budget:,} ReLUs':<20}" + "".join(f"{c:>10}" for c in columns.values())
               + "   each seed, %")  # fmt: skip
         for row in o.rows:
-            mine = [r for r in results if (r["row"], r["budget"]) == (row, budget)]
-            if not mine:
+            seeds = [r for r in results if (r["row"], r["budget"]) == (row, budget)]
+            if not seeds:
                 print(f"{row:<20}{'not run':>10}")
                 continue
-            means = (mean(r[key] for r in mine) for key in columns)
+            means = (mean(r[key] for r in seeds) for key in columns)
             cells = "{:>10.2f}{:>10.0f}{:>10.0f}{:>10.1f}{:>10.3f}".format(*means)
             print(
                 f"{row:<20}{cells}   "
-                + " / ".join(f"{r['accuracy']:.2f}" for r in mine)
+                + " / ".join(f"{r['accuracy']:.2f}" for r in seeds)
             )
 
 
@@ -226,19 +248,26 @@ def time_to_accuracy(
     print(f"\nepochs of BCD for the accuracy of linearize after {o.epochs}")
     for budget in o.budgets:
         for seed in o.seeds:
-            known = {r["row"]: r["accuracy"] for r in results
-                     if (r["budget"], r["seed"]) == (budget, seed)}  # fmt: skip
-            if not {"BCD", "linearize"} <= set(known):
+            accuracies = {
+                r["row"]: r["accuracy"]
+                for r in results
+                if (r["budget"], r["seed"]) == (budget, seed)
+            }
+            if not {"BCD", "linearize"} <= set(accuracies):
                 continue
-            best, goal, text = known["BCD"], known["linearize"], f"{o.epochs}"
-            for epochs in o.long if best < goal else ():
-                found = result(problem, o, "BCD", budget, seed=seed, epochs=epochs)
-                if found is None:
-                    break
-                best, text = max(best, found["accuracy"]), f"{epochs}"
+            best = accuracies["BCD"]
+            goal = accuracies["linearize"]
+            text = f"{o.epochs}"
+            for epochs in o.long:
                 if best >= goal:
                     break
-            text = text if best >= goal else f"more than {text}: {best:.2f} %"
+                longer = result(problem, o, "BCD", budget, seed=seed, epochs=epochs)
+                if longer is None:
+                    break
+                best = max(best, longer["accuracy"])
+                text = f"{epochs}"
+            if best < goal:
+                text = f"more than {text}: {best:.2f} %"
             print(f"{budget:>7,} ReLUs, seed {seed}, {goal:.2f} %: {text}", flush=True)
 
 
@@ -307,11 +336,13 @@ def main() -> None:
         print(f"{total:,} ReLUs, {fastbcd.accuracy(problem.dense, problem.test):.2f} % on "
               f"{len(problem.test):,} test images; {' '.join(sys.argv)}", flush=True)  # fmt: skip
     # Seeds first: an interrupted experiment then has whole comparisons.
-    found = [
-        result(problem, o, row, budget, seed=seed)
-        for seed in o.seeds for budget in o.budgets for row in o.rows
-    ]  # fmt: skip
-    results = [r for r in found if r is not None]
+    arms = [
+        result(problem, o, row, budget, seed=seed, epochs=o.epochs)
+        for seed in o.seeds
+        for budget in o.budgets
+        for row in o.rows
+    ]
+    results = [arm for arm in arms if arm is not None]
     print_table(results, o)
     if {"BCD", "linearize"} <= set(o.rows):
         time_to_accuracy(problem, o, results)

@@ -188,10 +188,11 @@ def main() -> None:
     print(f"{total:,} ReLUs, {fastbcd.accuracy(problem.dense, problem.test):.2f} % on "
           f"{len(problem.test):,} test images; {vars(o)}", flush=True)  # fmt: skip
     every = []
-    for found in results(problem, o, budgets):
-        print(f"{found['arm']:<20} {found['budget']:>7,} ReLUs, seed {found['seed']}: "
-              f"{found['accuracy']:.2f} %, {found['seconds']:.0f} s", flush=True)  # fmt: skip
-        every.append(found)
+    for arm in results(problem, o, budgets):
+        text = f"{arm['arm']:<20} {arm['budget']:>7,} ReLUs, seed {arm['seed']}: "
+        text += f"{arm['accuracy']:.2f} %, {arm['seconds']:.0f} s"
+        print(text, flush=True)
+        every.append(arm)
     print_table(every, budgets)
     print(f"\n{plot(o, every, budgets)}")
 

@@ -48,26 +48,26 @@ Result = dict[str, Any]
 def result(problem: Problem, o: argparse.Namespace, row: str, seed: int) -> Result:
     """Run one arm, or read its result."""
     constants = {name: value for name, value in ROWS[row].items() if name.isupper()}
-    given = {name: value for name, value in ROWS[row].items() if name not in constants}
-    if "max_sites" in given:
-        given["max_sites"] = int(
-            given["max_sites"] * len(fastbcd.masks(problem.dense).sites)
-        )
-    own = argparse.Namespace(**{**vars(o), "rt": given.pop("rt", o.rt)})
-    arm = Arm(problem, own, f"{row} {o.budget}".replace("%", "percent"), seed)
+    settings = {name: ROWS[row][name] for name in ROWS[row] if name not in constants}
+    if "max_sites" in settings:
+        sites = len(fastbcd.masks(problem.dense).sites)
+        settings["max_sites"] = int(settings["max_sites"] * sites)
+    options = argparse.Namespace(**{**vars(o), "rt": settings.pop("rt", o.rt)})
+    arm = Arm(problem, options, f"{row} {o.budget}".replace("%", "percent"), seed)
 
     def work(arm: Arm) -> Result:
         with ExitStack() as stack:
             for name, value in constants.items():
                 stack.enter_context(patch(f"fastbcd.descent.linearize.{name}", value))
-            history = arm.linearize(o.budget, **given)
+            history = arm.linearize(o.budget, **settings)
         sites = sum(n > 0 for n in fastbcd.masks(arm.net).counts().values())
         return {"row": row, "loss": history[-1].train_loss, "sites": sites}
 
-    found = arm.result(work)
-    print(f"{row}, seed {seed}: {found['accuracy']:.2f} %, loss {found['loss']:.3f}, "
-          f"{found['sites']} sites, {found['seconds']:.0f} s", flush=True)  # fmt: skip
-    return found
+    facts = arm.result(work)
+    text = f"{row}, seed {seed}: {facts['accuracy']:.2f} %, loss {facts['loss']:.3f}, "
+    text += f"{facts['sites']} sites, {facts['seconds']:.0f} s"
+    print(text, flush=True)
+    return facts
 
 
 def options() -> argparse.Namespace:
@@ -100,9 +100,9 @@ def main() -> None:
         f"\n{f'{o.budget:,} ReLUs':<24}{'valid %':>8}{'loss':>8}{'sites':>7}   each seed, %"
     )
     for row in o.rows:
-        mine = [r for r in results if r["row"] == row]
-        means = (mean(r[key] for r in mine) for key in ("accuracy", "loss", "sites"))
-        each = " / ".join(f"{r['accuracy']:.2f}" for r in mine)
+        seeds = [r for r in results if r["row"] == row]
+        means = (mean(r[key] for r in seeds) for key in ("accuracy", "loss", "sites"))
+        each = " / ".join(f"{r['accuracy']:.2f}" for r in seeds)
         print(f"{row:<24}" + "{:>8.2f}{:>8.3f}{:>7.1f}".format(*means) + f"   {each}")
 
 
