@@ -3,10 +3,10 @@
     pytest benchmarks/test_overhead.py
 
 Peers:
-    eager      the same function in PyTorch's own calls
-    operator   the torch operator behind the op, through torch's dispatcher
-    function   a torch.autograd.Function that saves y and the mask and computes nothing: the share
-               of PyTorch in "forward and backward"
+    add, relu  torch.relu(x + residual): two of torch's own operators
+    eager      the same function in torch's own calls
+    function   a torch.autograd.Function that saves two tensors and computes nothing: the share of
+               torch in "forward and backward"
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fastbcd import ops
 
@@ -24,99 +25,84 @@ X, RESIDUAL, GRAD = torch.randn(3, 2, 8, 4, 4)
 MASK = torch.rand(8, 4, 4) > 0.5
 SCALE, SHIFT = torch.randn(2, 8)
 COEF = torch.randn(3, 8)
-AFFINE = {"scale": SCALE, "shift": SHIFT, "residual": RESIDUAL}
+AFFINE = {"scale": SCALE, "shift": SHIFT}
 
 
 class Empty(torch.autograd.Function):
     """What every autograd.Function with one output and two saved tensors costs."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, residual: Tensor, mask: Tensor) -> Tensor:
         y = torch.empty_like(x)
         ctx.save_for_backward(y, mask)
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         y, _ = ctx.saved_tensors
-        return torch.empty_like(y), None
+        dx = torch.empty_like(y)
+        return dx, dx, None
 
 
-def plain(x: torch.Tensor) -> dict[str, Callable[[], object]]:
-    operator = torch.ops.fastbcd.masked_relu.default
-    return {
-        "fastbcd": lambda: ops.masked_relu(x, MASK, trials=False),
-        "eager": lambda: torch.where(MASK, torch.relu(x), x),
-        "operator": lambda: operator(x, MASK, None, None, None, False),
-    }
+def eager(x: Tensor, residual: Tensor) -> Tensor:
+    z = x + residual
+    return torch.where(MASK, torch.relu(z), z)
 
 
-def full(x: torch.Tensor) -> dict[str, Callable[[], object]]:
-    operator = torch.ops.fastbcd.masked_relu.default
-
-    def eager() -> torch.Tensor:
-        z = x * SCALE[:, None, None] + SHIFT[:, None, None] + RESIDUAL
-        return torch.where(MASK, torch.relu(z), z)
-
-    return {
-        "fastbcd": lambda: ops.masked_relu(x, MASK, trials=False, **AFFINE),
-        "eager": eager,
-        "operator": lambda: operator(x, MASK, SCALE, SHIFT, RESIDUAL, False),
-    }
+def eager_affine(x: Tensor, residual: Tensor) -> Tensor:
+    return eager(x * SCALE[:, None, None] + SHIFT[:, None, None], residual)
 
 
-def poly(
-    x: torch.Tensor, *given: torch.Tensor, **options: torch.Tensor
-) -> dict[str, Any]:
-    operator = torch.ops.fastbcd.masked_poly.default
-    scale, shift, residual = given or (None, None, None)
-
-    def eager() -> torch.Tensor:
-        z = x
-        if scale is not None and shift is not None and residual is not None:
-            z = x * scale[:, None, None] + shift[:, None, None] + residual
-        c0, c1, c2 = COEF[:, :, None, None]
-        return torch.where(MASK, torch.relu(z), (c2 * z + c1) * z + c0)
-
-    return {
-        "fastbcd": lambda: ops.masked_poly(x, MASK, COEF, trials=False, **options),
-        "eager": eager,
-        "operator": lambda: operator(x, MASK, COEF, scale, shift, residual, False),
-    }
+def eager_line(x: Tensor, residual: Tensor) -> Tensor:
+    z = x + residual
+    c0, c1 = COEF[:2, :, None, None]
+    return torch.where(MASK, torch.relu(z), c1 * z + c0)
 
 
-def full_poly(x: torch.Tensor) -> dict[str, Any]:
-    return poly(x, SCALE, SHIFT, RESIDUAL, **AFFINE)
+def fastbcd(op: str, *coef: Tensor, **affine: Tensor) -> Callable[..., Tensor]:
+    function = getattr(ops, op)
+    return lambda x, residual: function(x, MASK, *coef, residual=residual, **affine)
 
 
-def backward(x: torch.Tensor) -> dict[str, Callable[[], object]]:
-    def gradient(forward: Callable[[], torch.Tensor]) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(forward(), x, GRAD)
-
-    calls = {**plain(x), "function": lambda: Empty.apply(x, MASK)}
-    return {name: gradient(call) for name, call in calls.items()}
+def add_relu(x: Tensor, residual: Tensor) -> Tensor:
+    return torch.relu(x + residual)
 
 
-KINDS: dict[str, Callable[[torch.Tensor], dict[str, Any]]] = {
-    "masked_relu": plain,
-    "masked_relu, affine and residual": full,
-    "masked_poly": poly,
-    "masked_poly, affine and residual": full_poly,
-    "masked_relu, forward and backward": backward,
+def function(x: Tensor, residual: Tensor) -> Tensor:
+    return Empty.apply(x, residual, MASK)
+
+
+KINDS: dict[str, dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "masked_relu": {"fastbcd": fastbcd("masked_relu"), "eager": eager},
+    "masked_relu, affine": {
+        "fastbcd": fastbcd("masked_relu", **AFFINE),
+        "eager": eager_affine,
+    },
+    "masked_line": {"fastbcd": fastbcd("masked_line", COEF[:2]), "eager": eager_line},
+    "masked_poly": {"fastbcd": fastbcd("masked_poly", COEF)},
 }
-CASES = [(kind, name) for kind, calls in KINDS.items() for name in calls(X)]
+PEERS = {"add, relu": add_relu, "function": function}
+CASES = [
+    (kind, name, backward)
+    for kind, implementations in KINDS.items()
+    for name in (*implementations, *PEERS)
+    for backward in (False, True)
+]
 
 
-@pytest.mark.parametrize(("kind", "implementation"), CASES)
-def test_overhead(benchmark, kind, implementation) -> None:
-    benchmark.group = f"1,000 small calls, {kind}"
+@pytest.mark.parametrize(("kind", "implementation", "backward"), CASES)
+def test_overhead(benchmark, kind, implementation, backward) -> None:
+    what = "forward and backward" if backward else "forward"
+    benchmark.group = f"1,000 small calls, {kind}, {what}"
     benchmark.extra_info.update(implementation=implementation)
-    grad = KINDS[kind] is backward
-    call = KINDS[kind](X.clone().requires_grad_(grad))[implementation]
+    call = (KINDS[kind] | PEERS)[implementation]
+    x, residual = (t.clone().requires_grad_(backward) for t in (X, RESIDUAL))
 
     def calls() -> None:
         for _ in range(CALLS):
-            call()
+            y = call(x, residual)
+            if backward:
+                torch.autograd.grad(y, (x, residual), GRAD)
 
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(backward):
         benchmark.pedantic(calls, rounds=10, warmup_rounds=1)

@@ -1,7 +1,7 @@
 """A network rewritten for speed: what precedes an activation becomes part of its call.
 
     act(a + b)        ->  act(a, b)
-    act(norm(a) + b)  ->  NormActivation, batch norm and ReLU in one op, on a CPU
+    act(norm(a) + b)  ->  NormActivation, batch norm and activation in one op, on a CPU
 
 The result shares every parameter, buffer and mask with the net, and takes tensors in channels_last
 order. Call train() or eval() on it, whichever it was made for.
@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 from fastbcd.graph import cpu_conv
 from fastbcd.graph.operands import operands
 from fastbcd.graph.trace import forget_source, pure_module, trace, without_inplace
-from fastbcd.masking.activations import MaskedActivation, MaskedReLU
-from fastbcd.ops import norm as ops_norm
+from fastbcd.masking.activations import MaskedActivation
+from fastbcd.ops.norm import norm_masked
 from fastbcd.runtime.module_mode import eval_mode, train_mode
 from fastbcd.runtime.warn_once import warn_once
 
@@ -26,7 +26,7 @@ from fastbcd.runtime.warn_once import warn_once
 class NormActivation(nn.Module):
     """act(norm(x) [+ residual]) with the net's own modules; as one op where that is possible."""
 
-    def __init__(self, norm: nn.BatchNorm2d, act: MaskedReLU) -> None:
+    def __init__(self, norm: nn.BatchNorm2d, act: MaskedActivation) -> None:
         super().__init__()
         self.norm = norm
         self.act = act
@@ -41,22 +41,22 @@ class NormActivation(nn.Module):
         if not (norm.training and plain and fits):
             # Hooks are called for the pair, once.
             return self.act.forward(norm(x), residual)
-        tensors = x, norm.weight, norm.bias, self.act.mask, residual
-        y, (mean, variance) = ops_norm.norm_relu(*tensors, eps=norm.eps)
-        with torch.no_grad():
-            count = x.numel() // x.shape[1]
-            norm.num_batches_tracked.add_(1)
-            norm.running_mean.lerp_(mean, norm.momentum)
-            norm.running_var.lerp_(variance * (count / (count - 1)), norm.momentum)
-        return y
+        coef = self.act.coefficients()
+        return norm_masked(x, self.act.mask, coef, residual, norm=norm)
 
     @staticmethod
-    def fits(norm: Any, act: Any) -> bool:
+    def fits(norm: Any, act: MaskedActivation) -> bool:
         """Can this pair be one op?"""
-        if type(norm) is not nn.BatchNorm2d or type(act) is not MaskedReLU:
+        if type(norm) is not nn.BatchNorm2d or not norm.affine:
             return False
+        plain = type(act).activate is MaskedActivation.activate
         tracked = norm.running_mean is not None and norm.momentum is not None
-        return norm.affine and tracked and ops_norm.has_kernel(norm.weight)
+        return plain and tracked and faster_as_one(norm.weight)
+
+
+def faster_as_one(weight: Tensor) -> bool:
+    """Are norm and activation faster as one op? On CPUs: see docs/benchmarks.md for GPUs."""
+    return weight.is_cpu and weight.dtype == torch.float32
 
 
 def _suits(x: Any) -> bool:

@@ -1,116 +1,101 @@
-"""norm_relu: batch norm in train mode, residual and masked ReLU as one op.
+"""norm_masked: batch norm in train mode, residual and masked activation as one op.
 
-    y = masked_relu(norm(x)*weight + bias + residual)
+    y = masked(norm(x)*weight + bias + residual)
 
 With the batch's mean and variance, norm, weight and bias are a scale and a shift per channel, which
-the masked ReLU applies in its own pass. Backward, with x̂ = (x - mean)/σ and n values per channel:
+the masked activation applies in its own pass. Backward, with x̂ = (x - mean)/σ and n values per
+channel, dz from the masked activation:
 
-    dz = grad where the ReLU let it pass;  dbias = Σ dz,  dweight = Σ dz·x̂
-    dx = weight/σ · (dz - dbias/n - x̂·dweight/n)
+    dbias = Σ dz,  dweight = Σ dz·x̂,  dx = weight/σ · (dz - dbias/n - x̂·dweight/n)
 
-The C++ kernel takes float32 in channels_last order; the reference runs for everything else.
+Σ dz·x̂ is (Σ dz·x - mean·Σ dz)/σ: as in the forward, a mean of k σ costs a factor k of precision.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from fastbcd import kernels
-from fastbcd.kernels.geometry import dense_together, item_order, orders_coincide
-from fastbcd.ops import reference
-from fastbcd.ops.calls import KernelCall, contiguous
-from fastbcd.ops.registry import define, differentiated
+from fastbcd.ops.registry import OPERATORS
 
 
-def norm_relu(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mask: Tensor,
-    residual: Tensor | None = None,
-    *,
-    eps: float = 1e-5,
-) -> tuple[Tensor, Tensor]:
-    """y [B, C, *spatial] and the statistics [2, C]: mean and biased variance of x.
+def norm_masked(
+    x: Tensor, mask: Tensor, coef: Tensor | None, residual: Tensor | None, *, norm: Any
+) -> Tensor:
+    """act(norm(x) + residual) with the statistics of x; updates the norm's running statistics.
 
-    x, residual: [B, C, *spatial]. weight, bias: [C]. mask: [C, *spatial]. The statistics have no
-    gradient.
+    x, residual: [B, C, *spatial]. mask: [C, *spatial]. coef: as in `masked`. norm: a BatchNorm2d
+    with parameters and running statistics.
 
-    >>> x, mask = torch.tensor([[1.0], [3.0]]), torch.tensor([True])
-    >>> y, statistics = norm_relu(x, torch.ones(1), torch.zeros(1), mask, eps=0.0)
-    >>> y, statistics
-    (tensor([[0.],
-            [1.]]), tensor([[2.],
-            [1.]]))
+    >>> norm, x = torch.nn.BatchNorm2d(1, eps=0.0), torch.tensor([1.0, 3.0]).view(2, 1, 1, 1)
+    >>> norm_masked(x, torch.ones(1, 1, 1, dtype=torch.bool), None, None, norm=norm).flatten()
+    tensor([0., 1.], grad_fn=<ViewBackward0>)
     """
-    return _norm_relu(x, weight, bias, mask, residual, eps)
-
-
-def has_kernel(x: Tensor) -> bool:
-    """Is there a kernel for tensors with the dtype and device of x?"""
-    return (
-        x.dtype == torch.float32 and kernels.choose("norm_relu_forward", x) is not None
+    with torch.no_grad():
+        norm.num_batches_tracked.add_(1)
+        mean, variance = torch.batch_norm_update_stats(
+            x, norm.running_mean, norm.running_var, norm.momentum
+        )
+        inverse = (variance + norm.eps).rsqrt()
+    return _NormMasked.apply(
+        x, norm.weight, norm.bias, mask, coef, residual, mean, inverse
     )
 
 
-def _fits(x: Tensor) -> bool:
-    """Does a kernel take the dense x?"""
-    return x.dtype == torch.float32 and bool(item_order(x, 1) or orders_coincide(x, 1))
+class _NormMasked(torch.autograd.Function):
+    """The masked activation with a scale and a shift that depend on x."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        mask: Tensor,
+        coef: Tensor | None,
+        residual: Tensor | None,
+        mean: Tensor,
+        inverse: Tensor,
+    ) -> Tensor:
+        scale = weight * inverse
+        shift = bias - mean * scale
+        y = OPERATORS["masked"].run(
+            x, mask, coef, scale, shift, residual, None, False, 0
+        )
+        if coef is None:  # y alone tells which elements passed
+            saved = (y, x, mask, None, scale, None, None)
+        else:
+            saved = (None, x, mask, coef, scale, shift, residual)
+        ctx.save_for_backward(*saved, mean, inverse)
+        return y
 
-def _forward_call(x, weight, bias, mask, residual, eps) -> KernelCall:
-    mask, x, residual = dense_together(mask, False, x, residual)
-    return KernelCall(
-        outputs=[torch.empty_like(x), weight.new_empty(2, x.shape[1])],
-        inputs=(x, contiguous(weight), contiguous(bias), mask, residual, eps),
-        geometry=(x, mask),
-        fits=_fits(x),
-    )
-
-
-def _backward_call(
-    grad, y, x, weight, mask, statistics, eps, want_residual
-) -> KernelCall:
-    mask, x, y, grad = dense_together(mask, False, x, y, grad)
-    dresidual = torch.empty_like(x) if want_residual else None
-    return KernelCall(
-        outputs=[torch.empty_like(x), dresidual, weight.new_empty(2, x.shape[1])],
-        inputs=(grad, y, x, contiguous(weight), mask, statistics, eps),
-        geometry=(x, mask),
-        fits=_fits(x),
-    )
-
-
-_norm_relu = define(
-    "norm_relu(Tensor x, Tensor weight, Tensor bias, Tensor mask, Tensor? residual, float eps) "
-    "-> (Tensor y, Tensor statistics)",
-    _forward_call,
-)
-_norm_relu_backward = define(
-    "norm_relu_backward(Tensor grad, Tensor y, Tensor x, Tensor weight, Tensor mask, "
-    "Tensor statistics, float eps, bool want_residual) "
-    "-> (Tensor dx, Tensor dresidual, Tensor dparameters)",
-    _backward_call,
-)
-
-
-def _setup(ctx, inputs, output) -> None:
-    x, weight, _, mask, _, ctx.eps = inputs
-    y, statistics = output
-    ctx.mark_non_differentiable(statistics)
-    ctx.save_for_backward(y, x, weight, mask, statistics)
-
-
-def _gradients(ctx, grad, _):
-    y, x, weight, mask, statistics = ctx.saved_tensors
-    if differentiated():  # then the statistics are a function of x
-        statistics = reference.norm_statistics(x)
-    want_residual = ctx.needs_input_grad[4]
-    dx, dresidual, (dweight, dbias) = _norm_relu_backward.derivative(
-        grad, y, x, weight, mask, statistics, ctx.eps, want_residual
-    )
-    return dx, dweight, dbias, None, dresidual if want_residual else None, None
-
-
-_norm_relu.differentiate(_setup, _gradients)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        *saved, mean, inverse = ctx.saved_tensors
+        _, x, mask, _, scale, *_ = saved
+        want_residual = ctx.needs_input_grad[5]
+        dx, dresidual, sums, _ = OPERATORS["masked_backward"].run(
+            grads[0], *saved, False, False, False, want_residual, True, 0
+        )
+        dcoef, dscale, dbias = sums[:-2], sums[-2], sums[-1]
+        dweight = (dscale - mean * dbias) * inverse
+        # dx is dz*scale so far; the rest is a line of x for each channel.
+        count = x.numel() // x.shape[1]
+        slope = -scale * inverse * dweight / count
+        constant = -scale * dbias / count - slope * mean
+        nothing = torch.zeros_like(mask)
+        OPERATORS["masked_out"].run(x, nothing, None, slope, constant, dx, False, dx)
+        return (
+            dx,
+            dweight,
+            dbias,
+            None,
+            dcoef if len(dcoef) else None,
+            dresidual,
+            None,
+            None,
+        )

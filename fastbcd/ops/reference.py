@@ -193,54 +193,6 @@ def _sum_batch(t: Tensor) -> Tensor:
     return t.double().sum(0).to(t.dtype)
 
 
-def norm_statistics(x: Tensor) -> Tensor:
-    """[2, C]: the mean and the biased variance of x [B, C, *spatial]."""
-    x = x.to(compute_dtype(x.dtype))
-    variance, mean = torch.var_mean(
-        x, [d for d in range(x.ndim) if d != 1], correction=0
-    )
-    return torch.stack([mean, variance])
-
-
-def norm_relu(
-    x: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, residual: Maybe, eps: float
-) -> tuple[Tensor, Tensor]:
-    """masked(norm(x)*weight + bias + residual) and the statistics of x, without gradient."""
-    statistics = norm_statistics(x)
-    mean, variance = statistics
-    scale = weight * (variance + eps).rsqrt()
-    y = masked(x, mask, None, scale, bias - mean * scale, residual)
-    return y, statistics.detach()
-
-
-def norm_relu_backward(
-    grad: Tensor,
-    y: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    mask: Tensor,
-    statistics: Tensor,
-    eps: float,
-    want_residual: bool = True,
-) -> tuple[Tensor, Maybe, Tensor]:
-    """Derivatives of norm_relu: dx, dresidual, and d(weight, bias) [2, C]."""
-    mean, variance = statistics
-    inverse = (variance + eps).rsqrt()
-    dz = masked_backward(grad, y, None, mask, None, None, None, None)[0]
-    d = dz.to(weight.dtype).unsqueeze(0)
-    u = x.to(weight.dtype).unsqueeze(0)
-    xhat = (u - _channelwise(mean, u)) * _channelwise(inverse, u)
-    dbias = _sum_channels(d)
-    dweight = _sum_channels(d * xhat)
-    count = x.numel() // x.shape[1]
-    centred = (
-        d - _channelwise(dbias / count, d) - xhat * _channelwise(dweight / count, d)
-    )
-    dx = _channelwise(weight * inverse, d) * centred
-    dresidual = dz if want_residual else None
-    return dx[0].to(grad.dtype), dresidual, torch.stack([dweight, dbias])
-
-
 def kink(c: Tensor, a: Tensor, mask: Tensor, fresh: bool) -> Tensor:
     """mask · relu(-(c + a)) for c [n, T, B], a [n, B], mask [n, T]; c counts as 0 if fresh."""
     a = a.unsqueeze(1)

@@ -27,8 +27,6 @@ _load()
 _ops = torch.ops.fastbcd_cpu
 masked_forward = _ops.masked_forward.default
 masked_backward = _ops.masked_backward.default
-norm_relu_forward = _ops.norm_relu_forward.default
-norm_relu_backward = _ops.norm_relu_backward.default
 kink = _ops.kink.default
 # y or dx from the arguments of the op, or None where they must be checked or copied first.
 masked_plain = _ops.masked_plain.default

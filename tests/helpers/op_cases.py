@@ -27,7 +27,6 @@ from fastbcd.ops.masked import (
     saliency,
     soft_relu,
 )
-from fastbcd.ops.norm import norm_relu
 from fastbcd.ops.selfcheck import ELEMENTWISE, TRIALS
 from fastbcd.ops.selfcheck import differences as library_differences
 
@@ -38,7 +37,6 @@ OPS = {
     "masked_poly": ("x", "coef", "scale", "shift", "residual"),
     "soft_relu": ("x", "alpha", "residual"),
     "indicator_poly": ("x", "coef", "aux", "residual"),
-    "norm_relu": ("x", "weight", "bias", "residual"),
     "saliency": ("x", "residual"),
     "saliency_line": ("x", "residual"),
     "saliency_poly": ("x", "residual"),
@@ -49,7 +47,7 @@ SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 6e4)
 
 MASKED = ("masked_relu", "masked_line", "masked_poly")
 UNSTACKED = ("soft_relu", "indicator_poly", *SALIENCY)  # without trials and affine
-DIFFERENTIABLE = (*MASKED, "soft_relu", "indicator_poly", "norm_relu")
+DIFFERENTIABLE = (*MASKED, "soft_relu", "indicator_poly")
 ORDERS = ("contiguous", "channels_last", "sliced")
 TINY = (2, 2, 5, 3, 3)
 # Site shapes for [B, F], [B, L, F], [B, C, H, W] and 5-D; odd, even, one channel, one element.
@@ -94,9 +92,7 @@ def disagreement(
     """How the results `found` of an op differ from those of the reference."""
     wanted = expected(case, given, found)
     terms = math.prod(case.sizes) / max(case.sizes[2], 1)  # of a sum; their rounding errors add up
-    return differences(
-        found, wanted, ulps, sums_only=case.op == "norm_relu", rounding=16 * max(8, terms**0.5)
-    )
+    return differences(found, wanted, ulps, rounding=16 * max(8, terms**0.5))
 
 
 def arguments(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
@@ -132,8 +128,6 @@ def arguments(case: Case, device: str = "cpu", seed: int = 0) -> dict[str, Any]:
         if case.residual else None,
         "alpha": ordered(draw(*site), len(site), case.order),
         "aux": ordered(draw(*site), len(site), case.mask_order),
-        "weight": draw(site[0]),
-        "bias": draw(site[0]),
         "grad": items(special=False),
     }  # fmt: skip
     return {n: None if t is None else move(t, device) for n, t in given.items()}
@@ -173,7 +167,6 @@ def function_of(case: Case, given: dict[str, Any]) -> Callable[..., Any]:
         "masked_poly": partial(masked_poly, mask=mask, trials=case.stacked),
         "soft_relu": soft_relu,
         "indicator_poly": partial(indicator_poly, mask=mask),
-        "norm_relu": lambda **a: norm_relu(mask=mask, **a)[0],
     }
     return functions[case.op]
 
@@ -221,13 +214,6 @@ def expected(case: Case, given: dict[str, Any], found: dict[str, Tensor]) -> dic
     """The same by the reference. The ReLU's backward reads `found["y"]`, as the op does."""
     grad = given["grad"].expand_as(found["y"])
     truth = {"y": formula(case, given)}
-    if case.op == "norm_relu":
-        x, weight, mask = (given[n] for n in ("x", "weight", "mask"))
-        dx, dresidual, (dweight, dbias) = reference.norm_relu_backward(
-            grad, found["y"], x, weight, mask, reference.norm_statistics(x), 1e-5
-        )
-        truth |= {"dx": dx, "dresidual": dresidual, "dweight": dweight, "dbias": dbias}
-        return {name: truth[name] for name in found}
     x, unit, coef, scale, shift, residual = family_arguments(case, given)
     shared = [t is not None and case.stacked and t.ndim == unit.ndim for t in (x, residual)]
     y = found["y"] if case.op == "masked_relu" else None
@@ -249,40 +235,30 @@ def expected(case: Case, given: dict[str, Any], found: dict[str, Tensor]) -> dic
 
 def formula(case: Case, given: dict[str, Any]) -> Tensor:
     """y by the reference."""
-    if case.op == "norm_relu":
-        values = (given[n] for n in ("x", "weight", "bias", "mask", "residual"))
-        return reference.norm_relu(*values, 1e-5)[0]
     return reference.masked(*family_arguments(case, given), trials=case.stacked)
 
 
 def differences(
-    found: dict[str, Tensor],
-    wanted: dict[str, Tensor],
-    ulps: int = 0,
-    *,
-    sums_only: bool = False,
-    rounding: float = 128,
+    found: dict[str, Tensor], wanted: dict[str, Tensor], ulps: int = 0, *, rounding: float = 128
 ) -> list[str]:
     """How results differ: elementwise ones to the bit (or `ulps` in bf16), sums to rounding.
 
-    sums_only: every result depends on sums, as in a batch norm. Channel 0, where special values
-    are, is compared on its own: its numbers may have any size.
+    Channel 0, where special values are, is compared on its own: its numbers may have any size.
     """
     lines = []
     for name, want in wanted.items():
         got = found[name]
-        elementwise = () if sums_only else ELEMENTWISE
         if ulps and want.dtype == torch.bfloat16 and got.shape == want.shape:
             close = ~(got.isnan() | want.isnan()) & (_steps(got, want) <= ulps)
             got = torch.where(close, want, got)
-        if name in elementwise or got.shape != want.shape:
+        if name in ELEMENTWISE or got.shape != want.shape:
             parts = [slice(None)]
         else:
             parts = [slice(0, 1), slice(1, None)]
         channel = 0 if name in ("dalpha", "daux", "sums") or want.ndim == 1 else 1
         for part in parts:
             a, b = (t.movedim(channel, 0)[part].movedim(0, channel) for t in (got, want))
-            lines += library_differences({name: a}, {name: b}, elementwise, rounding)
+            lines += library_differences({name: a}, {name: b}, ELEMENTWISE, rounding)
     return lines
 
 

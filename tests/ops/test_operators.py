@@ -33,22 +33,19 @@ ARGUMENTS = {
     "masked": "x unit coef scale shift residual aux trials kind",
     "masked_out": "x mask coef scale shift residual trials out",
     "masked_backward": "grad y_if_relu x unit coef scale shift residual trials no no no yes kind",
-    "norm_relu": "x weight bias mask residual eps",
-    "norm_relu_backward": "grad y x weight mask statistics eps yes",
 }
 
 
 CHECKED = [
-    *product(("masked", "masked_backward"), [op for op in DIFFERENTIABLE if op != "norm_relu"]),
+    *product(("masked", "masked_backward"), DIFFERENTIABLE),
     *product(("masked_out",), MASKED),
-    *product(("norm_relu", "norm_relu_backward"), ("norm_relu",)),
 ]
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("name", "stem"), CHECKED)
 def test_opcheck(name, stem, order, device) -> None:
-    forward = name in ("masked", "norm_relu")
+    forward = name == "masked"
     for full in (False, True):
         for trials in ("none", TRIALS[ORDERS.index(order) + 2])[: 1 + (full and forward)]:
             trials = trials if stem in MASKED else "none"
@@ -177,8 +174,7 @@ def test_a_call_is_one_node_only_where_something_watches(op, monkeypatch) -> Non
     with Watch() as watch:
         watched = forward_and_backward(case)
     names = [n for n in watch.seen if n.startswith("fastbcd")]
-    stem = "norm_relu" if op == "norm_relu" else "masked"
-    assert {f"fastbcd::{stem}", f"fastbcd::{stem}_backward"} <= set(names)
+    assert {"fastbcd::masked", "fastbcd::masked_backward"} <= set(names)
     for implementation in registry.OPERATORS.values():
         monkeypatch.setattr(implementation, "default", None)
     assert all(map(torch.equal, forward_and_backward(case), watched))
