@@ -14,6 +14,7 @@ is in files of their own:
     optimizers.py   the optimizer, and the bounds that keep learned quadratics small
     finite.py       whether losses and weights are finite
     precision.py    dtypes, memory layout and mixed precision
+    graphs.py       forward and backward as CUDA graphs
     parallel.py     several ranks: averaged gradients and statistics
     checks.py       what is refused before anything is trained
 
@@ -34,7 +35,6 @@ from torch.utils._pytree import tree_map_only
 
 from fastbcd.data.for_net import data_for
 from fastbcd.graph.fuse import fused
-from fastbcd.graph.trace import logits_of
 from fastbcd.runs import fingerprint as snapshots
 from fastbcd.runtime import ranks
 from fastbcd.runtime.malloc import kept_memory
@@ -43,6 +43,7 @@ from fastbcd.scoring.metric import Loss, at_least_float32
 from fastbcd.training import optimizers, parallel, precision
 from fastbcd.training.checks import check_settings, check_trainable
 from fastbcd.training.finite import Losses
+from fastbcd.training.graphs import Replayed
 from fastbcd.training.mismatch import site_outputs, sites_of
 from fastbcd.training.rates import batches_of
 from fastbcd.training.settings import Finetune
@@ -182,7 +183,12 @@ class Session:
         self.model = parallel.averaged(
             trainer.model, unused=trainer.model is trainer.net
         )
-        self.half = precision.autocast_dtype(trainer.settings, trainer.data.device)
+        device = trainer.data.device
+        self.half = precision.autocast_dtype(trainer.settings, device)
+        plain = ranks.world() == 1 and not (self.sites or trainer.settings.compile)
+        self.outputs = Replayed(
+            self.model, self.half, capture=plain and device.type == "cuda"
+        )
 
     def epoch(
         self,
@@ -210,6 +216,8 @@ class Session:
         # A new one in each epoch, so that a resumed training scales the loss in the same way.
         scaler = precision.scaler(self.half, self.trainer.data.device)
         losses = Losses(self.trainer.trained, scaler, f"epoch {epoch}, step {step}")
+        if before_batch is not None:  # it may move tensors of the net
+            self.outputs.capture = False
         for batch in self.trainer.batches(epoch, step, share):
             if before_batch is not None:
                 before_batch(batch.number)
@@ -233,11 +241,8 @@ class Session:
     def loss(self, batch: Batch) -> Tensor:
         """The loss of a batch, a tensor []."""
         images = batch.images
-        with (
-            precision.mixed(self.half, images.device),
-            site_outputs(self.sites) as activations,
-        ):
-            outputs = logits_of(self.model(images))
+        with site_outputs(self.sites) as activations:
+            outputs = self.outputs(images)
         loss = batch_loss(
             tree_map_only(Tensor, at_least_float32, outputs),
             batch.labels,

@@ -18,6 +18,11 @@ allocation raises torch.OutOfMemoryError, and `torch.cuda.mem_get_info`, `memory
 `memory_allocated` and `empty_cache` behave as with torch's caching allocator: freed memory stays
 reserved.
 
+A CUDA graph (`torch.cuda.graph`, `make_graphed_callables`) records what runs while it is captured,
+and runs it again on the same memory when it is replayed: one launch. During a capture a
+synchronisation, a copy from or to the host and an allocation on another device raise; so does a
+replay whose input has another shape than the captured one.
+
 Not simulated: streams and events (they do nothing), random numbers of the device (they are the
 CPU's), NCCL, and torch.compile. Import this module before torch.
 """
@@ -145,6 +150,32 @@ class FakeTensor(Tensor):
         return f"FakeTensor({self.elem}, device={str(self.device)!r})"
 
 
+class Graph:
+    """torch.cuda.CUDAGraph."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.calls: list[Any] = []
+
+    def replay(self) -> None:
+        _current().count("launch")
+        for call in self.calls:
+            call()
+
+
+class Capture(contextlib.AbstractContextManager):
+    """torch.cuda.graph."""
+
+    def __init__(self, graph: Graph, *_: Any, **__: Any) -> None:
+        self.graph = graph
+
+    def __enter__(self) -> None:
+        _current().graph = self.graph
+        _current().pool = _current().index
+
+    def __exit__(self, *_: Any) -> None:
+        _current().graph = None
+
+
 class Device(TorchDispatchMode):
     """The fake devices while `device` is active: counters and memory."""
 
@@ -158,6 +189,8 @@ class Device(TorchDispatchMode):
         self.reserved = [0] * DEVICES
         self.peak = [0] * DEVICES
         self._storages: set[int] = set()
+        self.graph: Graph | None = None  # that is captured
+        self.pool = 0  # the device that it allocates on
 
     def reset(self) -> None:
         """Set all counters to 0."""
@@ -165,6 +198,10 @@ class Device(TorchDispatchMode):
         self.places.clear()
 
     def count(self, kind: str) -> None:
+        if self.graph is not None and kind != "launch":
+            raise RuntimeError(
+                f"CUDA error: operation not permitted when stream is capturing: {kind}"
+            )
         self.counts[kind] += 1
         frame = sys._getframe(1)
         while frame is not None:
@@ -176,6 +213,21 @@ class Device(TorchDispatchMode):
 
     # ------------------------------------------------------------------ memory
 
+    def record(self, call: Any) -> Any:
+        """The result of a call, which a graph that is captured repeats into the same memory."""
+        out = call()
+        if self.graph is not None:
+            before = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+
+            def again() -> None:
+                after = [t for t in tree_leaves(call()) if isinstance(t, Tensor)]
+                for old, new in zip(before, after, strict=True):
+                    if old is not new:
+                        old.copy_(new)
+
+            self.graph.calls.append(again)
+        return out
+
     def free_cache(self) -> None:
         self.reserved = list(self.allocated)
 
@@ -185,6 +237,8 @@ class Device(TorchDispatchMode):
         key, size, index = storage._cdata, storage.nbytes(), device.index
         if key in self._storages:
             return
+        if self.graph is not None and index != self.pool:
+            raise RuntimeError("CUDA error: an allocation outside of the pool of a captured graph")
         if self.allocated[index] + size > self.memory:
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {size / 2**20:.2f} MiB. GPU {index} has a "
@@ -244,7 +298,11 @@ class Device(TorchDispatchMode):
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
-        out = func(*_plain(args), **_plain(kwargs))
+        plain, named = _plain(args), _plain(kwargs)
+        if func.is_view or name in ALLOCATING:
+            out = func(*plain, **named)
+        else:
+            out = self.record(lambda: func(*plain, **named))
         if name in ("_local_scalar_dense", "equal", "is_nonzero") or device.type == "cpu":
             return out
         return self._wrapped(out, fakes, device)
@@ -278,10 +336,12 @@ class Device(TorchDispatchMode):
         elif target.type == "cuda":
             self.count("launch")
         if copying:
-            _plain(args[0]).copy_(_plain(source))
+            to, values = _plain(args[0]), _plain(source)
+            self.record(lambda: to.copy_(values))
             return args[0]
         kwargs = {**kwargs, "device": torch.device("cpu"), "non_blocking": False}
-        out = func(*_plain(args), **kwargs)
+        values = _plain(args)
+        out = self.record(lambda: func(*values, **kwargs))
         return self._wrapped(out, [], target) if target.type == "cuda" else out
 
     @staticmethod
@@ -413,7 +473,9 @@ def _cuda_api(gpu: Device) -> dict[str, Any]:
         "set_rng_state": lambda state, d="cuda": None,
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: gpu.graph is not None,
+        "CUDAGraph": Graph,
+        "graph": Capture,
         "Stream": _Nothing,
         "Event": _Nothing,
         "current_stream": _Nothing,
@@ -438,7 +500,8 @@ def _kernels(gpu: Device, cpu: Any) -> types.ModuleType:
             gpu.count("launch")
             if "backward" in name and args[2] is not None:
                 gpu.count("launch")  # the second stage of sums by channel
-            return kernel(*_plain(args))
+            plain = _plain(args)
+            return gpu.record(lambda: kernel(*plain))
 
         return launch
 
@@ -476,6 +539,8 @@ def device(memory: int = 2**32, native: bool = False) -> Iterator[Device]:
         for name, value in _cuda_api(gpu).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(kernels, "TRITON", triton))
+        pool = mock.patch.object(torch.cuda.graphs, "graph_pool_handle", return_value=(0, 0))
+        stack.enter_context(pool)
         for name in ("tensor", "as_tensor"):
             made = _on_device(getattr(torch, name))
             stack.enter_context(mock.patch.object(torch, name, made))
