@@ -117,7 +117,7 @@ def _fuse_into(model: fx.GraphModule, node: fx.Node, act: MaskedActivation) -> N
     if reads.norm is not None:
         norm: Any = model.get_submodule(str(reads.norm.target))
         node.target = f"fused_{node.name}"
-        model.add_submodule(node.target, NormActivation(norm, act))  # type: ignore[arg-type]
+        model.add_submodule(node.target, NormActivation(norm, act))
     node.args = reads.terms
     for gone in reads.absorbed:
         model.graph.erase_node(gone)

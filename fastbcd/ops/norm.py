@@ -65,10 +65,9 @@ class _NormMasked(torch.autograd.Function):
         y = OPERATORS["masked"].run(
             x, mask, coef, scale, shift, residual, None, False, 0
         )
+        saved: tuple[Tensor | None, ...] = (None, x, mask, coef, scale, shift, residual)
         if coef is None:  # y alone tells which elements passed
             saved = (y, x, mask, None, scale, None, None)
-        else:
-            saved = (None, x, mask, coef, scale, shift, residual)
         ctx.save_for_backward(*saved, mean, inverse)
         return y
 

@@ -20,14 +20,14 @@ EAGER = 8  # batches before the capture: kernels are compiled, and compared with
 class Forward(nn.Module):
     """The model's logits, in mixed precision."""
 
-    def __init__(self, model: nn.Module, half: torch.dtype | None) -> None:
+    def __init__(self, model: nn.Module, autocast: torch.dtype | None) -> None:
         super().__init__()
         self.model = model
-        self.half = half
+        self.autocast = autocast
 
     def forward(self, images: Tensor) -> Any:
         """[B, ...] -> the logits, or what else the model returns."""
-        with precision.mixed(self.half, images.device):
+        with precision.mixed(self.autocast, images.device):
             return logits_of(self.model(images))
 
 
@@ -38,14 +38,14 @@ class Replayed:
     the model must stay where they are, and change in place.
 
     Args:
-        model, half: as in `Forward`.
+        model, autocast: as in `Forward`.
         capture: False: nothing is captured.
     """
 
     def __init__(
-        self, model: nn.Module, half: torch.dtype | None, *, capture: bool
+        self, model: nn.Module, autocast: torch.dtype | None, *, capture: bool
     ) -> None:
-        self.eager = Forward(model, half)
+        self.eager = Forward(model, autocast)
         self.graph: Any = None
         self.shape: torch.Size | None = None
         self.count = 0
@@ -70,7 +70,7 @@ class Replayed:
         self.capture = False  # one attempt
         model = self.eager.model
         try:
-            self.graph = captured(Forward(model, self.eager.half), images)
+            self.graph = captured(Forward(model, self.eager.autocast), images)
         except Exception as error:  # whatever the net's own forward does
             warn_once(
                 f"{type(model).__name__} is trained without CUDA graphs, by one call after the "
