@@ -7,24 +7,35 @@ READY := .venv/.ready
 # torch 2.13.0 with CUDA asks for; on a CPU machine it interprets and compiles the GPU kernels.
 TORCH := torch==2.13.0
 TOOLS := triton==3.7.1 torchvision==0.28.0 "setuptools>=77" ninja==1.13.2 \
+         nbclient==0.11.0 ipykernel==7.4.0 mkdocs-material==9.8.1 build==1.6.1 \
          pytest==9.2.0 pytest-benchmark==5.3.1 pytest-xdist==3.8.0 hypothesis==6.170.15 tensorboard==2.21.0 mypy==2.4.1 ruff==0.17.4 matplotlib==3.10.9
+
+# What some examples use, and the table of docs/networks.md; none of them brings another torch.
+EXTRAS := lightning==2.6.6 transformers==5.23.0 timm==1.0.31
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
 # Engines of private inference have environments of their own; only `make private` needs them.
 ENGINE_PYTHON ?= python3.11
 SPU := spu==0.9.5 jax==0.4.34 jaxlib==0.4.34 numpy==1.26.4 safetensors==0.8.0
 CRYPTEN := $(TORCH) numpy safetensors==0.8.0 omegaconf onnx pyyaml future pandas scipy
 
-.PHONY: setup test test-all lint mutants demo bench gpu private clean
+.PHONY: setup extras test test-all lint mutants demo docs bench gpu private clean
 setup: $(READY)
 
 $(READY): Makefile pyproject.toml setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "fastbcd needs Python 3.10 or newer: make PYTHON=python3.12 ..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TOOLS)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[onnx]"
+	@echo "1 of 3: torch, once, about 200 MB"
+	$(PIP) $(TORCH)
+	@echo "2 of 3: tools"
+	$(PIP) $(TOOLS)
+	@echo "3 of 3: fastbcd, whose kernels are compiled"
+	$(PIP) --no-build-isolation -e ".[onnx]"
 	@touch $(READY)
+
+extras: $(READY)
+	$(PIP) $(EXTRAS)
 
 # One process per core; a file's tests share its fixtures, so they stay in one process.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
@@ -34,7 +45,7 @@ test: $(READY)
 
 # What `make test` runs, what is marked long, and each fuzzer of tests/hostile for a while.
 test-all: export FASTBCD_HOSTILE_SECONDS ?= 60
-test-all: $(READY)
+test-all: extras
 	$(PYTEST)
 
 # `make test` has these too: tests/test_quality.py reads them here.
@@ -49,6 +60,10 @@ mutants: $(READY)
 
 demo: $(READY)
 	$(BIN)/fastbcd demo
+
+# The docs site, in build/site.
+docs: $(READY)
+	$(BIN)/python -m mkdocs build --strict
 
 bench: $(READY)
 	$(BIN)/python benchmarks/table.py

@@ -1,6 +1,6 @@
 """The table of docs/networks.md: what `fastbcd.convert` makes of 28 networks.
 
-python docs/networks.py > docs/networks.md     # needs torchvision and timm; ten minutes on 2 cores
+python docs/networks.py > docs/networks.md     # after make extras; five minutes on 2 cores
 
 Networks have random weights and see images of 224×224. Where nothing was exchanged, the logits of
 the converted network are asserted to be those of the network, bit for bit.
@@ -27,8 +27,11 @@ TORCHVISION = """
     convnext_tiny vit_b_16
 """
 TIMM = """
-    resnet26 dla34 hrnet_w18_small repvgg_a0 ghostnet_100 selecsls42 cspresnet50 rexnet_100
+    resnet26 dla34 hrnet_w18_small repvgg_a0 ghostnet_100 selecsls42 resnetv2_50 rexnet_100
 """
+FOOT = """
+A network without ReLU, ReLU6, SiLU, GELU, Hardswish and Mish is refused with the operations that it
+has: timm's cspresnet50 has LeakyReLU alone."""
 OPTIONS = {"relu6": "relu", "smooth": "relu"}  # where there is no ReLU to mask without
 
 HEAD = """# Networks
@@ -78,6 +81,7 @@ def main() -> None:
         )
     for name in TIMM.split():
         show(f"timm {name}", timm.create_model(name, pretrained=False))
+    print(FOOT)
 
 
 def show(title: str, model: nn.Module) -> None:
