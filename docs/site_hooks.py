@@ -19,6 +19,7 @@ NAMESPACES = ("models", "private", "ops", "report")
 def on_files(files: Files, config: Any) -> Files:
     """Add benchmarks/RESULTS.md, whose links to docs/ lead into the site."""
     text = RESULTS.read_text().replace("../docs/", "")
+    text = re.sub(r'<img src="(.*?)".*? alt="(.*?)">', r"![\2](\1)", text)
     files.append(File.generated(config, "RESULTS.md", content=text))
     return files
 
@@ -63,7 +64,7 @@ def described(title: str, value: Any) -> list[str]:
     for block in (inspect.getdoc(value) or "").split("\n\n"):
         if block.lstrip().startswith(">>>"):
             parts.append(f"```pycon\n{block}\n```")
-        elif block.startswith("Args:"):
+        elif block.startswith(("Args:", "Settings:")):
             parts.append(arguments(block))
         else:
             parts.append(block.replace("<", "&lt;").replace("*", "\\*"))

@@ -14,28 +14,25 @@ from fastbcd.cli.demo import trained_resnet
 def main(
     images: int = 4_000,
     budgets: Sequence[int] = (15_000, 8_000, 3_000),
-    epochs: int = 6,
+    epochs: int = 18,
 ) -> list[fastbcd.Run]:
     """One run per budget, and a page that compares them."""
     train = fastbcd.load("fashion-mnist-mini", "train").first(images)
     test = fastbcd.load("fashion-mnist-mini", "test").first(images)
-    dense = trained_resnet()
-    runs: list[fastbcd.Run] = []
-    for budget in budgets:
-        run = fastbcd.linearize(
-            dense,
-            train,
-            budget,
-            epochs=epochs,
-            test=test,
-            start=runs[-1] if runs else None,
-            run_dir=f"runs/{budget}",
-            padding=2,
-        )
-        print(f"{budget:,} ReLUs: {fastbcd.accuracy(run.model, test):.2f} %")
-        runs.append(run)
-    folders = [f"runs/{budget}" for budget in budgets]
-    print(fastbcd.report.write(folders, "runs/report"))
+    runs = fastbcd.linearize(
+        trained_resnet(),
+        train,
+        budgets,
+        epochs=epochs,
+        test=test,
+        run_dir="runs/budgets",
+        padding=2,
+    )
+    for run in runs:
+        accuracy = fastbcd.accuracy(run.model, test)
+        print(f"{run.masks.count():,} ReLUs: {accuracy:.2f} %")
+    folders = [f"runs/budgets/{budget}" for budget in budgets]
+    print(fastbcd.report.write(folders, "runs/budgets/report"))
     return runs
 
 
