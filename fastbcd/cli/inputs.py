@@ -40,8 +40,8 @@ class Inputs:
         replacement: what a removed ReLU becomes: "identity", "line" or "poly", the line or the
             quadratic of its channel (identity; line in linearize)
         weights: of a trained net: a state_dict (.safetensors, .pt) or a run directory
-        data: fashion-mnist-mini, cifar10, cifar100, tiny-imagenet, an .npz file, or a folder that
-            fastbcd.pack wrote (cifar100)
+        data: fashion-mnist-mini, cifar10, cifar100, tiny-imagenet, an .npz file, a folder that
+            fastbcd.pack wrote, or folder:PATH with images in PATH/train/CLASS (cifar100)
         root: folder of the data ($FASTBCD_DATA, else ./data)
         download: download CIFAR into --root if it is missing
         seed: of all random numbers (0)

@@ -1,4 +1,4 @@
-"""CIFAR and Tiny ImageNet, read by torchvision from the folders that their archives unpack to."""
+"""CIFAR, Tiny ImageNet and folders of images, read by torchvision."""
 
 from __future__ import annotations
 
@@ -69,4 +69,26 @@ def tiny_imagenet(root: Path, split: str) -> Any:
             f"http://cs231n.stanford.edu/tiny-imagenet-200.zip and give the folder "
             f"tiny-imagenet-200 unchanged"
         ) from error
+    return data
+
+
+def image_folder(root: Path, split: str) -> Any:
+    """A Dataset of RGB images: a class is a folder in root/train, or in root/test or root/val."""
+    part = root / split
+    if split == "test" and not part.is_dir():
+        part = root / "val"
+    datasets = _datasets(f"the folder {root}")
+    try:
+        classes = datasets.folder.find_classes(root / "train")[0]
+        data = datasets.ImageFolder(part)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"folder:{root} has no images by class ({error}): give a folder with train and test, "
+            f"each with one folder of images per class"
+        ) from error
+    if data.classes != classes:
+        raise ValueError(
+            f"{part} has the classes {data.classes}, and {root / 'train'} has {classes}: give both "
+            f"the same folders"
+        )
     return data

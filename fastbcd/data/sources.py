@@ -13,7 +13,7 @@ from torch.utils import data as torch_data
 
 from fastbcd.data.images import ImageData
 from fastbcd.data.items import Items
-from fastbcd.data.known import cifar, tiny_imagenet
+from fastbcd.data.known import cifar, image_folder, tiny_imagenet
 from fastbcd.data.npz import load_npz
 from fastbcd.runtime import ranks
 from fastbcd.runtime.limits import default_memory
@@ -82,7 +82,9 @@ def load(
 
     Args:
         name: "fashion-mnist-mini" (inside the package), "cifar10", "cifar100", "tiny-imagenet", the
-            path of an .npz file, or of a folder in which `fastbcd.pack` wrote `train` and `test`.
+            path of an .npz file, or of a folder in which `fastbcd.pack` wrote `train` and `test`;
+            "folder:PATH" with images of one size in PATH/train/CLASS and PATH/test/CLASS, through
+            torchvision, as RGB values from 0 to 1.
         split: "train" or "test".
         root: the folder that holds the unpacked folder of the data; by default $FASTBCD_DATA, else
             ./data.
@@ -96,14 +98,17 @@ def load(
         data = load_npz(name, split)
     elif split not in ("train", "test"):
         raise ValueError(f"split is {split!r}; {name} has 'train' and 'test'")
+    elif str(name).startswith("folder:"):
+        path = Path(str(name).removeprefix("folder:"))
+        data = as_data(image_folder(path, split))
     elif name in KNOWN:
         data = _known(str(name), split, folder, download)
     elif Path(name).is_dir():
         data = ImageData.open(Path(name, split))
     else:
         raise ValueError(
-            f"no data is called {name!r}; there are {', '.join(KNOWN)}, .npz paths, and folders "
-            f"of fastbcd.pack"
+            f"no data is called {name!r}; there are {', '.join(KNOWN)}, .npz paths, folders of "
+            f"fastbcd.pack, and folder:PATH for images by class"
         )
     return dataclasses.replace(data, name=str(name))
 

@@ -30,7 +30,7 @@ def test_embedded_data_is_whole():
     assert [digest(train)[:16], digest(test)[:16]] == EMBEDDED
 
 
-def test_load_refuses(tmp_path, monkeypatch):
+def test_load_refuses(tmp_path, monkeypatch, torchvision):
     with pytest.raises(ValueError, match=r"no data is called 'cifar11'; there are .*, cifar100"):
         load("cifar11")
     with pytest.raises(ValueError, match="split is 'val'; cifar10 has 'train' and 'test'"):
@@ -240,3 +240,30 @@ def test_damaged_tiny_imagenet(message, tiny):
     DAMAGES[message](tiny)
     with pytest.raises((ValueError, OSError), match=message):
         [load("tiny-imagenet", split, tiny) for split in ("train", "test")]
+
+
+# ------------------------------------------------------------------ folders of images
+
+
+def test_a_folder_of_images(tmp_path, torchvision):
+    """One folder per class; "test" may be called "val"; both have the classes of train."""
+    pil = pytest.importorskip("PIL.Image")
+    for number, place in enumerate(("train/cat/a", "train/dog/b", "train/dog/c", "val/cat/d")):
+        file = tmp_path / f"{place}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pil.new("RGB", (6, 8), (number, 0, 255)).save(file)
+    name = f"folder:{tmp_path}"
+    train = load(name)
+    assert repr(train) == "ImageData(3 × 3×8×6 uint8, 2 classes, cpu)"
+    assert (train.labels.tolist(), train.name) == ([0, 1, 1], name)
+    assert train.images[:, 0, 0, 0].tolist() == [0, 1, 2]
+    assert float(next(train.batches(1))[0].max()) == 1.0
+    with pytest.raises(ValueError, match=r"val has the classes \['cat'\], and .*'cat', 'dog'\]"):
+        load(name, "test")
+    (tmp_path / "test").symlink_to(tmp_path / "train")
+    assert len(load(name, "test")) == 3
+    pil.new("RGB", (9, 8)).save(tmp_path / "train" / "dog" / "z.png")
+    with pytest.raises(ValueError, match="bring all to one size"):
+        load(name)
+    with pytest.raises(FileNotFoundError, match=r"has no images by class .*one folder of images"):
+        load(f"folder:{tmp_path / 'nothing'}")
