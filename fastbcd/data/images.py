@@ -83,7 +83,7 @@ class ImageData:
             raise ValueError(
                 f"images have shape {shape}, not [N,C,H,W] or [N,C,...] of at least 1"
             )
-        count = shape[0] if shape else 0
+        count = shape[0]
         if self.labels.shape[:1] != (count,):
             raise ValueError(
                 f"labels are {self.labels.dtype} {list(self.labels.shape)} beside {count} images; "

@@ -111,10 +111,13 @@ def _stages(
     **options: Any,
 ) -> tuple[list[nn.Sequential], int]:
     """One stage for each width; the side of the image after the last."""
-    stages = []
-    for number, width in enumerate(widths):
+    stages: list[nn.Sequential] = []
+    for width in widths:
         stage = nn.Sequential()
-        for stride in [2 if number else 1] + [1] * (blocks - 1):
+        for number in range(blocks):
+            stride = 1
+            if stages and number == 0:
+                stride = 2
             stage.append(block(channels, width, stride=stride, size=size, **options))
             channels = width
             size = math.ceil(size / stride)
@@ -175,7 +178,9 @@ class ResNet(nn.Module):
         stem = widths[0]
         self.conv1 = _conv3x3(in_channels, stem)
         self.bn1 = nn.BatchNorm2d(stem)
-        self.alpha = act((stem, image_size, image_size)) if stem_relu else nn.Identity()
+        self.alpha: nn.Module = nn.Identity()
+        if stem_relu:
+            self.alpha = act((stem, image_size, image_size))
         stages, _ = _stages(
             BasicBlock,
             widths,
@@ -246,7 +251,9 @@ class WideResNet(nn.Module):
             nn.Sequential(OrderedDict(layer=stage)) for stage in stages
         )
         self.bn1 = nn.BatchNorm2d(widths[-1])
-        self.alpha = act((widths[-1], size, size)) if final_relu else nn.Identity()
+        self.alpha: nn.Module = nn.Identity()
+        if final_relu:
+            self.alpha = act((widths[-1], size, size))
         self.fc = nn.Linear(widths[-1], num_classes)
         _initialise(self)
 

@@ -146,7 +146,7 @@ class IndicatorPoly(MaskedPoly):
     def activate(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The activation of x + residual, [B, *shape]."""
         if self.momentum:
-            self._measure(x if residual is None else x + residual)
+            self._measure(x, residual)
         return ops.indicator_poly(
             x, self.mask, self.coefficients(), self.aux, residual=residual
         )
@@ -162,8 +162,10 @@ class IndicatorPoly(MaskedPoly):
         self.mask.copy_(on & self.allowed)
 
     @torch.no_grad()
-    def _measure(self, x: Tensor) -> None:
+    def _measure(self, x: Tensor, residual: Tensor | None) -> None:
         """Mean and variance of each channel, [2, C]."""
+        if residual is not None:
+            x = x + residual
         other = [d for d in range(x.ndim) if d != 1]
         var, mean = torch.var_mean(x.to(self.statistics.dtype), other, correction=0)
         self.statistics.lerp_(torch.stack([mean, var]), self.momentum)
@@ -239,8 +241,11 @@ class Replacement(Method):
         return self.penalty * torch.relu(density - self.budget / total)
 
     def _before_batch(self, iteration: int) -> None:
-        self._follow(momentum=MOMENTUM if iteration < REFRESH else 0.0)
-        if iteration % EVERY == 0 and 0 < iteration < REFRESH:
+        if iteration >= REFRESH:
+            self._follow(momentum=0.0)
+            return
+        self._follow(momentum=MOMENTUM)
+        if iteration % EVERY == 0 and iteration > 0:
             self._refresh()
 
     def _follow(self, momentum: float) -> None:

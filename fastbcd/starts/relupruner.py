@@ -61,7 +61,8 @@ from fastbcd.starts.method import TUNED, MaskEpoch, MaskTraining, Method, Traine
 from fastbcd.training.settings import Finetune
 
 BATCHES = 10  # over which P(z < 0) is averaged
-SLOW, FISHER = 0.95, 0.99  # of the moving averages
+SLOW = 0.95  # of the moving averages
+FISHER = 0.99  # of that of E[g²]
 REACHED = 0.6  # of the epochs after the warm-up, until the budget is reached
 
 
