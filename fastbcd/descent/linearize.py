@@ -270,6 +270,7 @@ def _one_way(
         run = linearize(model, data, budget, start=start, run_dir=folder, **how)
         runs.append(run)
         start = run
+        how["resume"] = "auto"  # an interrupted way has no runs of later budgets
         if how["dry_run"]:
             start = _within(budget, run.model, chosen.max_sites)
     return runs

@@ -193,7 +193,7 @@ def test_a_killed_way_resumes_at_its_budget(tmp_path, monkeypatch) -> None:
 
     def killed(self, step, **how):
         calls.append(step)
-        if calls.count(2) == 2:
+        if calls.count(2) == 2:  # of the second run
             raise KeyboardInterrupt
         return run(self, step, **how)
 
@@ -203,9 +203,17 @@ def test_a_killed_way_resumes_at_its_budget(tmp_path, monkeypatch) -> None:
             short(budget=[40, 8], epochs=4, run_dir=tmp_path / "killed")
     assert [len(fastbcd.load_run(tmp_path / "killed" / name, model=line_net()).history)
             for name in ("40", "8")] == [5, 1]  # fmt: skip
-    short(budget=[40, 8], epochs=4, run_dir=tmp_path / "killed")
+    short(budget=[40, 8], epochs=4, run_dir=tmp_path / "killed", resume="must")
     for name in ("40", "8"):
         assert contents(tmp_path / "killed" / name) == contents(tmp_path / "whole" / name)
+
+
+def test_a_way_that_was_interrupted_before_a_budget_resumes(tmp_path) -> None:
+    short(budget=40, epochs=2, run_dir=tmp_path / "way" / "40")
+    runs = short(budget=[40, 8], epochs=4, run_dir=tmp_path / "way", resume="must")
+    assert [run.masks.count() for run in runs] == [40, 8]
+    with pytest.raises(FileNotFoundError, match="no run in"):
+        short(budget=[40, 8], epochs=4, run_dir=tmp_path / "other", resume="must")
 
 
 def test_the_plan_of_several_budgets(capsys, tmp_path, rates) -> None:
