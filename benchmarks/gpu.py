@@ -3,8 +3,10 @@
     python benchmarks/gpu.py                    writes benchmarks/RESULTS-<gpu>.md
     python benchmarks/gpu.py --device cuda:1    another GPU
 
-The page has the output of `fastbcd info --check` and of the GPU tests, the bandwidth of every
-kernel, and the benchmarks of `make bench` that run on a GPU. The bytes of a call are those of its
+The page has the output of `fastbcd info --check` and of the GPU tests, where the time of a short
+`linearize` goes, the bandwidth of every kernel, and the benchmarks of `make bench` that run on a
+GPU: ours, the authors' loop as published and torch.compile of it take turns in one run, with
+torch's defaults (TF32 in convolutions) for the peers. The bytes of a call are those of its
 arguments and results, each counted once; the bandwidth of the card is the one it was built for.
 """
 
@@ -15,14 +17,17 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import profile, supported_activities
 
+import fastbcd
 from fastbcd import kernels
 from fastbcd.ops.calls import KERNELS, KernelCall, by_kernel
 from fastbcd.ops.selfcheck import BITS, VARIANTS, B, Check, arguments, checks
@@ -164,6 +169,44 @@ def table(rows: list[Row], card: float | None, copy: float) -> str:
     )
 
 
+def short_run(device: torch.device, images: int = 5000, epochs: float = 6) -> None:
+    """`linearize` of a ResNet-20 on random images."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(256, (images, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    labels = torch.arange(images) % 10
+    data = fastbcd.ImageData.from_arrays(x, labels).to(device)
+    net = fastbcd.models.resnet20(num_classes=10, image_size=32).to(device)
+    fastbcd.linearize(net, data, budget=50_000, epochs=epochs)
+
+
+def shares(seconds: float, events: Iterable[tuple[str, float]]) -> str:
+    """Where the time of a run went; events: the name and seconds of each on the device."""
+    busy = {"kernels": 0.0, "copies": 0.0}
+    for name, duration in events:
+        copied = name.startswith(("Memcpy", "Memset"))
+        busy["copies" if copied else "kernels"] += duration
+    idle = max(0.0, seconds - sum(busy.values()))
+    numbers = " | ".join(f"{t / seconds:.0%}" for t in (*busy.values(), idle))
+    return (
+        "| seconds | kernels | copies | the device waits for the host |\n"
+        f"|---|---|---|---|\n| {seconds:.1f} | {numbers} |"
+    )
+
+
+def profiled(call: Callable[[], object], device: torch.device) -> str:
+    """`shares` of a call, by torch's profiler; the first call is not counted."""
+    call()
+    with profile(activities=supported_activities()) as watched:
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - start
+    on_device = [e for e in watched.events() if e.device_type == DeviceType.CUDA]
+    return shares(
+        seconds, ((e.name, 1e-6 * e.self_device_time_total) for e in on_device)
+    )
+
+
 def output_of(*command: str) -> tuple[bool, str]:
     """Whether a command of this Python succeeds, and what it prints."""
     print("running", *command, file=sys.stderr)
@@ -200,6 +243,10 @@ def main(given: list[str] | None = None) -> int:
         "fastbcd info --check": f"```\n{check}\n```",
         "GPU tests": f"```\n{tests}\n```",
     }
+    print("running linearize", file=sys.stderr)
+    sections["A short linearize, ResNet-20"] = profiled(
+        lambda: short_run(device), device
+    )
     print("measuring bandwidths", file=sys.stderr)
     rows = list(bandwidths(device))
     sections["Bandwidth"] = table(rows, card_bandwidth(device), copy_bandwidth(device))

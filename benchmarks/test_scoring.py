@@ -198,7 +198,10 @@ def test_score(benchmark, truths, implementation, name, relus, images, device) -
         logits = run(images_in)
         truth = truths.setdefault((name, relus, device), logits)
         scale = truth.abs().max()
-        assert ((logits - truth).abs() <= 1e-3 * scale).all(), (
+        tolerance = (
+            1e-2 if device == "cuda" else 1e-3
+        )  # the peers' convolutions use TF32
+        assert ((logits - truth).abs() <= tolerance * scale).all(), (
             "all peers compute the same logits"
         )
 

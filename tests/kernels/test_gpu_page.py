@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -41,6 +43,45 @@ def test_the_page_has_the_share_of_the_card(monkeypatch) -> None:
     assert "unknown" in gpu.table(rows, None, 2.5e12)
     assert gpu.copy_bandwidth(CPU, elements=1000, rounds=1) > 0
     assert gpu.card_bandwidth(CPU) is None
+
+
+def test_the_time_of_a_run_is_shared_out() -> None:
+    events = [
+        ("masked_forward_kernel", 0.5),
+        ("Memcpy HtoD (Pinned -> Device)", 0.2),
+        ("conv", 0.3),
+    ]
+    text = gpu.shares(2.0, events)
+    assert text.endswith("| 2.0 | 40% | 10% | 50% |")
+    assert "| 0% | 0% | 100% |" in gpu.shares(1.0, [])
+
+
+def test_the_whole_page_on_the_simulated_device(request, monkeypatch, tmp_path, capsys) -> None:
+    """But for what runs in other processes, which do not have the device."""
+    request.getfixturevalue("gpu")
+    commands = []
+
+    def output_of(*command: str) -> tuple[bool, str]:
+        commands.append(command)
+        return True, f"printed by {command[-1]}"
+
+    for name, value in {"HERE": tmp_path, "output_of": output_of}.items():
+        monkeypatch.setattr(gpu, name, value)
+    sizes = {"site": SITE, "batch": 10, "rounds": 1}
+    monkeypatch.setattr(gpu, "bandwidths", partial(gpu.bandwidths, **sizes))
+    monkeypatch.setattr(gpu, "copy_bandwidth", partial(gpu.copy_bandwidth, elements=8, rounds=1))
+    monkeypatch.setattr(gpu, "short_run", partial(gpu.short_run, images=20, epochs=1))
+    monkeypatch.setattr(gpu, "median_time", lambda call, *_: (call(), 1e-3)[1])
+    assert gpu.main([]) == 0
+    page = (tmp_path / "RESULTS-Fake-GPU.md").read_text()
+    titles = [line for line in page.splitlines() if line.startswith("#")]
+    assert titles == [
+        "# fastbcd on Fake GPU", "## fastbcd info --check", "## GPU tests",
+        "## A short linearize, ResNet-20", "## Bandwidth", "## make bench",
+    ]  # fmt: skip
+    assert "| masked_backward-line-float32-channels_last-full | 1.000 |" in page
+    assert "please send us this page" in capsys.readouterr().out
+    assert len(commands) == 3
 
 
 def test_the_bandwidth_of_a_card(monkeypatch) -> None:
