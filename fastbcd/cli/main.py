@@ -12,7 +12,7 @@ from typing import Any
 
 import fastbcd
 from fastbcd import info
-from fastbcd.cli import demo, reading, runs
+from fastbcd.cli import demo, private, reading, runs
 from fastbcd.cli.inputs import Inputs, complete
 from fastbcd.cli.options import add_options, call
 from fastbcd.private import Target
@@ -28,6 +28,8 @@ COMMANDS: dict[str, list[Callable[..., Any]]] = {
     "report": [reading.report, fastbcd.report.write],
     "cost": [reading.cost, fastbcd.private.cost],
     "export": [reading.export],
+    "private serve": [private.serve],
+    "private ask": [private.ask],
     "info": [info.info],
 }
 for name in ("snl", "autorep", "deepreduce", "senet", "relupruner"):
@@ -42,14 +44,20 @@ def parser() -> ArgumentParser:
         "--version", action="version", version=f"fastbcd {fastbcd.__version__}"
     )
     commands = whole.add_subparsers(dest="command", required=True, metavar="command")
+    groups: Any = {"": commands}
     for name, sources in COMMANDS.items():
         about, _, _ = (inspect.getdoc(sources[0]) or "").partition("\n\nArgs")
-        added = commands.add_parser(
-            name,
+        group, _, word = name.rpartition(" ")
+        if group not in groups:
+            parent = commands.add_parser(group, help="inference between two machines")
+            groups[group] = parent.add_subparsers(required=True, metavar="command")
+        added = groups[group].add_parser(
+            word,
             help=about.partition("\n")[0],
             description=about,
             formatter_class=RawDescriptionHelpFormatter,
         )
+        added.set_defaults(command=name)
         add_options(added, sources)
     return whole
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,7 +134,7 @@ class Inference:
     logits: Tensor
     layers: tuple[Measured, ...]
     setup: Measured
-    agreement: Mapping[str, Any]  # with plaintext: images, difference, same_class
+    agreement: Mapping[str, Any] | None = None  # with plaintext, if that is known
     predicted: Cost | None = None
 
     @property
@@ -177,7 +177,7 @@ def run(
     check_choice("weights_of", weights_of, OWNERS)
     interpreter = interpreter_of(engine, python)
     artefact = artefact_of(net, images)
-    logits, rows = run_artefact(
+    result = run_artefact(
         artefact,
         images.cpu().numpy(),
         engine,
@@ -187,15 +187,10 @@ def run(
         timeout=timeout,
     )
     with eval_mode(net), torch.no_grad():
-        expected = logits_of(net(images.to(device_of(net)))).cpu().numpy()
-    setup, *layers = rows
-    return Inference(
-        engine=engine,
-        trust=ENGINES[engine].trust,
-        logits=torch.from_numpy(logits),
-        layers=tuple(layers),
-        setup=setup,
-        agreement=compared(logits, expected),
+        expected = logits_of(net(images.to(device_of(net)))).cpu()
+    return replace(
+        result,
+        agreement=compared(result.logits.numpy(), expected.numpy()),
         predicted=_predicted(net, images, engine, weights_of),
     )
 
@@ -209,8 +204,8 @@ def run_artefact(
     narrow: Mapping[str, tuple[int, int]] | None = None,
     python: str | os.PathLike[str] | None = None,
     timeout: float = 600,
-) -> tuple[np.ndarray, list[Measured]]:
-    """The logits of two parties, and what each layer took, the set-up first.
+) -> Inference:
+    """The logits of two parties, and what each layer took.
 
     For an artefact of any operations, such as `Artefact.of` makes by hand: consecutive operations
     of one layer are counted together. owned: only the server has the weights.
@@ -236,7 +231,6 @@ def run_artefact(
                 "role": "server",
                 "artefact": str(folder / "net.pi"),
                 "address": ["127.0.0.1", 0],
-                "result": None,
             },
         )
         client = None
@@ -326,12 +320,14 @@ def last_line(errors: str) -> str:
     return lines[-1] if lines else "without a word"
 
 
-def read_result(path: Path) -> tuple[np.ndarray, list[Measured]]:
-    """The logits and the counts that a client wrote."""
+def read_result(path: Path) -> Inference:
+    """What a client wrote."""
     with safe_open(path, "np") as file:
         about = json.loads(file.metadata()["fastbcd"])
-        logits = file.get_tensor("logits")
-    return logits, [Measured(**row) for row in about["rows"]]
+        logits = torch.from_numpy(file.get_tensor("logits"))
+    setup, *layers = (Measured(**row) for row in about["rows"])
+    engine = about["engine"]
+    return Inference(engine, ENGINES[engine].trust, logits, tuple(layers), setup)
 
 
 def _predicted(
@@ -349,12 +345,14 @@ def _lines(result: Inference) -> list[str]:
     images = len(result.logits)
     agreement = result.agreement
     total = result.total
-    lines = [
-        f"{result.engine}, {images} images in one run: {result.trust}",
-        f"  classes equal to plaintext: {agreement['same_class']:.1%}, logits differ by "
-        f"{agreement['difference']:.1g} of the largest",
-        f"  set-up: {si(result.setup.bytes, 'B')}, {si(result.setup.seconds, 's')}",
-    ]
+    lines = [f"{result.engine}, {images} images in one run: {result.trust}"]
+    if agreement is not None:
+        lines.append(
+            f"  classes equal to plaintext: {agreement['same_class']:.1%}, logits differ by "
+            f"{agreement['difference']:.1g} of the largest"
+        )
+    setup = result.setup
+    lines.append(f"  set-up: {si(setup.bytes, 'B')}, {si(setup.seconds, 's')}")
     rows = [["layer", "sent", "received", "messages", "seconds"]]
     predicted: dict[str, Any] = {}
     if result.predicted is not None and images == 1:

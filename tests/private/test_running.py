@@ -66,9 +66,8 @@ def test_the_table_has_trust_set_up_and_predictions() -> None:
     cost = private.cost(net, "crypten", images=torch.zeros(1, 3, 8, 8))
     layers = [Measured(layer="conv1", sent=2400, received=2400, messages_sent=1, seconds=0.1)]
     setup = Measured(layer="set-up", sent=5_000_000, seconds=3.0)
-    agreement = {"images": 1, "difference": 1e-4, "same_class": 1.0}
-    result = Inference("crypten", ENGINES["crypten"].trust, torch.zeros(1, 5), tuple(layers),
-                       setup, agreement, cost)  # fmt: skip
+    trust = ENGINES["crypten"].trust
+    result = Inference("crypten", trust, torch.zeros(1, 5), tuple(layers), setup, None, cost)
     text = str(result)
     assert "dealer is party 0: a simulation, not private" in text
     assert "set-up: 5.00 MB, 3.00 s" in text
@@ -141,10 +140,11 @@ def test_narrow_comparisons_send_less(low, high, messages) -> None:
     artefact = relus_by_hand(3, size=200)
     images = np.random.default_rng(0).uniform(-4, 4, (2, 200)).astype(np.float32)
     window = {f"relu {number}": (low, high) for number in range(3)}
-    logits, rows = run_artefact(artefact, images, "crypten", narrow=window)
-    assert np.abs(logits - artefact.logits(images)).max() < 2.0 ** (low - 16) + 1e-3
-    _, whole = run_artefact(artefact, images, "crypten")
-    for narrow, full in zip(rows, whole, strict=True):
+    result = run_artefact(artefact, images, "crypten", narrow=window)
+    error = np.abs(result.logits.numpy() - artefact.logits(images))
+    assert error.max() < 2.0 ** (low - 16) + 1e-3
+    whole = run_artefact(artefact, images, "crypten")
+    for narrow, full in zip(result.layers, whole.layers, strict=True):
         if narrow.layer.startswith("relu"):
             assert (narrow.messages, full.messages) == (messages, 9)
             assert narrow.bytes < full.bytes / 2
@@ -156,11 +156,12 @@ def test_operations_by_hand_are_counted_one_by_one(engine) -> None:
     need(engine)
     artefact = relus_by_hand(2, size=100)
     images = np.random.default_rng(0).normal(size=(1, 100)).astype(np.float32)
-    logits, (setup, *rows) = run_artefact(artefact, images, engine)
-    np.testing.assert_allclose(logits, artefact.logits(images), atol=1e-3)
+    result = run_artefact(artefact, images, engine)
+    rows = result.layers
+    np.testing.assert_allclose(result.logits, artefact.logits(images), atol=1e-3)
     assert [row.layer for row in rows] == ["image", "relu 0", "relu 1", "logits"]
     assert rows[1].messages == rows[2].messages > 0
-    assert setup.seconds > 0
+    assert result.setup.seconds > 0
 
 
 @pytest.mark.long

@@ -67,8 +67,8 @@ def serve(settings: dict[str, Any]) -> None:
     if refusal:
         raise Broken(f"the client was refused: {refusal}")
     channel.send(artefact.without_secrets().written())
-    rows, _ = _infer(SERVER, channel, answer, artefact, wish["images"], None, tls)
-    _finish(settings, channel, {"rows": rows, "batch": wish["images"]}, None)
+    _infer(SERVER, channel, answer, artefact, wish["images"], None, tls)
+    channel.connection.close()
 
 
 def _refusal(artefact: Artefact, wish: dict[str, Any]) -> str:
@@ -104,9 +104,10 @@ def ask(settings: dict[str, Any]) -> None:
     artefact = Artefact.read(channel.receive(), "what the server sent")
     artefact.check_images(images)
     rows, logits = _infer(CLIENT, channel, answer, artefact, len(images), images, tls)
-    about = {"rows": rows, "engine": answer["engine"], "batch": len(images)}
-    about["fingerprint"] = artefact.fingerprint()
-    _finish(settings, channel, about, logits)
+    channel.connection.close()
+    about = {"rows": rows, "engine": answer["engine"]}
+    data = save({"logits": np.asarray(logits)}, {"fastbcd": json.dumps(about)})
+    Path(settings["result"]).write_bytes(data)
 
 
 def _infer(
@@ -207,20 +208,6 @@ def _compiled(engine: Any, artefact: Artefact, batch: int) -> list[tuple[str, An
 
 def _layer(operation: dict[str, Any]) -> str:
     return operation["layer"]
-
-
-def _finish(
-    settings: dict[str, Any],
-    channel: Connection,
-    about: dict[str, Any],
-    logits: np.ndarray | None,
-) -> None:
-    """Write the result, if a file for it is named."""
-    if settings["result"]:
-        tensors = {} if logits is None else {"logits": np.ascontiguousarray(logits)}
-        data = save(tensors, {"fastbcd": json.dumps(about)})
-        Path(settings["result"]).write_bytes(data)
-    channel.connection.close()
 
 
 def _folder(settings: dict[str, Any]) -> Path | None:
