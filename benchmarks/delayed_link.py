@@ -1,11 +1,16 @@
 """A link with a round trip of any length between two processes on one Linux machine.
 
-Each process enters a network namespace of its own, whose only device is a TUN. A thread of the
-parent moves every IP packet from one device to the other, half a round trip after it was sent: data
-and TCP's acknowledgements alike, at any bandwidth. (`tc netem` does the same inside the kernel,
-where the kernel has it.) The thread itself adds some 0.1 ms, more on a busy machine.
+    with Link(one_way=0.02) as link:
+        link.places[0].command      # before a command: it runs in the first network namespace
+        link.places[0].host         # its address there
+        link.carried                # bytes so far, from the first and from the second
 
-It needs /dev/net/tun, `ip` of iproute2, and root; `unshare -r command` may serve for root.
+Each end is a network namespace whose only device is a TUN. A thread moves every IP packet from one
+device to the other, half a round trip after it was sent: data and TCP's acknowledgements alike, at
+any bandwidth. (`tc netem` does the same inside the kernel, where the kernel has it.) The thread
+itself adds some 0.1 ms, more on a busy machine.
+
+It needs /dev/net/tun, `ip` of iproute2, `nsenter`, and root, for which `unshare -r` may serve.
 """
 
 from __future__ import annotations
@@ -14,14 +19,18 @@ import ctypes
 import fcntl
 import os
 import select
+import shutil
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
-from multiprocessing import reduction
+from multiprocessing import get_context, reduction
 from pathlib import Path
 from typing import Any
+
+from fastbcd.private.running import Place
 
 DEVICE, ADDRESSES = "tun0", ("10.77.0.1", "10.77.0.2")
 MTU = 65_000  # bytes
@@ -31,53 +40,76 @@ BUFFERS = {"tcp_rmem": "4096 8388608 16777216", "tcp_wmem": "4096 8388608 167772
 NEW_NETWORK, TUNSETIFF, TUN_WITHOUT_HEADER = 0x40000000, 0x400454CA, 0x1001  # of Linux
 
 
-class DelayedLink:
-    """Made by the parent, which calls `start`; its two child processes call `join`."""
+class Link:
+    """Two namespaces and the thread between them, until the end of `with`."""
 
-    def __init__(self, context: Any) -> None:
-        """context: multiprocessing's, that the children are made with."""
-        self.one_way = context.Value("d", 0.0)  # seconds; any process may change it
-        self.devices = context.SimpleQueue()
+    def __init__(self, one_way: float = 0.0) -> None:
+        self.one_way = one_way  # seconds; may change
+        self.carried = [0, 0]
+        context = get_context("spawn")
+        self.ends = []
+        self.devices = []
+        self.places = []
+        if not shutil.which("nsenter") or not shutil.which("ip"):
+            raise OSError("a delayed link needs ip of iproute2 and nsenter")
+        for rank, address in enumerate(ADDRESSES):
+            here, there = context.Pipe()
+            end = context.Process(target=_end, args=(rank, there), daemon=True)
+            end.start()
+            self.ends.append(end)
+            answer = here.recv()
+            if isinstance(answer, str):
+                self.__exit__()
+                raise OSError(answer)
+            self.devices.append(answer.detach())
+            enter = ("nsenter", "-t", str(end.pid), "-n", "--preserve-credentials")
+            device = ("env", f"GLOO_SOCKET_IFNAME={DEVICE}")
+            self.places.append(Place(address, (*enter, *device)))
 
-    def join(self, rank: int) -> None:
-        """Move this process (0 or 1) into a namespace of its own, as ADDRESSES[rank]."""
-        try:
-            if ctypes.CDLL(None, use_errno=True).unshare(NEW_NETWORK):
-                raise OSError(ctypes.get_errno(), "unshare")
-            device = os.open("/dev/net/tun", os.O_RDWR)
-            request = struct.pack("16sH22x", DEVICE.encode(), TUN_WITHOUT_HEADER)
-            fcntl.ioctl(device, TUNSETIFF, request)
-            for command in (
-                "link set lo up", f"address add {ADDRESSES[rank]}/24 dev {DEVICE}",
-                f"link set {DEVICE} up mtu {MTU}",
-            ):  # fmt: skip
-                subprocess.run(["ip", *command.split()], check=True)
-            for name, sizes in BUFFERS.items():
-                Path("/proc/sys/net/ipv4", name).write_text(sizes)
-        except (OSError, subprocess.CalledProcessError) as error:
-            needs = "a delay needs Linux, /dev/net/tun, iproute2 and root, or `unshare -r` before"
-            raise SystemExit(f"{needs} the command: {error}") from error
-        self.devices.put((rank, reduction.DupFd(device)))
-
-    def start(self) -> None:
-        """Move packets, for as long as this process lives."""
+    def __enter__(self) -> Link:
         threading.Thread(target=self._forward, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for end in self.ends:
+            end.kill()
+            end.join()
 
     def _forward(self) -> None:
-        found = dict(self.devices.get() for _ in ADDRESSES)
-        devices = [found[rank].detach() for rank in range(2)]
-        other = dict(zip(devices, devices[::-1], strict=True))
+        first, second = self.devices
         waiting: deque[tuple[float, int, bytes]] = deque()
-        while True:
-            left = (
-                max(0.0, waiting[0][0] - time.perf_counter() - SPIN)
-                if waiting
-                else None
-            )
-            for device in select.select(devices, [], [], left)[0]:
+        while self.ends[0].is_alive():
+            left = 0.5
+            if waiting:
+                left = max(0.0, waiting[0][0] - time.perf_counter() - SPIN)
+            for device in select.select(self.devices, [], [], left)[0]:
                 packet = os.read(device, MTU + 100)
-                due = time.perf_counter() + self.one_way.value
-                waiting.append((due, other[device], packet))
+                self.carried[self.devices.index(device)] += len(packet)
+                due = time.perf_counter() + self.one_way
+                waiting.append((due, second if device == first else first, packet))
             while waiting and waiting[0][0] <= time.perf_counter():
                 _, device, packet = waiting.popleft()
                 os.write(device, packet)
+
+
+def _end(rank: int, pipe: Any) -> None:
+    """A process in a namespace of its own, as ADDRESSES[rank]; it sends its device and waits."""
+    try:
+        if ctypes.CDLL(None, use_errno=True).unshare(NEW_NETWORK):
+            raise OSError(ctypes.get_errno(), "unshare")
+        device = os.open("/dev/net/tun", os.O_RDWR)
+        request = struct.pack("16sH22x", DEVICE.encode(), TUN_WITHOUT_HEADER)
+        fcntl.ioctl(device, TUNSETIFF, request)
+        for words in (
+            "link set lo up", f"address add {ADDRESSES[rank]}/24 dev {DEVICE}",
+            f"link set {DEVICE} up mtu {MTU}",
+        ):  # fmt: skip
+            subprocess.run(["ip", *words.split()], check=True)
+        for name, sizes in BUFFERS.items():
+            Path("/proc/sys/net/ipv4", name).write_text(sizes)
+    except (OSError, subprocess.CalledProcessError) as error:
+        needs = "a delay needs Linux, /dev/net/tun, iproute2 and root, or `unshare -r` before"
+        pipe.send(f"{needs} the command: {error}")
+        sys.exit(1)
+    pipe.send(reduction.DupFd(device))
+    time.sleep(1e6)

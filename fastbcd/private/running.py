@@ -7,7 +7,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +68,16 @@ ENGINES = {
     "spu-semi2k": SPU._replace(trust=SIMULATED),
     "crypten": CRYPTEN,
 }
+
+
+class Place(NamedTuple):
+    """Where a party runs: its address, and a command that others are run by, such as nsenter."""
+
+    host: str = "127.0.0.1"
+    command: tuple[str, ...] = ()
+
+
+HERE_BOTH = (Place(), Place())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +187,7 @@ def run(
     check_choice("weights_of", weights_of, OWNERS)
     interpreter = interpreter_of(engine, python)
     artefact = artefact_of(net, images)
-    result = run_artefact(
+    logits, (setup, *layers) = run_artefact(
         artefact,
         images.cpu().numpy(),
         engine,
@@ -187,10 +197,14 @@ def run(
         timeout=timeout,
     )
     with eval_mode(net), torch.no_grad():
-        expected = logits_of(net(images.to(device_of(net)))).cpu()
-    return replace(
-        result,
-        agreement=compared(result.logits.numpy(), expected.numpy()),
+        expected = logits_of(net(images.to(device_of(net)))).cpu().numpy()
+    return Inference(
+        engine=engine,
+        trust=ENGINES[engine].trust,
+        logits=torch.from_numpy(logits),
+        layers=tuple(layers),
+        setup=setup,
+        agreement=compared(logits, expected),
         predicted=_predicted(net, images, engine, weights_of),
     )
 
@@ -204,11 +218,13 @@ def run_artefact(
     narrow: Mapping[str, tuple[int, int]] | None = None,
     python: str | os.PathLike[str] | None = None,
     timeout: float = 600,
-) -> Inference:
-    """The logits of two parties, and what each layer took.
+    places: tuple[Place, Place] = HERE_BOTH,
+) -> tuple[np.ndarray, list[Measured]]:
+    """The logits of two parties, and what each layer took, the set-up first.
 
     For an artefact of any operations, such as `Artefact.of` makes by hand: consecutive operations
-    of one layer are counted together. owned: only the server has the weights.
+    of one layer are counted together. owned: only the server has the weights. places: of client and
+    server.
     """
     interpreter = interpreter_of(engine, python)
     artefact.check_images(images)
@@ -230,8 +246,9 @@ def run_artefact(
             | {
                 "role": "server",
                 "artefact": str(folder / "net.pi"),
-                "address": ["127.0.0.1", 0],
+                "address": [places[1].host, 0],
             },
+            places[1],
         )
         client = None
         try:
@@ -245,9 +262,11 @@ def run_artefact(
                     "address": address,
                     "result": str(folder / "result"),
                 },
+                places[0],
             )
             wait({"client": client, "server": server})
-            return read_result(folder / "result")
+            result = read_result(folder / "result")
+            return result.logits.numpy(), [result.setup, *result.layers]
         finally:
             for party in (client, server):
                 if party is not None and party.poll() is None:
@@ -280,13 +299,15 @@ def _has(python: Path, info: EngineInfo) -> bool:
     return found.stdout.strip() == info.version
 
 
-def start(python: Path, settings: Mapping[str, Any]) -> subprocess.Popen[str]:
+def start(
+    python: Path, settings: Mapping[str, Any], place: Place = HERE_BOTH[0]
+) -> subprocess.Popen[str]:
     """A process that is a party."""
     program = (
         f"import sys; sys.path.append({str(HERE)!r}); "
         f"from two_party.party import main; main()"
     )
-    command = [str(python), "-c", program, json.dumps(settings)]
+    command = [*place.command, str(python), "-c", program, json.dumps(settings)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

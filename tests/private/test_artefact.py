@@ -17,30 +17,9 @@ import fastbcd
 from fastbcd import private
 from fastbcd.private.artefact import artefact_of
 from fastbcd.private.two_party.artefact import KEY, Artefact
+from helpers.engines import small_net
 
 ROOM = Path(private.__file__).parent / "two_party"
-
-
-def bent(net: nn.Module) -> nn.Module:
-    """Lines and quadratics that are not the identity."""
-    torch.manual_seed(1)
-    for module in net.modules():
-        if hasattr(module, "coef"):
-            nn.init.normal_(module.coef, 0.3, 0.1)
-    return net
-
-
-def small_resnet(replacement: str, relus: int = 40) -> nn.Module:
-    torch.manual_seed(0)
-    net = fastbcd.models.resnet20(5, 8, width=4, blocks=1, replacement=replacement)
-    for module in net.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.running_mean, -0.2, 0.2)
-            nn.init.uniform_(module.running_var, 0.5, 1.5)
-    masks = fastbcd.masks(net)
-    drop = masks.sample(masks.count() - relus, seed=0, step=0, trial=0)
-    fastbcd.set_masks(net, masks.without(drop))
-    return bent(net).eval()
 
 
 def kinds(artefact: Artefact) -> Counter:
@@ -49,7 +28,7 @@ def kinds(artefact: Artefact) -> Counter:
 
 @pytest.mark.parametrize("replacement", ["identity", "line", "poly"])
 def test_an_artefact_computes_the_logits(replacement, tmp_path) -> None:
-    net, images = small_resnet(replacement), torch.randn(6, 3, 8, 8)
+    net, images = small_net(replacement), torch.randn(6, 3, 8, 8)
     path = tmp_path / "net.pi"
     assert private.export(net, images, path) < 1e-5
     artefact = Artefact.open(path)
@@ -61,7 +40,7 @@ def test_an_artefact_computes_the_logits(replacement, tmp_path) -> None:
 
 
 def test_only_kept_relus_are_evaluated_and_quadratics_are_squares() -> None:
-    net = small_resnet("poly", relus=40)
+    net = small_net("poly", relus=40)
     artefact = artefact_of(net, torch.randn(2, 3, 8, 8))
     sizes = Counter()
     for operation in artefact.operations:
@@ -74,7 +53,7 @@ def test_only_kept_relus_are_evaluated_and_quadratics_are_squares() -> None:
 
 
 def test_a_site_without_relus_leaves_nothing() -> None:
-    artefact = artefact_of(small_resnet("identity", relus=0), torch.randn(2, 3, 8, 8))
+    artefact = artefact_of(small_net("identity", relus=0), torch.randn(2, 3, 8, 8))
     layers = {operation["layer"] for operation in artefact.operations}
     assert "relu" not in kinds(artefact)
     assert not [layer for layer in layers if "alpha" in layer]
@@ -117,12 +96,12 @@ def test_pools_slices_and_norms() -> None:
 def test_a_wrong_artefact_is_not_written(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(Artefact, "logits", lambda self, images: np.zeros((len(images), 5)))
     with pytest.raises(RuntimeError, match="other logits"):
-        private.export(small_resnet("line"), torch.randn(2, 3, 8, 8), tmp_path / "net.pi")
+        private.export(small_net("line"), torch.randn(2, 3, 8, 8), tmp_path / "net.pi")
     assert not (tmp_path / "net.pi").exists()
 
 
 def test_the_client_sees_no_weights() -> None:
-    artefact = artefact_of(small_resnet("line"), torch.randn(2, 3, 8, 8))
+    artefact = artefact_of(small_net("line"), torch.randn(2, 3, 8, 8))
     public = Artefact.read(artefact.without_secrets().written(), "sent")
     secret = set(artefact.about["secret"])
     assert len(secret) == 2 * 8  # weights and biases of 7 convolutions and a linear layer
