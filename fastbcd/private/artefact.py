@@ -33,7 +33,7 @@ MOVES = {
 }  # fmt: skip
 
 
-class Value(NamedTuple):
+class Elements(NamedTuple):
     """Secret values [1, ...]: elements of computed values, at static positions."""
 
     sources: tuple[str, ...]
@@ -130,14 +130,14 @@ class Translation:
         self.shapes: dict[
             str, torch.Size
         ] = {}  # of what is computed, without the batch
-        self.taken: dict[int, tuple[Value, str]] = {}  # the names of moved values
+        self.taken: dict[int, tuple[Elements, str]] = {}  # the names of moved values
         program = _program(net, image)
         values = self._inputs(program, image)
         for node in program.graph.nodes:
             if node.op == "call_function":
                 values[node] = self._translated(node, values)
         logits = [values[node] for node in program.graph.output_node().args[0]]
-        if len(logits) != 1 or not isinstance(logits[0], Value):
+        if len(logits) != 1 or not isinstance(logits[0], Elements):
             raise ValueError("the net must return one tensor of logits for an artefact")
         name = self._name(logits[0])
         if not self.operations or self.operations[-1]["name"] != name:
@@ -171,7 +171,7 @@ class Translation:
         if operator == "getitem":
             return arguments[0][arguments[1]]
         leaves = tree_flatten((arguments, options), is_leaf=_is_ours)[0]
-        if not any(isinstance(leaf, Value) for leaf in leaves):
+        if not any(isinstance(leaf, Elements) for leaf in leaves):
             return _folded(target, arguments, options)
         if operator in COPIES or operator.startswith("_assert"):
             return arguments[0]
@@ -193,9 +193,11 @@ class Translation:
 
     def _emit(
         self, kind: str, layer: str, of: Sequence[Any], shape: Any, **more: Any
-    ) -> Value:
+    ) -> Elements:
         """Add an operation. of: values, or names of values and tensors; shape: with the batch."""
-        names = [self._name(item) if isinstance(item, Value) else item for item in of]
+        names = [
+            self._name(item) if isinstance(item, Elements) else item for item in of
+        ]
         name = f"v{len(self.operations)}"
         self.operations.append(
             {"name": name, "kind": kind, "layer": layer, "of": names, **more}
@@ -203,13 +205,13 @@ class Translation:
         )
         return self._computed(name, shape[1:], layer)
 
-    def _computed(self, name: str, shape: Sequence[int], layer: str) -> Value:
+    def _computed(self, name: str, shape: Sequence[int], layer: str) -> Elements:
         """All of what is computed under this name."""
         self.shapes[name] = torch.Size(shape)
         positions = torch.arange(1, self.shapes[name].numel() + 1)
-        return Value((name,), positions.view(1, *shape), layer)
+        return Elements((name,), positions.view(1, *shape), layer)
 
-    def _name(self, value: Value) -> str:
+    def _name(self, value: Elements) -> str:
         """The name of a value, which is taken from its sources now if it was only moved so far."""
         key = id(value.positions)
         if key in self.taken:
@@ -229,7 +231,7 @@ class Translation:
         self.taken[key] = (original, made.sources[0])
         return made.sources[0]
 
-    def _in_order(self, value: Value) -> bool:
+    def _in_order(self, value: Elements) -> bool:
         """Is it all of one computed value, in another shape at most?"""
         count = self.shapes[value.sources[0]].numel()
         flat = value.positions.flatten()
@@ -238,13 +240,13 @@ class Translation:
     def _moved(self, function: Any, arguments: Any, options: Any, layer: str) -> Any:
         """What a function that only moves values makes of them: it is called on positions."""
         leaves, tree = tree_flatten((arguments, options), is_leaf=_is_ours)
-        values = [leaf for leaf in leaves if isinstance(leaf, Value)]
+        values = [leaf for leaf in leaves if isinstance(leaf, Elements)]
         sources = tuple(
             dict.fromkeys(name for value in values for name in value.sources)
         )
         given = []
         for leaf in leaves:
-            if isinstance(leaf, Value):
+            if isinstance(leaf, Elements):
                 leaf = self._renumbered(leaf, sources)
             elif isinstance(leaf, Fixed):
                 if leaf.tensor.is_floating_point():
@@ -255,9 +257,9 @@ class Translation:
             given.append(leaf)
         arguments, options = tree_unflatten(given, tree)
         result = function(*arguments, **options)
-        return _wrapped(result, lambda positions: Value(sources, positions, layer))
+        return _wrapped(result, lambda positions: Elements(sources, positions, layer))
 
-    def _renumbered(self, value: Value, sources: tuple[str, ...]) -> Tensor:
+    def _renumbered(self, value: Elements, sources: tuple[str, ...]) -> Tensor:
         """The positions of a value among other sources, which include its own."""
         starts = {}
         end = 1
@@ -269,7 +271,7 @@ class Translation:
             table.append(starts[name] + torch.arange(self.shapes[name].numel()))
         return torch.cat(table)[value.positions]
 
-    def _without_unused(self, value: Value) -> Value:
+    def _without_unused(self, value: Elements) -> Elements:
         """The same, of the sources that it has elements of."""
         used = []
         end = 1
@@ -286,12 +288,12 @@ class Translation:
         table[self._renumbered(self._whole(kept), value.sources)] = torch.arange(
             1, self._whole(kept).positions.numel() + 1
         )
-        return Value(kept, table[value.positions], value.layer)
+        return Elements(kept, table[value.positions], value.layer)
 
-    def _whole(self, sources: tuple[str, ...]) -> Value:
+    def _whole(self, sources: tuple[str, ...]) -> Elements:
         """All elements of some sources, in order."""
         count = sum(self.shapes[name].numel() for name in sources)
-        return Value(sources, torch.arange(1, count + 1), "")
+        return Elements(sources, torch.arange(1, count + 1), "")
 
     def _store(self, array: np.ndarray, secret: bool) -> str:
         """Keep a tensor; its name."""
@@ -309,7 +311,7 @@ class Translation:
     def _of_convolution(
         self,
         layer: str,
-        x: Value,
+        x: Elements,
         weight: Fixed,
         bias: Fixed | None,
         stride: list[int],
@@ -318,7 +320,7 @@ class Translation:
         transposed: bool,
         _: Any,
         groups: int,
-    ) -> Value:
+    ) -> Elements:
         if transposed or len(stride) != 2:
             raise ValueError(f"{layer!r} is no plain Conv2d, which an artefact needs")
         example = torch.zeros(x.positions.shape)
@@ -340,8 +342,10 @@ class Translation:
             options={**options, "groups": groups},
         )
 
-    def _of_addmm(self, layer: str, bias: Fixed, x: Value, weight: Fixed) -> Value:
-        if len(x.positions) != 1 or isinstance(weight, Value):
+    def _of_addmm(
+        self, layer: str, bias: Fixed, x: Elements, weight: Fixed
+    ) -> Elements:
+        if len(x.positions) != 1 or isinstance(weight, Elements):
             raise ValueError(
                 f"the product at {layer!r} is not one of a row for each image and weights, "
                 f"which an artefact needs"
@@ -349,11 +353,11 @@ class Translation:
         names = [self._constant(weight), self._constant(bias)]
         return self._emit("product", layer, [x, *names], (1, weight.tensor.shape[1]))
 
-    def _of_mm(self, layer: str, x: Value, weight: Fixed) -> Value:
+    def _of_mm(self, layer: str, x: Elements, weight: Fixed) -> Elements:
         zeros = Fixed(torch.zeros(weight.tensor.shape[1]), secret=True)
         return self._of_addmm(layer, zeros, x, weight)
 
-    def _normalised(self, node: fx.Node, layer: str, arguments: Any) -> Value:
+    def _normalised(self, node: fx.Node, layer: str, arguments: Any) -> Elements:
         """A batch norm: a part of the layer before, if nothing else reads that."""
         x, weight, bias, mean, variance, _, epsilon = arguments
         scale = (variance.tensor.double() + epsilon).rsqrt()
@@ -388,61 +392,61 @@ class Translation:
 
     # ------------------------------------------------------------------ elementwise
 
-    def _of_relu(self, layer: str, x: Value) -> Value:
+    def _of_relu(self, layer: str, x: Elements) -> Elements:
         return self._emit("relu", layer, [x], x.positions.shape)
 
-    def _of_pow(self, layer: str, x: Value, power: Any) -> Value:
+    def _of_pow(self, layer: str, x: Elements, power: Any) -> Elements:
         if power != 2:
             raise ValueError(
                 f"{layer!r} has a power of {power}; an artefact has squares"
             )
         return self._emit("square", layer, [x], x.positions.shape)
 
-    def _of_add(self, layer: str, x: Any, y: Any) -> Value:
-        if isinstance(x, Value) and isinstance(y, Value):
+    def _of_add(self, layer: str, x: Any, y: Any) -> Elements:
+        if isinstance(x, Elements) and isinstance(y, Elements):
             return self._emit("add", layer, [x, y], x.positions.shape)
-        if isinstance(x, Value):
+        if isinstance(x, Elements):
             return self._plus(layer, x, y)
         return self._plus(layer, y, x)
 
-    def _of_sub(self, layer: str, x: Any, y: Any) -> Value:
-        if isinstance(x, Value) and isinstance(y, Value):
+    def _of_sub(self, layer: str, x: Any, y: Any) -> Elements:
+        if isinstance(x, Elements) and isinstance(y, Elements):
             return self._emit("subtract", layer, [x, y], x.positions.shape)
-        if isinstance(x, Value):
+        if isinstance(x, Elements):
             return self._plus(layer, x, _mapped(torch.neg, y))
         return self._plus(layer, self._times(layer, y, -1.0), x)
 
-    def _of_mul(self, layer: str, x: Any, y: Any) -> Value:
-        if isinstance(x, Value) and isinstance(y, Value):
+    def _of_mul(self, layer: str, x: Any, y: Any) -> Elements:
+        if isinstance(x, Elements) and isinstance(y, Elements):
             if x is y:
                 return self._emit("square", layer, [x], x.positions.shape)
             raise ValueError(
                 f"{layer!r} multiplies two values of the image, which an artefact has only as "
                 f"squares"
             )
-        if isinstance(x, Value):
+        if isinstance(x, Elements):
             return self._times(layer, x, y)
         return self._times(layer, y, x)
 
-    def _of_div(self, layer: str, x: Value, y: Any) -> Value:
+    def _of_div(self, layer: str, x: Elements, y: Any) -> Elements:
         return self._times(layer, x, _mapped(torch.reciprocal, y))
 
-    def _of_neg(self, layer: str, x: Value) -> Value:
+    def _of_neg(self, layer: str, x: Elements) -> Elements:
         return self._times(layer, x, -1.0)
 
-    def _times(self, layer: str, x: Value, factor: Any) -> Value:
+    def _times(self, layer: str, x: Elements, factor: Any) -> Elements:
         name = self._constant(_constant(factor))
         return self._emit("multiply", layer, [x, name], x.positions.shape)
 
-    def _plus(self, layer: str, x: Value, summand: Any) -> Value:
+    def _plus(self, layer: str, x: Elements, summand: Any) -> Elements:
         name = self._constant(_constant(summand))
         return self._emit("add", layer, [x, name], x.positions.shape)
 
     # ------------------------------------------------------------------ pools
 
     def _of_mean(
-        self, layer: str, x: Value, dims: list[int], keepdim: bool = False
-    ) -> Value:
+        self, layer: str, x: Elements, dims: list[int], keepdim: bool = False
+    ) -> Elements:
         result = torch.zeros(x.positions.shape).mean(dims, keepdim)
         inner = [dim % x.positions.ndim for dim in dims]
         outer = [dim for dim in range(x.positions.ndim) if dim not in inner]
@@ -452,14 +456,14 @@ class Translation:
     def _of_avg_pool2d(
         self,
         layer: str,
-        x: Value,
+        x: Elements,
         kernel: list[int],
         stride: Sequence[int] = (),
         padding: Sequence[int] = (0, 0),
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         divisor: int | None = None,
-    ) -> Value:
+    ) -> Elements:
         if ceil_mode or divisor or (max(padding) and not count_include_pad):
             raise ValueError(
                 f"{layer!r} has ceil_mode, a divisor or padding that does not count, which an "
@@ -468,23 +472,25 @@ class Translation:
         positions = _windows(x, kernel, stride or kernel, padding)
         return self._averaged(layer, x, positions, positions.shape[:-1])
 
-    def _averaged(self, layer: str, x: Value, positions: Tensor, shape: Any) -> Value:
+    def _averaged(
+        self, layer: str, x: Elements, positions: Tensor, shape: Any
+    ) -> Elements:
         """The means over the last dimension."""
-        parts = Value(x.sources, positions, layer)
+        parts = Elements(x.sources, positions, layer)
         total = self._emit("sum", layer, [parts], positions.shape[:-1])
         mean = self._times(layer, total, 1 / positions.shape[-1])
-        return Value(mean.sources, mean.positions.view(shape), layer)
+        return Elements(mean.sources, mean.positions.view(shape), layer)
 
     def _max_pooled(
         self,
         layer: str,
-        x: Value,
+        x: Elements,
         kernel: list[int],
         stride: Sequence[int] = (),
         padding: Sequence[int] = (0, 0),
         dilation: Sequence[int] = (1, 1),
         ceil_mode: bool = False,
-    ) -> Value:
+    ) -> Elements:
         """max(a, b) = a + relu(b - a), in a tree over each window."""
         if ceil_mode or max(dilation) > 1:
             raise ValueError(
@@ -493,11 +499,11 @@ class Translation:
         positions = _windows(x, kernel, stride or kernel, padding)
         inside = positions.amax(-1, keepdim=True)  # instead of the padding
         positions = torch.where(positions == 0, inside, positions)
-        best = Value(x.sources, positions, layer)
+        best = Elements(x.sources, positions, layer)
         while best.positions.shape[-1] > 1:
             half = best.positions.shape[-1] // 2
             first, second, odd = (
-                Value(best.sources, part, layer)
+                Elements(best.sources, part, layer)
                 for part in best.positions.tensor_split((half, 2 * half), -1)
             )
             shape = first.positions.shape
@@ -505,7 +511,7 @@ class Translation:
             more = self._emit("relu", layer, [difference], shape)
             larger = self._emit("add", layer, [first, more], shape)
             best = self._moved(torch.cat, ([larger, odd], -1), {}, layer)
-        return Value(best.sources, best.positions[..., 0], layer)
+        return Elements(best.sources, best.positions[..., 0], layer)
 
 
 def _program(net: nn.Module, image: Tensor) -> torch.export.ExportedProgram:
@@ -517,7 +523,7 @@ def _program(net: nn.Module, image: Tensor) -> torch.export.ExportedProgram:
 
 
 def _windows(
-    x: Value, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+    x: Elements, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
 ) -> Tensor:
     """The positions of each window of a pool, [1, C, H, W, elements]."""
     height, width = (list(padding) * 2)[:2]
@@ -560,7 +566,7 @@ def _mapped(function: Callable[[Tensor], Tensor], item: Any) -> Fixed:
 
 
 def _is_ours(item: Any) -> bool:
-    return isinstance(item, Value | Fixed)
+    return isinstance(item, Elements | Fixed)
 
 
 def _layer_of(node: fx.Node, operator: str) -> str:

@@ -165,6 +165,7 @@ def run(
     narrow: Mapping[str, tuple[int, int]] | None = None,
     python: str | os.PathLike[str] | None = None,
     timeout: float = 600,
+    places: tuple[Place, Place] = HERE_BOTH,
 ) -> Inference:
     """A private inference of two processes on this machine, one with images, one with weights.
 
@@ -178,6 +179,7 @@ def run(
         python: the interpreter of the engine's environment; None: of the one that `make private`
             made here or in the clone.
         timeout: seconds that a party waits for the other.
+        places: where client and server run: an address, and a command before theirs (nsenter).
 
     >>> run(fastbcd.models.resnet20(), torch.zeros(1, 3, 32, 32), "delphi")
     Traceback (most recent call last):
@@ -195,6 +197,7 @@ def run(
         narrow=narrow or {},
         python=interpreter,
         timeout=timeout,
+        places=places,
     )
     with eval_mode(net), torch.no_grad():
         expected = logits_of(net(images.to(device_of(net)))).cpu().numpy()
