@@ -273,7 +273,7 @@ def test_private(gpu) -> None:
     small = private.gather_form(net)
     check_device(small)
     assert torch.equal(small(x.cuda()), net(x.cuda()))
-    there, here = (private.activation_ranges(n, images(16)) for n in (net, thinned(make("resnet"))))
+    there, here = (private.ranges(n, images(16)) for n in (net, thinned(make("resnet"))))
     for a, b in zip(there.sites, here.sites, strict=True):
         assert (a.low, a.high) == pytest.approx((b.low, b.high), rel=1e-4)
 

@@ -7,17 +7,19 @@ target = fastbcd.private.Target(seconds=1.5, protocol="crypten", bandwidth="100M
 fastbcd.bcd(net, data, target)                          # a budget as a cost
 small = fastbcd.private.merge(net, data, target)        # linear runs as single convolutions
 result = fastbcd.private.run(net, images, engine="spu-cheetah")  # two parties on this machine
-fastbcd.private.activation_ranges(net, data)            # values that a fixed-point format must hold
+ours = fastbcd.private.measure("spu-cheetah")            # figures of this machine
+fastbcd.private.ranges(net, data)            # values that a fixed-point format must hold
 """
 
 from fastbcd.private.costs import Cost, SiteCost, cost
 from fastbcd.private.exporting import export
 from fastbcd.private.gathering import gather_form
+from fastbcd.private.measuring import measure
 from fastbcd.private.merging import Merged, merge
 from fastbcd.private.protocols import PROTOCOLS, Constant, Protocol
-from fastbcd.private.ranges import Ranges, SiteRange, activation_ranges
 from fastbcd.private.running import Inference, Measured, run
 from fastbcd.private.target import Target
+from fastbcd.private.value_ranges import Ranges, SiteRange, ranges
 
 __all__ = [
     "PROTOCOLS",
@@ -31,10 +33,11 @@ __all__ = [
     "SiteCost",
     "SiteRange",
     "Target",
-    "activation_ranges",
     "cost",
     "export",
     "gather_form",
+    "measure",
     "merge",
+    "ranges",
     "run",
 ]

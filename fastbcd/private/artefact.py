@@ -79,7 +79,7 @@ def artefact_of(net: nn.Module, images: Tensor) -> Artefact:
     if not np.isfinite(expected).all():
         raise ValueError(
             "the net's own logits on these images are not finite, so the artefact could not be "
-            "checked: give images like those of its data, and see activation_ranges"
+            "checked: give images like those of its data, and see fastbcd.private.ranges"
         )
     again = Artefact.read(artefact.written(), "the artefact").logits(
         images.cpu().numpy()

@@ -67,7 +67,7 @@ def export(
         if not all(bool(output.isfinite().all()) for output in outputs):
             raise ValueError(
                 "the net's own logits on the example are not finite, so the file could not be "
-                "checked: give images like those of its data, and see activation_ranges"
+                "checked: give images like those of its data, and see fastbcd.private.ranges"
             )
         written = _written(_program(model, example), path.suffix)
         again = _run(written, path.suffix, example)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fastbcd.private.units import bits_per_second, round_trip
+from fastbcd.runtime.atomic_files import write_atomically
 
 LAN_BANDWIDTH = "1Gbit"
 LAN_RTT = "1ms"
@@ -134,12 +137,40 @@ class Protocol:
         """
         return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the figures with their sources, as JSON.
+
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     PROTOCOLS["crypten"].save(f"{folder}/crypten.json")
+        ...     Protocol.load(f"{folder}/crypten.json") == PROTOCOLS["crypten"]
+        True
+        """
+        figures = {
+            name: [constant.value, constant.source]
+            for name, constant in self.constants().items()
+        }
+        text = json.dumps({self.name: figures}, indent=2, ensure_ascii=False)
+        write_atomically(Path(path), text.encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Protocol:
+        """What `save` wrote."""
+        (protocol,) = _read(Path(path).read_text("utf-8")).values()
+        return protocol
+
+
+def _read(text: str) -> dict[str, Protocol]:
+    """Protocols by name."""
+    protocols = {}
+    for name, figures in json.loads(text).items():
+        constants = {key: Constant(*pair) for key, pair in figures.items()}
+        protocols[name] = Protocol(name, **constants)
+    return protocols
+
 
 _FILE = resources.files("fastbcd.private") / "protocols.json"
-PROTOCOLS = {
-    name: Protocol(name, **{key: Constant(*pair) for key, pair in figures.items()})
-    for name, figures in json.loads(_FILE.read_text("utf-8")).items()
-}
+PROTOCOLS = _read(_FILE.read_text("utf-8"))
 
 
 class Spent(NamedTuple):

@@ -270,7 +270,7 @@ SOME = (torch.zeros(4, 1, 4, 4), torch.arange(4))
         lambda net: fastbcd.train(net, NONE, epochs=1),
         lambda net: fastbcd.saliency(net, NONE),
         lambda net: fastbcd.to_line(net, NONE),
-        lambda net: fastbcd.private.activation_ranges(net, NONE),
+        lambda net: fastbcd.private.ranges(net, NONE),
     ],
 )
 def test_empty_data_is_refused_by_name(use):

@@ -212,7 +212,8 @@ def test_a_target_of_the_merged_net(replacement, quantity) -> None:
     images = torch.randn(40, 3, 16, 16), torch.arange(40) % 5
     options = {"protocol": "spu-semi2k", "merged": True}
     unmerged = private.Target(**{quantity: 0}, protocol="spu-semi2k").cost(net)
-    target = private.Target(**{quantity: 0.7 * unmerged}, **options)
+    share = 0.95 if replacement == "poly" else 0.7  # quadratics are never merged
+    target = private.Target(**{quantity: share * unmerged}, **options)
     assert not target.met(net)
     run = fastbcd.bcd(net, images, target, drc=fastbcd.Fraction(0.5), rt=2, finetune=None)
     assert target.met(run.model)
@@ -220,7 +221,8 @@ def test_a_target_of_the_merged_net(replacement, quantity) -> None:
     measured = getattr(private.cost(merged.net, "spu-semi2k"), quantity)
     assert measured == pytest.approx(target.cost(run.model), rel=1e-9)
     assert measured <= target.most * (1 + 1e-9)
-    assert any(count == 0 for count in run.masks.counts().values())
+    if replacement != "poly":
+        assert any(count == 0 for count in run.masks.counts().values())
 
 
 def test_families_are_sites_inside_of_blocks() -> None:

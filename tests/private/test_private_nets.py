@@ -276,7 +276,7 @@ def test_squares_of_sites_without_relus_are_exported(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "batch", "file", "message"),
     [
-        ("mlp", 2, "net.txt", "net.txt must end in .pt2 or .onnx"),
+        ("mlp", 2, "net.txt", "net.txt must end in .pt2 or .pi or .onnx"),
         ("mlp", 2, "no/net.pt2", "there is no folder"),
         ("mlp", 1, "net.pt2", "example has a batch of 1"),
         ("untraceable", 2, "net.pt2", "torch.export cannot take Untraceable"),
@@ -354,7 +354,7 @@ def test_export_names_a_package_that_is_missing(tmp_path, monkeypatch) -> None:
 def test_ranges_are_those_of_the_values() -> None:
     net = nn.Sequential(nn.Flatten(), fastbcd.MaskedReLU(192), nn.Linear(192, 5)).train()
     x, labels = nets.images(40)
-    (site,) = private.activation_ranges(net, (x * 3 - 1, labels), batch_size=7).sites
+    (site,) = private.ranges(net, (x * 3 - 1, labels), batch_size=7).sites
     z = (x * 3 - 1).flatten()
     assert (site.low, site.high) == (float(z.min()), float(z.max()))
     for q, found in zip((0.5, 0.99, 0.999), site.quantiles, strict=True):
@@ -366,9 +366,9 @@ def test_ranges_are_those_of_the_values() -> None:
 
 def test_ranges_do_not_depend_on_batches_and_see_every_site() -> None:
     net, data = nets.thinned(nets.make("resnet")), nets.images(20)
-    whole = private.activation_ranges(net, data, batch_size=20)
+    whole = private.ranges(net, data, batch_size=20)
     assert [s.name for s in whole.sites] == list(fastbcd.masks(net).counts())
-    parts = private.activation_ranges(net, data, batch_size=3)
+    parts = private.ranges(net, data, batch_size=3)
     for a, b in zip(whole.sites, parts.sites, strict=True):
         assert (a.low, a.high) == pytest.approx((b.low, b.high), rel=1e-5)
     assert "|z| 99.9%" in str(whole)
@@ -382,23 +382,84 @@ def test_ranges_outside_the_fixed_point() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # All kept: 100 < 2^(16 - 1 - 8). A square of it, twice the fraction, is too large.
-        assert private.activation_ranges(net, (x, labels), fixed_point=(16, 8)).sites[0].fits
+        assert private.ranges(net, (x, labels), fixed_point=(16, 8)).sites[0].fits
     with pytest.warns(RuntimeWarning, match=r"site '1' sees values from .* to 100, outside ±64"):
-        private.activation_ranges(net, (x, labels), fixed_point=(16, 9))
+        private.ranges(net, (x, labels), fixed_point=(16, 9))
     net[1].mask[0] = False
     with pytest.warns(RuntimeWarning, match="1 sites leave the range; .*: use fewer fraction bits"):
-        ranges = private.activation_ranges(net, (x, labels), fixed_point=(16, 6))
+        ranges = private.ranges(net, (x, labels), fixed_point=(16, 6))
     assert ranges.sites[0].limit == 2.0**1.5
     assert "outside ±2.828" in str(ranges)
     x[0, 0, 0, 0] = math.inf
     with pytest.warns(RuntimeWarning, match="the net itself overflows"):
-        private.activation_ranges(net, (x, labels))
+        private.ranges(net, (x, labels))
 
 
 def test_ranges_refuse() -> None:
     net = nets.make("mlp")
     for wrong in (0, (16,), "ab"):
         with pytest.raises(ValueError, match="such as"):
-            private.activation_ranges(net, nets.images(2), fixed_point=wrong)
+            private.ranges(net, nets.images(2), fixed_point=wrong)
     with pytest.raises(ValueError, match=r"fixed_point=\(16, 15\)"):
-        private.activation_ranges(net, nets.images(2), fixed_point=(16, 15))
+        private.ranges(net, nets.images(2), fixed_point=(16, 15))
+
+
+# ----------------------------------------------------------------------- checks of an engine
+
+
+def two_layers(scale: float) -> nn.Module:
+    """The first layer gives values up to `scale`, the second none above 1."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), MaskedReLU(4), nn.Linear(4, 2))
+    with torch.no_grad():
+        net[1].weight.copy_(scale * torch.eye(4))
+        net[1].bias.zero_()
+        net[3].weight.fill_(0.1 / scale)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("engine", "fixed_point", "most"),
+    [
+        ("spu-cheetah", (64, 16), 2.0**30), ("spu-semi2k", (64, 18), 2.0**26),
+        ("crypten", (64, 16), 2.0**31), ("opencheetah", None, 2.0**10),
+        ("spu-cheetah", (32, 8), 2.0**14),
+    ],
+)  # fmt: skip
+def test_an_engine_passes_or_refuses(engine, fixed_point, most) -> None:
+    """The bound of a layer has twice the fraction bits: its truncation must not overflow."""
+    data = torch.ones(3, 1, 2, 2), torch.zeros(3, dtype=torch.long)
+    inside = private.ranges(two_layers(0.99 * most), data, engine, fixed_point=fixed_point)
+    assert inside.sites[0].fits
+    message = rf"{engine} would compute wrong logits: 1 layers .* layer '1' sees .* outside"
+    with pytest.raises(ValueError, match=message):
+        private.ranges(two_layers(1.01 * most), data, engine, fixed_point=fixed_point)
+
+
+def test_narrow_comparisons() -> None:
+    """The window holds the largest value; fewer bits are right for fewer values near 0."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), MaskedReLU(2000))
+    x = torch.randn(40, 1, 40, 50)
+    labels = net(x).argmax(1)
+    found = {n: private.ranges(net, (x, labels), "crypten", narrow=n) for n in (8, 16, 32)}
+    largest = found[8].sites[0].largest
+    for width, ranges in found.items():
+        (low, high) = ranges.windows["1"]
+        assert high - low == width
+        assert largest * 2**16 < 2 ** (high - 1)
+        assert low == 0 or largest * 2**16 >= 2 ** (high - 2)
+        assert ranges.accuracies[0] == 100
+    assert found[32].accuracies[1] == 100
+    bare = nn.Sequential(nn.Flatten(), MaskedReLU(2))
+    near = torch.tensor([[0.01, 0.5]]).repeat(200, 1).view(200, 1, 1, 2)
+    far = torch.tensor([[0.0, 100.0]]).view(1, 1, 1, 2)
+    images = torch.cat([near, far]), torch.ones(201, dtype=torch.long)
+    lost = private.ranges(bare, images, "crypten", narrow=8)
+    assert lost.accuracies[1] < lost.accuracies[0] - 10  # 0.5 is below a unit of 2^(low - 16)
+
+
+def test_narrow_refuses() -> None:
+    with pytest.raises(ValueError, match="narrow=12; choose from"):
+        private.ranges(two_layers(1.0), nets.images(2), narrow=12)
+    with pytest.raises(ValueError, match="engine='delphi'; choose from"):
+        private.ranges(two_layers(1.0), nets.images(2), "delphi")
