@@ -26,9 +26,9 @@ from fastbcd.scoring.collapsed.affine_cache import AffineCache
 from fastbcd.scoring.collapsed.build import FormBuilder
 from fastbcd.scoring.collapsed.engine import Collapsed
 from fastbcd.scoring.engine import Request
-from fastbcd.scoring.plan import CollapsedPlanner
+from fastbcd.scoring.plan import CollapsedPlanner, stacked_seconds
 from fastbcd.scoring.program import Program, make_program
-from fastbcd.scoring.stacked import Stacked, stacked_multiply_adds
+from fastbcd.scoring.stacked import Stacked
 from nets import build
 from test_scoring import Loop
 
@@ -108,9 +108,8 @@ def prepared(name: str, relus: int) -> SimpleNamespace:
 
 def auto_choice(request: Request, program: Program) -> str:
     """What score(engine="auto") would take for the whole call."""
-    collapsed = CollapsedPlanner(request, program).weighted
-    of_stacked = stacked_multiply_adds(request, program)
-    return "collapsed" if collapsed < of_stacked else "stacked"
+    collapsed = CollapsedPlanner(request, program).seconds
+    return "collapsed" if collapsed < stacked_seconds(request, program) else "stacked"
 
 
 def runner(case: SimpleNamespace, implementation: str):

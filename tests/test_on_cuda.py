@@ -92,9 +92,9 @@ def test_cudnn_is_deterministic_while_scoring(gpu, monkeypatch, engine, fast) ->
     assert (cudnn.enabled, cudnn.deterministic, cudnn.benchmark) == before
 
 
-@pytest.mark.parametrize("precision", ["tf32", "bf16"])
-def test_a_run_records_its_precision(gpu, tmp_path, monkeypatch, precision) -> None:
-    """It can change a decision."""
+@pytest.mark.parametrize("engine", ["stacked", "collapsed"])
+def test_mixed_precision_is_the_default(gpu, tmp_path, monkeypatch, engine) -> None:
+    """Hypotheses in few bits, some images again in float32; the share is recorded."""
     seen, plain = set(), torch.nn.functional.conv2d
 
     def conv2d(x, weight, *rest):
@@ -105,21 +105,25 @@ def test_a_run_records_its_precision(gpu, tmp_path, monkeypatch, precision) -> N
 
     monkeypatch.setattr(torch.nn.functional, "conv2d", conv2d)
     options = {"drc": 10, "rt": 2, "finetune": None}
-    net = make("resnet").cuda()
-    budget = fastbcd.masks(net).count() - 20
-    for name, engine in (("low", fastbcd.Engine(precision=precision)), ("full", "auto")):
+    budget = fastbcd.masks(make("resnet")).count() - 20
+    for name, precision in (("mixed", None), ("full", "float32")):
+        asked = fastbcd.Engine(engine, precision=precision)
         run = fastbcd.bcd(
-            make("resnet").cuda(), images(40), budget, run_dir=tmp_path / name, engine=engine,
+            make("resnet").cuda(), images(600), budget, run_dir=tmp_path / name, engine=asked,
             **options,
         )  # fmt: skip
         assert run.masks.count() == budget
-        half = torch.bfloat16 if precision == "bf16" else torch.float32
-        assert seen == {(half, "tf32") if name == "low" else (torch.float32, "ieee")}
+        full = (torch.float32, "ieee")
+        if engine == "stacked" and name == "mixed":
+            assert seen == {full, (torch.bfloat16, "tf32")}
+        else:
+            assert seen == {full}
         seen.clear()
-        settings = json.loads((tmp_path / name / "config.json").read_text())["settings"]
-        assert settings["precision"] == (precision if name == "low" else "float32")
-    with pytest.raises(ValueError, match="precision"):
-        fastbcd.bcd(net, images(40), budget, run_dir=tmp_path / "low", **options)
+        for step in fastbcd.load_run(tmp_path / name).history:
+            if name == "full":
+                assert step.rescored is None
+            else:
+                assert 0 < step.rescored < 1
 
 
 def test_masks_are_read_and_written_in_one_copy(gpu) -> None:

@@ -36,7 +36,7 @@ def linearize(
 
 
 def bcd(
-    options: Namespace, precision: str = "float32", teacher: Path | None = None
+    options: Namespace, precision: str | None = None, teacher: Path | None = None
 ) -> None:
     """Remove ReLUs by Block Coordinate Descent, with the paper's values as defaults.
 
@@ -44,8 +44,7 @@ def bcd(
     fastbcd bcd …).
 
     Args:
-        precision: of products in scoring, "float32", "tf32" or "bf16"; the last two are for GPUs:
-            faster, and decisions may differ
+        precision: of scoring, "float32" or "mixed" (on a GPU "mixed", on a CPU "float32")
         teacher: weights of a net to distil from (none)
     """
     engine = fastbcd.Engine(getattr(options, "engine", "auto"), precision=precision)

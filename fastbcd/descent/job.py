@@ -108,7 +108,9 @@ class Search(Settings):
 
     def describe(self) -> dict[str, Any]:
         """What config.json records."""
-        return super().describe() | {"precision": as_engine(self.engine).precision}
+        return super().describe() | {
+            "precision": as_engine(self.engine).precision or "float32"
+        }
 
     @property
     def criterion(self) -> Criterion:

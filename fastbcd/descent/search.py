@@ -91,6 +91,7 @@ def _remove(job: Job, run: Journal[Step], start: Tensor) -> Step:
         engine=choice.engine,
         images=choice.seen,
         interval=choice.interval,
+        rescored=choice.rescored,
         seconds=seconds,
     )
 

@@ -60,6 +60,8 @@ class Step:
     # holds the chosen drop with that probability.
     images: dict[int, int] | None = None
     interval: tuple[float, float] | None = None
+    # Of the answers, in mixed precision: the share that was scored again in float32.
+    rescored: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     unit: str = " %"  # of accuracies; "" for a metric without bounds
 

@@ -23,7 +23,9 @@ from fastbcd.scoring.confident import Confident
 from fastbcd.scoring.engine import Engine, Request
 from fastbcd.scoring.exact import Exact
 from fastbcd.scoring.metric import DEFAULT, Criterion, at_least_float32
+from fastbcd.scoring.mixed import Mixed
 from fastbcd.scoring.plan import ScoringPlan, make_plan
+from fastbcd.scoring.profile import profile_of
 from fastbcd.scoring.stacked import Stacked
 
 
@@ -48,15 +50,40 @@ class Answers:
         self.order = order  # in which the images are visited
         self.running: dict[int, Tensor] = {}  # what the engine is prepared for
         self.work: Any = None
+        self.mixed: Mixed | None = None
+        if plan.request.precision == "mixed":
+            self.mixed = Mixed(self.score, plan.engine.fast)
 
     def __call__(self, numbers: list[int], begin: int, end: int) -> dict[int, Tensor]:
         """By number, metric and loss of the visits begin to end, DoubleTensor[2, end - begin]."""
+        images = self.order[begin:end]
+        if self.mixed is None:
+            return self._checked(numbers, images, self.score(numbers, images))
+        return self._checked(numbers, images, self.mixed(numbers, images))
+
+    def in_float32(self, number: int, end: int) -> Tensor:
+        """Metric and loss of one hypothesis in the first visits, DoubleTensor[2, end]."""
+        images = self.order[:end]
+        return self._checked([number], images, self.score([number], images))[number]
+
+    def _checked(
+        self, numbers: list[int], images: Tensor, answers: Tensor
+    ) -> dict[int, Tensor]:
+        by_number = dict(zip(numbers, answers, strict=True))
+        for k, answer in by_number.items():
+            who = f"hypothesis {k}" if k >= 0 else "the base net"
+            self.criterion.check(answer, who, images)
+        return by_number
+
+    def score(
+        self, numbers: list[int], images: Tensor, precision: str = "float32"
+    ) -> Tensor:
+        """Metric and loss, DoubleTensor[len(numbers), 2, len(images)]."""
         removals = {k: self.removals[k] for k in numbers if k >= 0}
         if self.work is None or removals.keys() != self.running.keys():
             self._prepare(removals)
         # A hypothesis that removes nothing is the base.
         base = -1 in numbers or not all(ids.numel() for ids in removals.values())
-        images = self.order[begin:end]
 
         def judge(x: Tensor, targets: Tensor, images: Tensor) -> Tensor:
             by_number = self._answers(x, targets, base, images)
@@ -64,20 +91,16 @@ class Answers:
                 [by_number[k if k in by_number else -1] for k in numbers]
             )
 
-        answers = judged(
-            self.data,
-            images,
-            self.plan.batch,
-            len(numbers),
-            judge,
-            dtype=self.plan.request.example.dtype,
-            memory_format=self.plan.engine.memory_format,
-        )
-        by_number = dict(zip(numbers, answers, strict=True))
-        for k, answer in by_number.items():
-            who = f"hypothesis {k}" if k >= 0 else "the base net"
-            self.criterion.check(answer, who, images)
-        return by_number
+        with own_precision(self.data.device, precision):
+            return judged(
+                self.data,
+                images,
+                self.plan.batch,
+                len(numbers),
+                judge,
+                dtype=self.plan.request.example.dtype,
+                memory_format=self.plan.engine.memory_format,
+            )
 
     def _prepare(self, removals: dict[int, Tensor]) -> None:
         self.running = removals
@@ -120,6 +143,7 @@ def prepared(
     """
     current = masks(net).copy()
     decision = decision or Exact(criterion, len(images), adt=0.0)
+    profile = profile_of(images.device)
     with repeatable_convolutions(), eval_mode(net), ExitStack() as stack:
         stack.callback(set_masks, net, current)
         with own_precision(images.device, "float32"), torch.inference_mode():
@@ -136,15 +160,22 @@ def prepared(
                 batch_size=engine.batch_size,
                 # Ranks plan alike, whatever memory each of them has.
                 memory=int(from_first(torch.tensor(min(memory, 2**62)))),
-                precision=engine.precision,
+                precision=_precision(engine, example, criterion),
+                profile=profile,
             )
             plan = make_plan(request, engine.name)
         if isinstance(plan.engine, Stacked):
             stack.enter_context(kept_memory())
-        stack.enter_context(own_precision(images.device, engine.precision))
         if isinstance(decision, Exact):
             decision.batch = plan.together
         yield Answers(plan, criterion, images, removals, decision.order)
+
+
+def _precision(engine: Engine, example: Tensor, criterion: Criterion) -> str:
+    if example.dtype != torch.float32 or criterion.metric is not None:
+        return "float32"
+    by_default = {"cuda": "mixed"}.get(example.device.type, "float32")
+    return engine.precision or by_default
 
 
 def check_scorable(

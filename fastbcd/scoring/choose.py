@@ -10,6 +10,8 @@ computed either (confident.py). One selection serves both (decision.py).
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -55,6 +57,8 @@ class Choice:
         float  # the value in percent of the metric's range; as it is without bounds
     )
     base_percent: float
+    # Of the answers, in mixed precision: the share that was scored again in float32.
+    rescored: float | None = None
     # With a confidence the numbers above are estimates, unless all images were seen, and `drops`
     # holds all hypotheses.
     seen: dict[int, int] | None = (
@@ -118,11 +122,32 @@ def choose(
     with prepared(
         net, removals, images, settings, criterion, decision, expected=settings.wave
     ) as answers:
-        selection = Selection(answers, decision)
-        if decision.to_the_end or margins is None:
-            selection.complete(-1)  # the next step needs the margins of all images
-        number, accepted = selection.choose(chain([first], waves))
-    return _choice(answers, decision, number, accepted)
+        # Or else the next step lacks margins.
+        every_base = decision.to_the_end or margins is None
+        spare = decision
+        if answers.mixed is not None:
+            spare = copy.deepcopy(decision)
+        choice = _decided(answers, decision, chain([first], waves), every_base)
+        if answers.mixed is None or answers.mixed.confirms(choice.number):
+            return choice
+        answers.mixed.bound = math.inf
+        return _decided(answers, spare, chain([[*removals]], waves), every_base)
+
+
+def _decided(
+    answers: Answers,
+    decision: Exact | Confident,
+    waves: Iterable[list[int]],
+    every_base: bool,
+) -> Choice:
+    """every_base: the base runs on all images first."""
+    in_float32 = None
+    if answers.mixed is not None:
+        in_float32 = answers.in_float32
+    selection = Selection(answers, decision, in_float32)
+    if every_base:
+        selection.complete(-1)
+    return _choice(answers, decision, *selection.choose(waves))
 
 
 def _waves(
@@ -150,6 +175,9 @@ def _choice(
     metric, loss = decision.totals(number)
     base, base_loss = decision.totals(-1)
     images = [decision.seen(k) for k in answers.removals]
+    rescored = None
+    if answers.mixed is not None:
+        rescored = answers.mixed.share
     return Choice(
         number=number,
         removal=answers.removals[number],
@@ -164,5 +192,6 @@ def _choice(
         base_value=base / samples,
         percent=criterion.percent(metric, samples),
         base_percent=criterion.percent(base, samples),
+        rescored=rescored,
         **decision.record(number),
     )

@@ -77,6 +77,10 @@ class Confident:
         """Take the answers to further images, DoubleTensor[2, n]."""
         self.answers[k] = np.concatenate([self.answers[k], answers.numpy()], 1)
 
+    def forget(self, k: int) -> None:
+        """All answers of a hypothesis."""
+        del self.answers[k]
+
     def until(self, numbers: list[int]) -> int:
         """The next look. Looks are at fixed numbers of images."""
         look = 0

@@ -23,9 +23,16 @@ Run = Callable[[list[int], int, int], dict[int, Tensor]]
 class Selection:
     """One step's selection."""
 
-    def __init__(self, run: Run, decision: Exact | Confident) -> None:
+    def __init__(
+        self,
+        run: Run,
+        decision: Exact | Confident,
+        in_float32: Callable[[int, int], Tensor] | None = None,
+    ) -> None:
+        """in_float32: (number, end) -> answers to the first visits; None: those of `run` are."""
         self.run = run
         self.decision = decision
+        self.in_float32 = in_float32
 
     def proceed(self, numbers: list[int], end: int) -> None:
         """Run hypotheses that have seen the same images up to `end`; the base, if it must."""
@@ -86,6 +93,12 @@ class Selection:
         totals = {k: decision.totals(k) for k in left}
         most = max(metric for metric, _ in totals.values()) - decision.tie
         best, *others = (k for k in left if totals[k][0] >= most)
+        if others and self.in_float32 is not None:  # losses of few bits say little
+            for k in (best, *others):
+                answers = self.in_float32(k, decision.seen(k))
+                decision.forget(k)
+                decision.add(k, answers)
+                totals[k] = decision.totals(k)
         for k in others:
             mean, least = (totals[n][1] / decision.samples for n in (k, best))
             if fewer(mean, least):

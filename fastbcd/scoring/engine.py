@@ -1,6 +1,6 @@
 """Engine: how hypotheses are scored, and the protocol that every engine implements.
 
-The engine changes the speed, never the numbers: each is held to the logits of the net itself.
+The engine changes the speed, not the answers: each is held to the logits of the net itself.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from fastbcd.masking.masks import MaskSet, set_masks
 from fastbcd.runtime.validate import check_choice, check_whole
+from fastbcd.scoring.profile import CPU, Profile
 from fastbcd.scoring.sequential import Outputs, Sequential
 
 ENGINES = ("auto", "sequential", "stacked", "collapsed")
-PRECISIONS = ("float32", "tf32", "bf16")
+PRECISIONS = ("float32", "mixed")
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,10 @@ class Engine:
         memory: bytes that the values of a pass, and a collapsed form, may take; None: half of
             the free memory of a CPU, 70 % of that of a GPU.
         wave: hypotheses that `choose` and `bcd` score together at most.
-        precision: of products, "float32", "tf32" or "bf16". With "tf32" a GPU rounds their factors
-            to 10 bits. With "bf16" convolutions and linear layers run as under torch.autocast:
-            values have 8 bits; `collapsed` refuses it. Both are for GPUs: faster, and a decision
-            may differ from that of float32. Plans and collapsed forms are made in float32.
+        precision: "float32"; or "mixed": hypotheses run in bf16, those of `collapsed` in TF32, and
+            again in float32 where that may change an answer (docs/metrics.md). None: mixed on a
+            GPU. What is not a net in float32 judged by its accuracy is always scored in its own
+            precision.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), fastbcd.MaskedReLU(6), nn.Linear(6, 3))
     >>> data = torch.randn(50, 1, 2, 2), torch.arange(50) % 3
@@ -47,14 +48,15 @@ class Engine:
     batch_size: int | None = None
     memory: int | None = None
     wave: int = 8
-    precision: str = "float32"
+    precision: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("engine", self.name, ENGINES)
         check_whole("batch_size", self.batch_size, 1, optional=True)
         check_whole("memory", self.memory, 1, optional=True)
         check_whole("wave", self.wave, 1)
-        check_choice("precision", self.precision, PRECISIONS)
+        if self.precision is not None:
+            check_choice("precision", self.precision, PRECISIONS)
 
 
 def as_engine(engine: str | Engine) -> Engine:
@@ -78,7 +80,8 @@ class Request(NamedTuple):
     example: Tensor
     batch_size: int | None
     memory: int  # bytes that this call may take
-    precision: str = "float32"
+    precision: str = "float32"  # or "mixed"
+    profile: Profile = CPU
 
     @property
     def tolerance(self) -> float:
@@ -91,6 +94,7 @@ class ScoringEngine(Protocol):
 
     name: str
     memory_format: torch.memory_format  # of the images
+    fast: str  # the precision of its products in mixed precision
 
     def prepare(self, removals: dict[int, Tensor], lanes: int) -> Any:
         """What `logits` needs for these hypotheses (ids by number), at most `lanes` at a time."""

@@ -54,6 +54,12 @@ class Exact:
             self.metric[k] += metric
             self.loss[k] += loss
 
+    def forget(self, k: int) -> None:
+        """All answers of a hypothesis."""
+        del self.images[k]
+        del self.metric[k]
+        del self.loss[k]
+
     def totals(self, k: int) -> tuple[float, float]:
         """The sums of metric and loss over the images that it has seen."""
         return self.metric[k], self.loss[k]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -21,10 +22,11 @@ from fastbcd.scoring.program import NotTraceable, Program, make_program
 from fastbcd.scoring.sequential import Sequential
 from fastbcd.scoring.stacked import Stacked, peak_bytes, portions, stacked_multiply_adds
 
-# Multiply-adds below which no form is built: the call takes a moment anyway.
-WORTH = 2e10
+WORTH = 0.4  # seconds below which no form is built: the call takes a moment anyway
+RESCORED = 0.03  # of the answers, in mixed precision, about
 # Time of a multiply-add of impulses, as measured (benchmarks/RESULTS.md).
 BUILD_WEIGHT = 1.3
+LOOP_BATCH = 128  # images at a time of sequential
 ROWS = {"cpu": 1024, "cuda": 8192}  # hypotheses × images in a GEMM of collapsed
 
 
@@ -40,6 +42,7 @@ class ScoringPlan:
     multiply_adds: int = 0  # of the whole call; 0 if unknown
     bytes: int = 0  # largest amount of memory that values take at a time
     details: str = ""
+    estimates: dict[str, float] = field(default_factory=dict)  # seconds by engine
 
     @property
     def together(self) -> int:
@@ -69,6 +72,7 @@ class ScoringPlan:
         return (
             f"engine      {self.engine.name}: {self.why}\n"
             f"work        {self.request.hypotheses} hypotheses + base, {images}, {cost}\n"
+            f"estimates   {_listed(self.estimates)} on {self.request.profile.name}\n"
             f"{self.details}"
             f"chunk       {self.batch} images x {self.lanes} hypotheses, "
             f"{self.bytes / 2**20:,.1f} MiB of values at a time"
@@ -77,7 +81,6 @@ class ScoringPlan:
 
 def make_plan(request: Request, engine: str) -> ScoringPlan:
     """Choose the engine and the portions. The net is traced once, whichever engine is chosen."""
-    _check_precision(request)
     if engine == "sequential":
         return sequential_plan(request, "asked for")
     try:
@@ -93,20 +96,6 @@ def make_plan(request: Request, engine: str) -> ScoringPlan:
         ) from None
 
 
-def _check_precision(request: Request) -> None:
-    if request.precision != "bf16":
-        return
-    dtype = request.example.dtype
-    if dtype != torch.float32:
-        raise ValueError(
-            f"precision='bf16' is for nets in float32, and this one is in {dtype}"
-        )
-    if request.example.device.type == "cpu":
-        warn_once(
-            "precision='bf16' is meant for GPUs: most CPUs are slower in it than in float32"
-        )
-
-
 def _traced_plan(request: Request, engine: str) -> ScoringPlan:
     """A plan of `stacked` or `collapsed`."""
     dtype = request.example.dtype
@@ -115,38 +104,44 @@ def _traced_plan(request: Request, engine: str) -> ScoringPlan:
             f"in {dtype} its logits would depend on the engine by rounding"
         )
     program = make_program(request.net, request.example[:1])
-    if engine == "stacked":
-        return stacked_plan(request, program, "asked for")
-    if engine == "collapsed":
-        return CollapsedPlanner(request, program).plan("asked for")
-    of_stacked = stacked_multiply_adds(request, program)
-    try:
-        planner = CollapsedPlanner(request, program)
-        why_not = planner.worse_than(of_stacked)
-        if not why_not:
-            return planner.plan(f"stacked would cost {_giga(of_stacked)} multiply-adds")
-    except NotAffine as reason:
-        why_not = f"collapsed cannot: {reason}"
-    return stacked_plan(request, program, why_not)
+    estimates = {
+        "sequential": sequential_seconds(request, program),
+        "stacked": stacked_seconds(request, program),
+    }
+    why_stacked = "asked for"
+    if engine != "stacked":
+        try:
+            planner = CollapsedPlanner(request, program)
+            why_stacked = planner.worse_than(estimates["stacked"])
+            if engine == "collapsed":
+                return planner.plan("asked for", estimates)
+            if not why_stacked:
+                return planner.plan("the least time", estimates)
+        except NotAffine as reason:
+            if engine == "collapsed":
+                raise
+            why_stacked = f"collapsed cannot: {reason}"
+    return stacked_plan(request, program, why_stacked, estimates)
 
 
 def sequential_plan(request: Request, why: str) -> ScoringPlan:
     """One hypothesis at a time."""
     engine = Sequential(request.net, request.masks)
-    return ScoringPlan(engine, why, request, batch=request.batch_size or 128, lanes=1)
+    return ScoringPlan(
+        engine, why, request, batch=request.batch_size or LOOP_BATCH, lanes=1
+    )
 
 
-def stacked_plan(request: Request, program: Program, why: str) -> ScoringPlan:
+def stacked_plan(
+    request: Request, program: Program, why: str, estimates: dict[str, float]
+) -> ScoringPlan:
     """All hypotheses together; `NotTraceable` if the program is not the net."""
     engine = Stacked(program, request.masks)
     engine.check(request)
-    forward = sum(program.multiply_adds.values())
     spent = stacked_multiply_adds(request, program)
-    saved = 1 - spent / max(forward * (1 + request.hypotheses) * request.images, 1)
+    alone = (1 + request.hypotheses) * request.images * program.forward
     per_image = peak_bytes(program)
-    largest = max(program.bytes_per_image.values())
-    work = forward / max(len(program.steps), 1)
-    batch, lanes = portions(request, per_image, largest, work)
+    batch, lanes = _stacked_portions(request, program)
     return ScoringPlan(
         engine,
         why,
@@ -155,18 +150,58 @@ def stacked_plan(request: Request, program: Program, why: str) -> ScoringPlan:
         lanes,
         multiply_adds=spent,
         bytes=per_image * batch * (1 + lanes),
-        details=f"prefix      {saved:.1%} of the multiply-adds saved by shared prefixes\n",
+        details=f"prefix      {1 - spent / max(alone, 1):.1%} of the multiply-adds saved by "
+        "shared prefixes\n",
+        estimates=estimates,
     )
+
+
+def sequential_seconds(request: Request, program: Program) -> float:
+    """What the paper's loop would take."""
+    passes = (1 + request.hypotheses) * request.images
+    calls = passes / (request.batch_size or LOOP_BATCH) * len(program.steps)
+    moved = 2 * passes * sum(program.bytes_per_image.values())
+    return _seconds(request, "bf16", passes * program.forward, moved, calls)
+
+
+def stacked_seconds(request: Request, program: Program) -> float:
+    """Of the base and all hypotheses."""
+    batch, lanes = _stacked_portions(request, program)
+    spent = stacked_multiply_adds(request, program)
+    moved = 2 * spent / max(program.forward, 1) * sum(program.bytes_per_image.values())
+    calls = _chunks(request, batch, lanes) * len(program.steps)
+    return _seconds(request, "bf16", spent, moved, calls)
+
+
+def _stacked_portions(request: Request, program: Program) -> tuple[int, int]:
+    largest = max(program.bytes_per_image.values())
+    work = program.forward / max(len(program.steps), 1)
+    return portions(request, peak_bytes(program), largest, work)
+
+
+def _chunks(request: Request, batch: int, lanes: int) -> int:
+    """Passes through the net: of the base and of groups of hypotheses, for each batch."""
+    groups = 1 + math.ceil(request.hypotheses / lanes)
+    return groups * math.ceil(request.images / batch)
+
+
+def _seconds(
+    request: Request, fast: str, multiply_adds: float, moved: float, calls: float
+) -> float:
+    """In the precision of a request. moved: bytes in float32."""
+    seconds = request.profile.seconds
+    in_float32 = seconds("float32", multiply_adds, moved, calls)
+    if request.precision == "float32":
+        return in_float32
+    if fast == "bf16":
+        moved = moved / 2
+    return seconds(fast, multiply_adds, moved, calls) + RESCORED * in_float32
 
 
 class CollapsedPlanner:
     """What collapsed would cost for a request, and its plan; `NotAffine` if it cannot."""
 
     def __init__(self, request: Request, program: Program) -> None:
-        if request.precision == "bf16":
-            raise NotAffine(
-                "it adds large terms that cancel, for which the 8 bits of bf16 are too few"
-            )
         if not isinstance(program.output, fx.Node):
             raise NotAffine("it returns several tensors instead of one")
         self.request = request
@@ -175,7 +210,6 @@ class CollapsedPlanner:
         self.signature = Signature(program)
         self.builder = FormBuilder(program, request)
         self.form = self.made.form_of(self.signature, request.masks)
-        self.forward = sum(program.multiply_adds.values())  # of an image
         self.trials = (1 + request.hypotheses) * request.images * self.builder.pairs
 
     def impulses(self, source: int) -> int:
@@ -194,7 +228,7 @@ class CollapsedPlanner:
         """Is U worth its impulses, or is running the affine net on each image less?"""
         if self.form is not None:
             return self.form.image is not None
-        gain = self.request.images * (self.forward - self.builder.image_numbers)
+        gain = self.request.images * (self.program.forward - self.builder.image_numbers)
         return gain > 0 and self.impulses(IMAGE) * BUILD_WEIGHT < gain
 
     @cached_property
@@ -211,12 +245,28 @@ class CollapsedPlanner:
         unknown = max(0, self.request.images - len(self.made.images.known))
         if self.with_image:
             return unknown * self.builder.image_numbers
-        return unknown * self.forward
+        return unknown * self.program.forward
 
     @cached_property
-    def weighted(self) -> float:
-        """Multiply-adds that are comparable with those of stacked."""
-        return BUILD_WEIGHT * self.build + self.trials + self.affine
+    def running(self) -> float:
+        """Seconds of the base and all hypotheses, whose form exists."""
+        batch, lanes = self.portions()
+        chunks = _chunks(self.request, batch, lanes)
+        calls = 2 * len(self.builder.sites) * chunks
+        moved = chunks * self.builder.pairs * self.request.example.element_size()
+        return _seconds(self.request, "tf32", self.trials, moved, calls)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Of the whole call."""
+        calls = 0
+        if self.form is None:
+            for source, steps in self.builder.steps.items():
+                if self.with_image or source != IMAGE:
+                    calls += len(self.builder.sources[source].batches) * len(steps)
+        seconds = self.request.profile.seconds
+        build = seconds("float32", BUILD_WEIGHT * self.build, launches=calls)
+        return build + seconds("float32", self.affine) + self.running
 
     @property
     def form_bytes(self) -> int:
@@ -238,14 +288,15 @@ class CollapsedPlanner:
         """Bytes beside the form."""
         return self.request.memory - self.form_bytes
 
-    def worse_than(self, of_stacked: int) -> str:
-        """Why stacked, with so many multiply-adds, is better; empty if it is not."""
-        if of_stacked < WORTH or self.trials >= of_stacked:
-            return "the least multiply-adds"
+    def worse_than(self, of_stacked: float) -> str:
+        """Why stacked, which takes so many seconds, is better; empty if it is not."""
+        least = _seconds(self.request, "tf32", self.trials, 0, 0)
+        if of_stacked < WORTH or least >= of_stacked:
+            return "the least time"
         self.check_linear()
-        if self.weighted < of_stacked and self.peak <= self.request.memory:
+        if self.seconds < of_stacked and self.peak <= self.request.memory:
             return ""
-        return f"collapsed would cost {_giga(self.weighted)} multiply-adds and {_mib(self.peak)}"
+        return f"collapsed would take {self.seconds:.2g} s and {_mib(self.peak)}"
 
     def check_linear(self) -> None:
         """`NotAffine` unless the linear part of this structure is that of the net."""
@@ -256,7 +307,7 @@ class CollapsedPlanner:
         if self.made.not_affine:
             raise NotAffine(self.made.not_affine)
 
-    def plan(self, why: str) -> ScoringPlan:
+    def plan(self, why: str, estimates: dict[str, float]) -> ScoringPlan:
         """The plan, with the form that was kept or a new one."""
         self.check_linear()
         kinks = len(self.builder.ids)
@@ -272,9 +323,7 @@ class CollapsedPlanner:
             f"spent on    form {_giga(self.build)}, affine part {_giga(self.affine)}, "
             f"hypotheses {_giga(self.trials)}\n"
         )
-        # A row holds c, and the output of its GEMM is a part of it.
-        row_bytes = max(kinks, 1) * self.request.example.element_size()
-        batch, lanes = self.portions(row_bytes)
+        batch, lanes = self.portions()
         return ScoringPlan(
             self.engine(),
             why,
@@ -282,8 +331,9 @@ class CollapsedPlanner:
             batch,
             lanes,
             multiply_adds=self.build + self.affine + self.trials,
-            bytes=(lanes + 2) * batch * row_bytes,
+            bytes=(lanes + 2) * batch * self.row_bytes,
             details=details,
+            estimates=estimates | {"collapsed": self.seconds},
         )
 
     def engine(self) -> Collapsed:
@@ -304,10 +354,15 @@ class CollapsedPlanner:
                 made.drop()
                 raise
             made.answer = answer
-        made.images.begin(request.example, request.precision, self.left // 2)
+        made.images.begin(request.example, self.left // 2)
         return engine
 
-    def portions(self, row_bytes: int) -> tuple[int, int]:
+    @property
+    def row_bytes(self) -> int:
+        """A row holds c, and the output of its GEMM is a part of it."""
+        return max(len(self.builder.ids), 1) * self.request.example.element_size()
+
+    def portions(self) -> tuple[int, int]:
         """(images, hypotheses) at a time."""
         request = self.request
         rows = ROWS["cpu"]
@@ -316,11 +371,16 @@ class CollapsedPlanner:
             # A GEMM needs all of its rows, and a wave has few hypotheses.
             rows = ROWS["cuda"]
             wanted = max(wanted, rows // max(request.hypotheses, 1))
-        affordable = max(1, self.left // 4 // row_bytes)
+        affordable = max(1, self.left // 4 // self.row_bytes)
         of_rank = -(-request.images // world())
         batch = request.batch_size or min(of_rank, wanted, affordable)
         lanes = min(request.hypotheses, rows // batch, affordable // batch)
         return batch, max(1, lanes)
+
+
+def _listed(estimates: dict[str, float]) -> str:
+    parts = [f"{name} {seconds:.2g} s" for name, seconds in estimates.items()]
+    return ", ".join(parts) or "none"
 
 
 def _mib(size: int) -> str:

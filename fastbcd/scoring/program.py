@@ -150,6 +150,11 @@ class Program(NamedTuple):
     multiply_adds: dict[fx.Node, int]
 
     @property
+    def forward(self) -> int:
+        """Multiply-adds of one image."""
+        return sum(self.multiply_adds.values())
+
+    @property
     def outputs(self) -> list[fx.Node]:
         return node_list(self.output)
 

@@ -23,6 +23,7 @@ class Sequential:
 
     name = "sequential"
     memory_format = torch.contiguous_format
+    fast = "bf16"
 
     def __init__(self, net: nn.Module, masks: MaskSet) -> None:
         self.net = net

@@ -87,6 +87,7 @@ class Stacked:
 
     name = "stacked"
     memory_format = torch.channels_last
+    fast = "bf16"
 
     def __init__(self, program: Program, masks: MaskSet) -> None:
         self.program = program
@@ -273,7 +274,7 @@ def stacked_multiply_adds(request: Request, program: Program) -> int:
     count = lane_counts(program, begins)
     of_lanes = sum(program.multiply_adds[node] * n for node, n in count.items())
     of_all = of_lanes * request.hypotheses // max(len(request.removals), 1)
-    return (sum(program.multiply_adds.values()) + of_all) * request.images
+    return (program.forward + of_all) * request.images
 
 
 def peak_bytes(program: Program) -> int:

@@ -243,9 +243,9 @@ def test_settings_of_the_engine_are_options(monkeypatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fastbcd, "bcd", stopped)
-    for options in ("", "--engine stacked --precision bf16"):
+    for options in ("", "--engine stacked --precision mixed"):
         assert fastbcd_(f"{BCD} --quiet {options}") == 130
-    assert given == [fastbcd.Engine(), fastbcd.Engine("stacked", precision="bf16")]
+    assert given == [fastbcd.Engine(), fastbcd.Engine("stacked", precision="mixed")]
 
 
 def test_an_adaptive_drc_follows_adt() -> None:

@@ -107,11 +107,12 @@ def test_autocast_gives_float32_beside_bfloat16(gpu, engine) -> None:
             return self.relu(self.norm(self.conv(x)) + self.other(x))
 
     torch.manual_seed(0)
-    data = images(40)
+    data = images(600)
     layers = nn.Conv2d(3, 4, 3), Block(), nn.Flatten(), nn.Linear(144, 5)
     net = fastbcd.convert(nn.Sequential(*layers).eval().to("cuda"), data[0][:2])
-    truth = score(net, hypotheses(net), data)
-    found = score(net, hypotheses(net), data, Engine(engine, precision="bf16"))
+    truth = score(net, hypotheses(net), data, Engine(precision="float32"))
+    found = score(net, hypotheses(net), data, Engine(engine))
+    assert torch.equal(found.correct, truth.correct)
     assert not torch.equal(found.loss, truth.loss)
     torch.testing.assert_close(found.loss, truth.loss, rtol=0.02, atol=0.01)
 

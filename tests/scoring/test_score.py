@@ -388,7 +388,7 @@ def test_bad_input(changes, error, words) -> None:
         ({"memory": -1}, ValueError, "memory=-1"),
         ({"wave": 0}, ValueError, "wave=0"),
         ({"wave": None}, TypeError, "wave=None"),
-        ({"precision": "fp8"}, ValueError, "precision='fp8'; choose from float32, tf32, bf16"),
+        ({"precision": "fp8"}, ValueError, "precision='fp8'; choose from float32, mixed"),
     ],
 )
 def test_bad_engines(options, error, words) -> None:

@@ -15,10 +15,8 @@ from torch import nn
 from torch.fx import graph_module
 
 import fastbcd
-from fastbcd import Engine, choose, models, score
-from fastbcd.runtime import warn_once
+from fastbcd import Engine, models, score
 from fastbcd.runtime.tf32 import products, repeatable_convolutions
-from fastbcd.scoring.compiled import compiled
 from helpers.nets import images, make, thinned
 
 
@@ -56,52 +54,6 @@ def test_nets_in_half_precision_are_scored_sequentially(dtype) -> None:
     assert score(net, hypotheses(net), data).engine == "sequential"
     with pytest.raises(ValueError, match="depend on the engine by rounding; use engine='sequ"):
         score(net, hypotheses(net), data, engine="stacked")
-
-
-@pytest.mark.filterwarnings("ignore:precision='bf16' is meant for GPUs")
-@pytest.mark.parametrize("engine", ["sequential", "stacked"])
-@pytest.mark.parametrize("name", ["resnet", "mixture"])
-def test_scoring_in_bfloat16(engine, name) -> None:
-    """Numbers differ by rounding, not by a mask; a metric has float32 outputs; nothing is left."""
-    net, data = thinned(make(name)), images(60)
-    ids = [*hypotheses(net, 3, 60), torch.empty(0, dtype=torch.int64)]
-    truth, outputs = score(net, ids, data), []
-
-    def metric(out, targets):
-        outputs.append((out.dtype, torch.is_autocast_enabled("cpu")))
-        return (out.argmax(1) == targets).double()
-
-    with torch.autocast("cpu", torch.bfloat16):
-        found = score(net, ids, data, Engine(engine, precision="bf16"), metric=metric)
-        assert next(net.children())(data[0][:2]).requires_grad
-    assert found.engine == engine
-    assert set(outputs) == {(torch.float32, False)}
-    assert not torch.equal(found.loss, truth.loss)
-    assert torch.allclose(found.loss, truth.loss, rtol=0.05, atol=0.02)
-    assert found.loss[-1] == found.base_loss
-    assert torch.equal(score(net, ids, data).loss, truth.loss)
-    assert choose(net, ids, data, adt=100.0, engine=Engine(precision="bf16")).accepted
-
-
-def test_bfloat16_is_for_nets_in_float32_and_not_for_collapsed(monkeypatch) -> None:
-    monkeypatch.setattr(warn_once, "_issued", set())
-    net, data = make("resnet"), images(4)
-    ids, engine = hypotheses(net, 1), Engine("collapsed", precision="bf16")
-    with pytest.warns(RuntimeWarning, match="meant for GPUs"):
-        assert score(net, ids, data, Engine(precision="bf16")).engine == "stacked"
-    with pytest.raises(ValueError, match=r"large terms that cancel.*use engine='stacked'"):
-        score(net, ids, data, engine)
-    with pytest.raises(ValueError, match=r"for nets in float32, and this one is in torch\.float64"):
-        score(net.double(), ids, data, Engine(precision="bf16"))
-
-
-def test_values_of_another_precision_are_not_reused() -> None:
-    net, data = thinned(make("resnet"), 0.1), images(20)
-    for precision, cached in (("tf32", False), ("tf32", True), ("float32", False)):
-        before = dict(compiled(net).images.known)
-        score(net, hypotheses(net), data, Engine("collapsed", precision=precision))
-        now = compiled(net).images.known
-        assert any(before.get(number) is image for number, image in now.items()) == cached
 
 
 FLAGS = [

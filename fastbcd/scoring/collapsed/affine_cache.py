@@ -24,7 +24,6 @@ class AffineCache:
     def __init__(self) -> None:
         self.limit = 0  # bytes
         self.example: Tensor | None = None  # the first images of the data, on the CPU
-        self.precision = ""  # of the values
         self.known: dict[int, Known] = {}
         self.compared: set[int] = set()  # which are known to be images of this call
 
@@ -40,14 +39,13 @@ class AffineCache:
         self.known.clear()
         self.compared.clear()
 
-    def begin(self, example: Tensor, precision: str, limit: int) -> None:
+    def begin(self, example: Tensor, limit: int) -> None:
         """Store at most `limit` bytes, only of the data that begins with this example."""
         example = example.cpu()
         same_data = self.example is not None and torch.equal(self.example, example)
-        if not same_data or precision != self.precision or self.bytes > limit:
+        if not same_data or self.bytes > limit:
             self.clear()
         self.example = example.clone()
-        self.precision = precision
         self.limit = limit
         self.compared.clear()
 

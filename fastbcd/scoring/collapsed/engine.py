@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fastbcd.ops.kink import kink
+from fastbcd.runtime.tf32 import products
 from fastbcd.scoring.collapsed.affine_cache import AffineCache
 from fastbcd.scoring.collapsed.affine_net import AffineNet
 from fastbcd.scoring.collapsed.form import Form, find
@@ -40,6 +41,7 @@ class Collapsed:
 
     name = "collapsed"
     memory_format = torch.channels_last
+    fast = "tf32"  # 8 bits are too few for large terms that cancel
 
     def __init__(self, form: Form, net: AffineNet, cache: AffineCache) -> None:
         self.form = form
@@ -84,12 +86,13 @@ class Collapsed:
         return self.cache.values(images, x, self.compute)
 
     def compute(self, x: Tensor) -> Tensor:
-        """U x + u at the kinks and the logits, [R + classes, B]."""
+        """U x + u at the kinks and the logits, [R + classes, B], in float32."""
         form = self.form
-        if form.image is None:
-            return self.net.values_at(form.places, form.bounds, x)
-        pixels = x.movedim(1, -1).flatten(1).T
-        return torch.addmm(form.constant[:, None], form.image.T, pixels)
+        with products(tf32=False):
+            if form.image is None:
+                return self.net.values_at(form.places, form.bounds, x)
+            pixels = x.movedim(1, -1).flatten(1).T
+            return torch.addmm(form.constant[:, None], form.image.T, pixels)
 
     def run(self, affine: Tensor, masks: Tensor) -> Tensor:
         """Logits [T, B, ...] of T masks, given U x + u [R + classes, B]."""

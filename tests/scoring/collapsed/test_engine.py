@@ -270,7 +270,7 @@ def test_images_are_found_in_any_order(monkeypatch) -> None:
             torch.testing.assert_close(found, truth[:, some])
             assert new is None or sum(calls) - before == new
         assert sum(calls) == 40
-        engine.cache.begin(x[:2], "float32", 2**30)  # another call
+        engine.cache.begin(x[:2], 2**30)  # another call
         other = torch.cat([x[:30], x[30:] + 1])
         found, expected = (engine.affine_part(other, n) for n in (torch.arange(40), None))
         torch.testing.assert_close(found, expected)
@@ -349,15 +349,15 @@ def test_the_memory_of_a_form_is_known_to_the_byte(builds) -> None:
     with torch.inference_mode():
         peak = planner(2**40).peak
         with pytest.raises(ValueError, match="while it is built"):
-            planner(peak - 1).plan("asked for")
+            planner(peak - 1).plan("asked for", {})
         assert not builds
-        made = planner(peak).plan("asked for")
+        made = planner(peak).plan("asked for", {})
         form = made.engine.form
         held = sum(matrix.nbytes for matrix in form.responses)
         assert made.bytes == (made.lanes + 2) * made.batch * form.kinks * 4
         with pytest.raises(ValueError, match="while it is built"):
-            planner(held - 1).plan("asked for")
-        assert planner(held).plan("asked for").engine.form is form
+            planner(held - 1).plan("asked for", {})
+        assert planner(held).plan("asked for", {}).engine.form is form
 
 
 def test_too_little_memory_is_refused_before_any_work(builds) -> None:
