@@ -52,14 +52,16 @@ class Answers:
         self.work: Any = None
         self.mixed: Mixed | None = None
         if plan.request.precision == "mixed":
-            self.mixed = Mixed(self.score, plan.engine.fast)
+            self.mixed = Mixed(plan.engine.fast)
 
     def __call__(self, numbers: list[int], begin: int, end: int) -> dict[int, Tensor]:
         """By number, metric and loss of the visits begin to end, DoubleTensor[2, end - begin]."""
         images = self.order[begin:end]
         if self.mixed is None:
-            return self._checked(numbers, images, self.score(numbers, images))
-        return self._checked(numbers, images, self.mixed(numbers, images))
+            answers = self.score(numbers, images)
+        else:
+            answers = self.mixed(self.score, numbers, images)
+        return self._checked(numbers, images, answers)
 
     def in_float32(self, number: int, end: int) -> Tensor:
         """Metric and loss of one hypothesis in the first visits, DoubleTensor[2, end]."""

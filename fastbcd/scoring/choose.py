@@ -128,9 +128,10 @@ def choose(
         if answers.mixed is not None:
             spare = copy.deepcopy(decision)
         choice = _decided(answers, decision, chain([first], waves), every_base)
-        if answers.mixed is None or answers.mixed.confirms(choice.number):
+        mixed = answers.mixed
+        if mixed is None or mixed.confirms(answers.score, choice.number):
             return choice
-        answers.mixed.bound = math.inf
+        mixed.bound = math.inf
         return _decided(answers, spare, chain([[*removals]], waves), every_base)
 
 

@@ -43,7 +43,7 @@ class Signature:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self.facts.append(f"{leaf.shape} {leaf.dtype} {leaf.device}")
-                self.tensors.append(leaf.detach().clone())  # the net may change it
+                self.tensors.append(leaf.detach())
             elif isinstance(leaf, MaskedActivation):
                 self._add([type(leaf), leaf.coefficients()])
             elif isinstance(leaf, nn.Module):
@@ -89,6 +89,8 @@ class Compiled:
 
     def keep_form(self, signature: Signature, form: Form) -> None:
         """Remember a form for as long as the net computes the same."""
+        # The net may change its own.
+        signature.tensors = [tensor.clone() for tensor in signature.tensors]
         self.signature = signature
         self.form = form
 

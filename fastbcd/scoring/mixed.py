@@ -33,8 +33,7 @@ Scorer = Callable[[list[int], Tensor, str], Tensor]
 class Mixed:
     """The answers of one call, in `fast` precision where that is certain enough."""
 
-    def __init__(self, score: Scorer, fast: str) -> None:
-        self.score = score
+    def __init__(self, fast: str) -> None:
         self.fast = fast
         self.bound = 0.0
         self.answers = 0  # of hypotheses to images
@@ -42,16 +41,16 @@ class Mixed:
         # By number: the images of the ring, and whether the answer is right.
         self.ring: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
-    def __call__(self, numbers: list[int], images: Tensor) -> Tensor:
+    def __call__(self, score: Scorer, numbers: list[int], images: Tensor) -> Tensor:
         """Metric and loss, DoubleTensor[len(numbers), 2, len(images)]."""
-        answers = self.score(numbers, images, self.fast)
+        answers = score(numbers, images, self.fast)
         margins = answers[:, 0].abs()
         wanted = ~(margins >= self.bound).all(0)  # a margin may be NaN
         if not self.answers:
             wanted[:FIRST] = True
         done = torch.zeros_like(wanted)
         while wanted.any():
-            exact = self.score(numbers, images[wanted], "float32")
+            exact = score(numbers, images[wanted], "float32")
             self.learn(answers[:, 0, wanted] - exact[:, 0])
             answers[:, :, wanted] = exact
             self.rescored += exact[:, 0].numel()
@@ -69,13 +68,13 @@ class Mixed:
         if len(sizes):
             self.bound = max(self.bound, SAFETY * float(sizes.max()))
 
-    def confirms(self, number: int) -> bool:
+    def confirms(self, score: Scorer, number: int) -> bool:
         """Are the answers of a hypothesis, and the base's, those of float32 within the ring?"""
         for k in (-1, number):
             images, right = map(torch.cat, zip(*self.ring[k], strict=True))
             if not len(images):
                 continue
-            values = self.score([k], images, "float32")[0, 0]
+            values = score([k], images, "float32")[0, 0]
             self.rescored += len(images)
             if not torch.equal(values > 0, right):
                 return False

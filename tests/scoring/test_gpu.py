@@ -72,7 +72,7 @@ def test_sequential_writes_the_masks_that_a_hypothesis_changes(gpu) -> None:
     for sites in (1, 4):
         ids = torch.tensor([[site.start for site in fastbcd.masks(net).sites[:sites]]])
         gpu.reset()
-        score(net, ids, data, Engine("sequential", batch_size=4))
+        score(net, ids, data, Engine("sequential", batch_size=4, precision="float32"))
         launches.append(gpu.counts["launch"])
     assert launches[1] - launches[0] == 2 * 3 * 4  # batches; further sites; clone, fill, two copies
 
@@ -125,7 +125,8 @@ def test_lanes_are_halved_when_memory_runs_out() -> None:
     with fake_cuda.device() as gpu:
         for lanes in (1, 8):
             there = copy.deepcopy(net).to("cuda")
-            engine = Engine("stacked", batch_size=64, memory=2**40 if lanes == 8 else 1)
+            memory = 2**40 if lanes == 8 else 1
+            engine = Engine("stacked", batch_size=64, memory=memory, precision="float32")
             score(there, removals, data, engine)
             torch.cuda.empty_cache()
             sizes[lanes] = gpu.peak[0]
@@ -134,7 +135,8 @@ def test_lanes_are_halved_when_memory_runs_out() -> None:
     with fake_cuda.device(memory=limit):
         there = copy.deepcopy(net).to("cuda")
         with pytest.warns(RuntimeWarning, match="hypotheses at a time instead of 8: out of memory"):
-            found = score(there, removals, data, Engine("stacked", batch_size=64, memory=2**40))
+            engine = Engine("stacked", batch_size=64, memory=2**40, precision="float32")
+            found = score(there, removals, data, engine)
     assert torch.equal(found.correct, truth.correct)
 
 

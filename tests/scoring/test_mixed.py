@@ -11,7 +11,14 @@ from torch import nn
 import fastbcd
 from fastbcd import Engine, choose, score
 from fastbcd.scoring import mixed
+from fastbcd.scoring.collapsed import engine as collapsed
+from fastbcd.scoring.collapsed.affine_cache import AffineCache
+from fastbcd.scoring.collapsed.build import FormBuilder
+from fastbcd.scoring.collapsed.engine import Collapsed
+from fastbcd.scoring.collapsed.linear import NotAffine
+from fastbcd.scoring.engine import Request
 from fastbcd.scoring.mixed import Mixed
+from fastbcd.scoring.program import make_program
 from helpers.nets import images, make, thinned
 
 MIXED = Engine("stacked", precision="mixed")
@@ -86,6 +93,11 @@ def test_near_ties_need_the_guard(monkeypatch) -> None:
     assert bare.base_correct > full.base_correct + 100
 
 
+def rounded(t: torch.Tensor) -> torch.Tensor:
+    """To the 10 bits of TF32."""
+    return (t.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
 def scorer(errors: torch.Tensor, exact: torch.Tensor, calls: list):
     """Margins of a hypothesis, in float32 and with errors in few bits."""
 
@@ -103,8 +115,8 @@ def test_the_bound_grows_with_the_errors_that_are_seen() -> None:
     errors = torch.full((2000,), 0.01, dtype=torch.float64)
     errors[mixed.FIRST :] = 0.05 * exact.sign()[mixed.FIRST :] * -1
     calls: list = []
-    run = Mixed(scorer(errors, exact, calls), "bf16")
-    found = run([0], torch.arange(2000))
+    run = Mixed("bf16")
+    found = run(scorer(errors, exact, calls), [0], torch.arange(2000))
     assert torch.equal(found[0, 0] > 0, exact > 0)
     assert run.bound == pytest.approx(0.1)
     assert len(calls) == 4, "few bits; the first images, those in their bound, in the new bound"
@@ -119,17 +131,18 @@ def test_an_error_in_the_ring_is_not_confirmed() -> None:
         if outlier:  # beyond the bound of 0.2, and inside the ring
             place = mixed.FIRST + int((exact[mixed.FIRST :] < -0.9).nonzero()[0])
             errors[place] = 0.25 - exact[place]
-        run = Mixed(scorer(errors, exact, []), "bf16")
-        found = run([-1, 0], torch.arange(2000))
+        run = Mixed("bf16")
+        score_ = scorer(errors, exact, [])
+        found = run(score_, [-1, 0], torch.arange(2000))
         assert torch.equal(found[0, 0] > 0, exact > 0) != outlier
-        assert run.confirms(0) != outlier
+        assert run.confirms(score_, 0) != outlier
 
 
 def test_what_is_not_confirmed_is_decided_again_in_float32(monkeypatch) -> None:
     net, data = trained_net("flat", "identity", 0.4)
     removals = [fastbcd.masks(net).sample(200, seed=0, step=0, trial=t) for t in range(5)]
     full = choose(net, removals, data, adt=0.5, engine=FULL)
-    monkeypatch.setattr(Mixed, "confirms", lambda self, number: False)
+    monkeypatch.setattr(Mixed, "confirms", lambda self, score, number: False)
     found = choose(net, removals, data, adt=0.5, engine=MIXED)
     assert found.rescored > 0.4
     assert (found.number, found.accepted, found.loss, found.base_loss) == (
@@ -169,14 +182,9 @@ def test_what_is_always_in_its_own_precision(kind) -> None:
 
 def test_products_of_collapsed_that_are_rounded(monkeypatch) -> None:
     """TF32, emulated: the factors of H's products have 10 bits; the affine part keeps its own."""
-    from fastbcd.scoring.collapsed import engine as collapsed
-
     net, data = trained_net("flat", "identity", 0.1)
     removals = [fastbcd.masks(net).sample(20, seed=0, step=0, trial=t) for t in range(5)]
     plain = collapsed.product
-
-    def rounded(t):
-        return (t.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
     def product(matrix, c, out):
         if torch.backends.cuda.matmul.fp32_precision == "tf32":
@@ -190,3 +198,28 @@ def test_products_of_collapsed_that_are_rounded(monkeypatch) -> None:
     assert not torch.equal(full.loss, fast.loss)
     truth = score(net, removals, data, engine="sequential")
     assert torch.equal(truth.correct, fast.correct)
+
+
+def test_forms_in_tf32_would_not_pass_the_check(monkeypatch) -> None:
+    """So they are built in float32: TF32, emulated in the convolutions of the impulses."""
+    net = thinned(fastbcd.models.resnet20(num_classes=10, image_size=16).eval(), 0.02)
+    x = torch.randn(2, 3, 16, 16)
+    request = Request(net, fastbcd.masks(net).copy(), [], 1, 2, x, None, 2**40)
+    plain = torch.nn.functional.conv2d
+
+    def conv2d(x, weight, *rest):
+        return plain(rounded(x.contiguous()), rounded(weight.contiguous()), *rest)
+
+    with torch.inference_mode():
+        builder = FormBuilder(make_program(net, x[:1]), request)
+        for tf32 in (False, True):
+            with monkeypatch.context() as patch:
+                if tf32:
+                    patch.setattr(torch.nn.functional, "conv2d", conv2d)
+                form = builder.build(with_image=False)
+            engine = Collapsed(form, builder.net, AffineCache())
+            if tf32:
+                with pytest.raises(NotAffine, match=r"logits differ by \d\.\de-0[23]"):
+                    engine.check(request)
+            else:
+                engine.check(request)
