@@ -331,4 +331,4 @@ def test_commands_run_on_the_gpu(gpu, tmp_path, capsys, command) -> None:
 
 def test_info(gpu, capsys) -> None:
     assert cli.main(["info"]) == 0
-    assert "cuda:1       Fake GPU" in capsys.readouterr().out
+    assert "cuda:1       Fake A100" in capsys.readouterr().out

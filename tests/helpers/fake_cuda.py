@@ -447,7 +447,7 @@ def _cuda_api(gpu: Device) -> dict[str, Any]:
         gpu.index = number(device)
 
     properties = types.SimpleNamespace(
-        name="Fake GPU", major=9, minor=0, total_memory=gpu.memory, multi_processor_count=132,
+        name="Fake A100", major=9, minor=0, total_memory=gpu.memory, multi_processor_count=132,
         warp_size=32,
     )  # fmt: skip
     return {
@@ -460,7 +460,7 @@ def _cuda_api(gpu: Device) -> dict[str, Any]:
         "set_device": choose,
         "device": _Chosen,
         "device_of": lambda t: _Chosen(t.device if t.is_cuda else None),
-        "get_device_name": lambda device=None: "Fake GPU",
+        "get_device_name": lambda device=None: "Fake A100",
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_properties": lambda device=None: properties,
         "mem_get_info": lambda d=None: (gpu.memory - gpu.reserved[number(d)], gpu.memory),

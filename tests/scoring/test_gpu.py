@@ -134,8 +134,8 @@ def test_lanes_are_halved_when_memory_runs_out() -> None:
     limit = (sizes[1] + sizes[8]) // 2
     with fake_cuda.device(memory=limit):
         there = copy.deepcopy(net).to("cuda")
+        engine = Engine("stacked", batch_size=64, memory=2**40, precision="float32")
         with pytest.warns(RuntimeWarning, match="hypotheses at a time instead of 8: out of memory"):
-            engine = Engine("stacked", batch_size=64, memory=2**40, precision="float32")
             found = score(there, removals, data, engine)
     assert torch.equal(found.correct, truth.correct)
 
