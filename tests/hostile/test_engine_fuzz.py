@@ -88,6 +88,7 @@ def scored(seed: int, data: tuple, engine: str, device: str) -> torch.Tensor | s
     size = max(1, masks.count() // 5)
     removals = [masks.sample(size, seed=0, step=0, trial=t) for t in range(3)]
     try:
-        return fastbcd.score(net, removals, data, engine=engine).loss
+        engine_of = fastbcd.Engine(engine, precision="float32")
+        return fastbcd.score(net, removals, data, engine_of).loss
     except ValueError as error:
         return str(error)

@@ -7,7 +7,7 @@ have not reached yet are neither stored nor convolved (patches.py). Ranks share 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -99,15 +99,16 @@ class FormBuilder:
         for source, batch in self.batches(with_image):
             impulses = self.sources[source].impulses(batch, self.like)
             for node, value in self.net.push(source, impulses, self.steps[source]):
-                for target, columns, numbers in self.read(node, value):
-                    if image is not None and source == IMAGE:
-                        rows = pixels[batch.start : batch.stop]  # in x's memory
-                        of_target = image[:, bounds[target] : bounds[target + 1]]
-                        of_target[rows, columns] = numbers
-                    else:
-                        first = bounds[source] + batch.start
-                        added = slice(first, first + len(numbers))
-                        responses[target][columns, added] = numbers.T
+                target = self.target(node)
+                if target is None:
+                    continue
+                numbers = self.numbers(target, value)
+                if image is not None and source == IMAGE:
+                    rows = pixels[batch.start : batch.stop]  # in x's memory
+                    image[rows, bounds[target] : bounds[target + 1]] = numbers
+                else:
+                    first = bounds[source] + batch.start
+                    responses[target][:, first : first + len(numbers)] = numbers.T
         responses = [all_sum(matrix) for matrix in responses]
         if image is not None:
             image = all_sum(image)
@@ -123,14 +124,20 @@ class FormBuilder:
             lines=self.lines(),
         )
 
-    def read(self, node: fx.Node, value: Value) -> Iterator[tuple[int, slice, Tensor]]:
-        """(target, columns, numbers [n, ...]) of a value at a site with kinks, or of logits."""
+    def target(self, node: fx.Node) -> int | None:
+        """The number of a site with kinks, or that of the logits; None of another value."""
         if node is self.net.program.output:
-            yield len(self.sites), slice(None), whole(value).flatten(1)
-        elif node in self.net.site_of:
-            site = self.net.site_of[node]
-            if self.sites[site].count:
-                yield site, *self.sites[site].gather(value)
+            return len(self.sites)
+        site = self.net.site_of.get(node)
+        if site is None or not self.sites[site].count:
+            return None
+        return site
+
+    def numbers(self, target: int, value: Value) -> Tensor:
+        """A value at the kinks of a site, or logits, [n, ...]."""
+        if target == len(self.sites):
+            return whole(value).flatten(1)
+        return self.sites[target].gather(value)
 
     def lines(self) -> Tensor | None:
         """c0 and 1 - c1 of each kink, [2, R]; None if all sites are the identity."""

@@ -170,12 +170,7 @@ class Positions:
         self.c, self.y, self.x, self.place = torch.stack([c, y, x, place])[:, order].to(
             device
         )
-        tiles = tile[order]
-        rows = torch.arange(height + 1) * width
-        self.row_starts = torch.searchsorted(
-            tiles, rows
-        ).tolist()  # before each row of tiles
-        self.batches = list(self._batches(tiles, large))
+        self.batches = list(self._batches(tile[order], large))
 
     def _batches(self, tiles: Tensor, large: int) -> Iterator[ImpulseBatch]:
         """All positions in order, in parts of at most `large`; a batch shares a tile."""
@@ -203,23 +198,15 @@ class Positions:
         value = flat.view(-1, height, width, self.channels).movedim(-1, 1)
         return Patch(value, batch.box, self.size)
 
-    def gather(self, value: Value) -> tuple[slice, Tensor]:
-        """(numbers of positions, their values [n, ...]); the value is zero at all others."""
-        everything = full_box(self.size)
+    def gather(self, value: Value) -> Tensor:
+        """The values at the positions, [n, count]; those outside of a patch are zero."""
         if not isinstance(value, Patch):
             image = value.reshape(len(value), self.channels, *self.size)
-            value = Patch(image, everything, self.size)
+            value = Patch(image, full_box(self.size), self.size)
+        place, outside = self._inside(value.box, slice(None))
         flat = value.value.movedim(1, -1).flatten(1)
-        if value.box == everything:
-            return slice(None), flat.index_select(1, self.place)
-        rows, _ = value.box  # near are the rows of tiles that these meet
-        near = slice(
-            self.row_starts[rows.start // self.tile],
-            self.row_starts[(rows.stop - 1) // self.tile + 1],
-        )
-        place, outside = self._inside(value.box, near)
         values = flat.index_select(1, place.masked_fill(outside, 0))
-        return near, values.masked_fill_(outside, 0)
+        return values.masked_fill_(outside, 0)
 
     def _inside(self, box: Box, part: slice) -> tuple[Tensor, Tensor]:
         """The places of a part of the positions in the memory of a box; which lie outside of it."""
