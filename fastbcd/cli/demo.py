@@ -8,6 +8,7 @@ The weights in fastbcd/data/assets/demo-resnet.safetensors are the result of
 
 from __future__ import annotations
 
+import sys
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from fastbcd.report.results import headline, result_of
 from fastbcd.runtime.show import say
 
 BUDGET = 1_000
+NEXT = (
+    "linearize --model fastbcd.cli.demo:trained_resnet --data fashion-mnist-mini "
+    "--budget 5000 --epochs 8 --padding 2 --run-dir runs/5k"
+)
 NETWORK: dict[str, Any] = {"protocol": "crypten", "bandwidth": "100Mbit", "rtt": "40ms"}
 
 
@@ -76,7 +81,10 @@ def demo(
     shown = headline(result_of(run_dir, **NETWORK))
     say("".join(f"\n{name}: {change}" for name, change in shown.items()))
     try:
-        page = fastbcd.report.write([run_dir], run_dir / "report", **NETWORK)
+        page = fastbcd.report.write(
+            [run_dir], run_dir / "report", test=test, before=dense, **NETWORK
+        )
         say(f"a page with figures: {page}")
     except ImportError as error:
         say(f"no page with figures: {error}")
+    say(f"next, another budget: {sys.argv[0]} {NEXT}")

@@ -12,6 +12,7 @@ import numpy as np
 
 from fastbcd.private.costs import Cost
 from fastbcd.private.units import si
+from fastbcd.report.classes import ClassAccuracy
 from fastbcd.report.published import Curve
 from fastbcd.report.results import Result, connection_of
 
@@ -23,7 +24,8 @@ DASHES = ("-", "--", ":", "-.")  # of several runs
 def accuracy(results: Sequence[Result], published: Sequence[Curve]) -> Any:
     """Accuracy against ReLUs: one colour and mark per method, published curves thin.
 
-    The large mark is the net as it is now.
+    Each run has a hollow mark at its start, a line on its way down, a dotted one where it only
+    trains, and a large filled mark at the net as it is now.
     """
     figure, axes = canvas(4.2 + 0.17 * (len(results) + len(published)))
     methods = LOOKS["methods"]
@@ -40,22 +42,45 @@ def accuracy(results: Sequence[Result], published: Sequence[Curve]) -> Any:
         result for result in results if result.points and result.measured == measured
     ]
     for number, result in enumerate(drawn):
-        relus, percent = zip(*result.points, strict=True)
-        look = {name: methods[result.run.title][name] for name in ("color", "marker")}
-        look |= {"linestyle": DASHES[number % len(DASHES)], "zorder": 5}
-        label = f"{result.run.title}: {result.name[:40]}"
-        axes.plot(
-            relus, percent, label=label, markevery=max(1, len(relus) // 12), **look
-        )
-        axes.plot(relus[-1], percent[-1], ms=8, markerfacecolor=look["color"], **look)
+        _draw_way(axes, result, dashes=DASHES[number % len(DASHES)])
+    if len(drawn) == 1:
+        first = drawn[0].points[0]
+        last = drawn[0].points[-1]
+        annotate(axes, f"start: {first.accuracy:.2f} %", first[:2], left=True)
+        annotate(axes, f"  now: {last.accuracy:.2f} %", last[:2])
     relu_axis(axes)
     axes.set_ylabel(f"{measured}, %")
     return with_legend(figure)
 
 
+def _draw_way(axes: Any, result: Result, dashes: str) -> None:
+    """The points of a run: the way down, then the steps that only train."""
+    look = {"zorder": 5} | {
+        name: LOOKS["methods"][result.run.title][name] for name in ("color", "marker")
+    }
+    down = [point[:2] for point in result.points if not point.trained]
+    trained = [point[:2] for point in result.points if point.trained]
+    if trained and trained[0][0] < down[-1][0]:
+        down.append(trained[0])  # the last removals were not tested on their own
+    label = f"{result.run.title}: {result.name[:40]}"
+    every = max(1, len(down) // 12)
+    axes.plot(*zip(*down, strict=True), ls=dashes, label=label, markevery=every, **look)
+    if trained:
+        axes.plot(
+            *zip(down[-1], *trained, strict=True),
+            color=look["color"],
+            ls=":",
+            lw=2.5,
+            label="steps that only train",
+        )
+    axes.plot(*down[0], ms=10, ls="", **look)
+    look["markerfacecolor"] = look["color"]
+    axes.plot(*result.points[-1][:2], ms=8, ls="", **look)
+
+
 def sites(result: Result) -> Any:
     """The share of its ReLUs that each site had at the start (hatched) and keeps now (black)."""
-    figure, axes = site_canvas(result.after)
+    figure, axes = named_rows([site.name for site in result.after.sites])
     places = range(len(result.after.sites))
     units = np.array([site.units for site in result.before.sites])
     start = np.array([site.relus for site in result.before.sites])
@@ -71,21 +96,44 @@ def sites(result: Result) -> Any:
 
 
 def seconds(cost: Cost) -> Any:
-    """The seconds of each site in private inference: rounds, bytes and computation in one bar."""
-    figure, axes = site_canvas(cost)
-    places = range(len(cost.sites))
-    ends = np.zeros(len(cost.sites))
+    """The seconds of each site and layer: rounds, bytes and computation in one bar."""
+    parts = [*cost.sites, *cost.layers]
+    figure, axes = named_rows([part.name for part in parts])
+    rows = range(len(parts))
+    ends = np.zeros(len(parts))
     for term, look in LOOKS["terms"].items():
-        widths = np.array([getattr(site, term) or 0.0 for site in cost.sites])
-        axes.barh(places, widths, 0.7, left=ends, **look)
+        widths = np.array([getattr(part, term) or 0.0 for part in parts])
+        axes.barh(rows, widths, 0.7, left=ends, **look)
         ends += widths
-    for place, site in enumerate(cost.sites):
-        text = si(ends[place], "s")
-        if site.seconds is None:
+    for row, part in enumerate(parts):
+        text = si(ends[row], "s")
+        if part.seconds is None:
             text = f"≥ {text}"
-        annotate(axes, text, (ends[place], place))
+        annotate(axes, text, (ends[row], row))
+    if cost.layers:
+        axes.axhline(len(cost.sites) - 0.5, color="0.2", lw=0.8)
     axes.set_xlabel(f"seconds: {connection_of(cost)}")
     axes.set_xlim(0, 1.3 * max(ends.max(), 1e-9))
+    return with_legend(figure)
+
+
+def classes(rows: Sequence[ClassAccuracy]) -> Any:
+    """The accuracy of each class, before (hatched) and now (black), rarest class first."""
+    figure, axes = named_rows([f"{row.name} ({row.images:,})" for row in rows])
+    places = range(len(rows))
+    looks = LOOKS["shares"]
+    if rows[0].before is not None:
+        before = [row.before for row in rows]
+        axes.barh(places, before, label="before", **looks["start"])
+    axes.barh(places, [row.now for row in rows], label="now", **looks["now"])
+    for place, row in enumerate(rows):
+        text = f"{row.now:.1f}"
+        if row.before is not None:
+            text += f" ({row.now - row.before:+.1f})"
+        annotate(axes, text, (max(row.now, row.before or 0.0), place))
+    axes.set_xlabel("test accuracy of the class, %")
+    axes.set_xlim(0, 135)
+    axes.set_xticks(range(0, 101, 20))
     return with_legend(figure)
 
 
@@ -111,9 +159,8 @@ def canvas(height: float) -> Any:
     return figure, figure.subplots()
 
 
-def site_canvas(cost: Cost) -> Any:
-    """A figure with one row per site, in execution order from the top."""
-    names = [site.name for site in cost.sites]
+def named_rows(names: Sequence[str]) -> Any:
+    """A figure with one row per name, from the top."""
     figure, axes = canvas(1.6 + 0.27 * len(names))
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
@@ -139,10 +186,15 @@ def relu_axis(axes: Any) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def annotate(axes: Any, text: str, point: tuple[float, float]) -> None:
-    """Small text to the right of a point."""
-    shift = {"xytext": (4, 0), "textcoords": "offset points"}
-    axes.annotate(text, point, **shift, va="center", size=8)
+def annotate(axes: Any, text: str, point: Any, *, left: bool = False) -> None:
+    """Small text at the right of a point, or left of its mark."""
+    shift = 4
+    side = "left"
+    if left:
+        shift = -9
+        side = "right"
+    where = {"xytext": (shift, 0), "textcoords": "offset points"}
+    axes.annotate(text, point, **where, ha=side, va="center", size=8)
 
 
 def with_legend(figure: Any) -> Any:

@@ -16,6 +16,7 @@ class Card(NamedTuple):
     name: str
     title: str
     alt: str
+    about: str  # what its axes and marks are
     png: bytes
 
 
@@ -50,7 +51,8 @@ def render(
 def _figure(card: Card) -> str:
     source = f"data:image/png;base64,{base64.b64encode(card.png).decode()}"
     image = f'<img alt="{escape(card.alt)}" src="{source}">'
-    return f"<section>\n<h2>{escape(card.title)}</h2>\n{image}\n</section>"
+    about = f'<p class="about">{escape(card.about)}</p>'
+    return f"<section>\n<h2>{escape(card.title)}</h2>\n{image}\n{about}</section>"
 
 
 def _table(facts: Mapping[str, Mapping[str, str]]) -> str:

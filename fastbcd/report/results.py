@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
+
 from fastbcd import private
+from fastbcd.masking.masks import set_masks
 from fastbcd.private.costs import Cost, seconds_text
 from fastbcd.private.units import si
 from fastbcd.runs.read import SavedRun, load_run
 from fastbcd.runs.step import Step
 
 ACTIVATIONS = "private inference, activations only"
+WHOLE = "private inference of one image"
+
+
+class Point(NamedTuple):
+    """A measured accuracy on the way of a run."""
+
+    relus: int
+    accuracy: float  # percent
+    trained: bool = False  # at the budget, where steps only train
 
 
 class Result(NamedTuple):
@@ -22,9 +35,7 @@ class Result(NamedTuple):
     name: str
     run: SavedRun
     measured: str  # "test accuracy", or "train accuracy" without a test set
-    points: list[
-        tuple[int, float]
-    ]  # (ReLUs, accuracy) of the start, of each step, and now
+    points: list[Point]  # of the start, of each step, and now
     before: Cost
     after: Cost
 
@@ -33,35 +44,52 @@ def result_of(path: str | os.PathLike[str], **connection: Any) -> Result:
     """A run directory, and its cost under this protocol and connection."""
     run = load_run(path)
     metric = _text(run.settings.get("metric") or "accuracy")
-    kinds: dict[str, Any] = {"poly": run.poly, "line": run.line}
     steps = [step for step in run.history if isinstance(step, Step)]
-    tested = [(run.start.count(), run.begin.test_accuracy)]
-    tested += [(step.after, step.test_accuracy) for step in steps]
-    tested.append((run.count, run.accuracy))
+    tested = [(run.start.count(), run.begin.test_accuracy, False)]
+    tested += [(step.after, step.test_accuracy, step.drc == 0) for step in steps]
+    tested.append((run.count, run.accuracy, tested[-1][2]))
     measured = f"test {metric}"
-    points = [(relus, accuracy) for relus, accuracy in tested if accuracy is not None]
+    points = [Point(n, value, only) for n, value, only in tested if value is not None]
     if not points:
         measured = f"train {metric}"
-        points = [(step.before, step.base_accuracy) for step in steps]
-    return Result(
-        name=run.path.resolve().name,
-        run=run,
-        measured=measured,
-        points=points,
-        before=private.cost(run.start, **kinds, **connection),
-        after=private.cost(run.masks or run.start, **kinds, **connection),
-    )
+        points = [
+            Point(step.before, step.base_accuracy, step.drc == 0) for step in steps
+        ]
+    before, after = _costs(run, connection)
+    name = run.path.resolve().name
+    return Result(name, run, measured, points, before, after)
+
+
+def _costs(run: SavedRun, connection: dict[str, Any]) -> tuple[Cost, Cost]:
+    """At the start and now: of the whole inference, if the net can be built from the run."""
+    if run.weights is None or "name" not in (run.config.net.arch or {}):
+        connection = {"poly": run.poly, "line": run.line, **connection}
+        after = private.cost(run.masks or run.start, **connection)
+        return private.cost(run.start, **connection), after
+    image = torch.zeros(1, *run.config.data.shape)
+    start = copy.deepcopy(run.model)
+    set_masks(start, run.start)
+    before = private.cost(start, images=image, **connection)
+    return before, private.cost(run.model, images=image, **connection)
+
+
+def counted(cost: Cost) -> str:
+    """What the seconds of a cost are those of."""
+    if cost.layers:
+        return WHOLE
+    return ACTIVATIONS
 
 
 def headline(result: Result) -> dict[str, str]:
     """Accuracy, ReLUs and seconds of private inference, each before and after."""
-    accuracies = [f"{accuracy:.2f} %" for _, accuracy in result.points] or [
-        "not measured"
-    ]
+    accuracies = [f"{point.accuracy:.2f} %" for point in result.points]
+    accuracies = accuracies or ["not measured"]
     return {
         result.measured: _change(accuracies[0], accuracies[-1]),
         "ReLUs": _change(f"{result.run.start.count():,}", f"{result.run.count:,}"),
-        ACTIVATIONS: _change(seconds_text(result.before), seconds_text(result.after)),
+        counted(result.after): _change(
+            seconds_text(result.before), seconds_text(result.after)
+        ),
     }
 
 

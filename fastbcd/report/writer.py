@@ -12,20 +12,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from fastbcd.private.protocols import LAN_BANDWIDTH, LAN_RTT, Protocol
 from fastbcd.report import figures
+from fastbcd.report.classes import class_accuracies
 from fastbcd.report.page import Card, render
 from fastbcd.report.published import Curve, curves
-from fastbcd.report.results import ACTIVATIONS, Result, facts, headline, result_of
+from fastbcd.report.results import Result, counted, facts, headline, result_of
 from fastbcd.runs.read import run_folders
 from fastbcd.runtime.atomic_files import write_atomically
 from fastbcd.runtime.version import __version__
 
 FOOTER = (
     f"fastbcd {__version__}. Published curves: Coordinate Descent for Network Linearization, "
-    f"unless another paper is named. Private inference: the activations of one image, without "
-    f"linear layers."
+    f"unless another paper is named. Private inference: one image; 'activations only' is "
+    f"without linear layers and pools, where the net cannot be built from its run."
 )
+ABOUT = {
+    "accuracy": "The large hollow mark is the start, the large filled one the net as it is now. A "
+    "line is the way down: ReLUs are removed, and the net is trained after each step. Where it is "
+    "dotted, steps only train. Thin lines are published results.",
+    "sites": "A site is one call of ReLU; it has one ReLU per neuron. Grey: all of them. Hatched: "
+    "those of the start, if fewer. Black: those kept.",
+    "seconds": "Seconds of each site, and below the line of each linear layer: rounds take the "
+    "round trips between the parties, bytes the transfer, computation the rest. A site without "
+    "ReLUs takes none.",
+    "classes": "Test accuracy of each class, with its number of test images, the rarest first. In "
+    "brackets the change in percentage points since the net before.",
+}
 
 
 def write(
@@ -35,6 +50,8 @@ def write(
     protocol: str | Protocol = "crypten",
     bandwidth: str = LAN_BANDWIDTH,
     rtt: str = LAN_RTT,
+    test: Any = None,
+    before: nn.Module | None = None,
 ) -> Path:
     """Write the report on some runs into the folder `out`; returns the path of the page.
 
@@ -42,6 +59,8 @@ def write(
         runs: any number of run directories, or folders with the runs of several budgets; the
             first one decides which published curves are drawn. A method has one colour and mark.
         protocol, bandwidth, rtt: as in `fastbcd.private.cost`.
+        test: test images, for the accuracy of each class of the last run.
+        before: the net before any removal, for what each class lost.
 
     >>> write(["runs/15k"], "runs/15k/report")  # doctest: +SKIP
     PosixPath('runs/15k/report/report.html')
@@ -58,6 +77,8 @@ def write(
                 for number, result in enumerate(results, 1)
             ]
         cards = _cards(results, _published(results[0]))
+        if test is not None:
+            cards.append(_classes(results[-1], test, before))
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     html = render(
@@ -78,7 +99,7 @@ def _cards(results: Sequence[Result], published: Sequence[Curve]) -> list[Card]:
     """The figures: accuracies of all runs, then sites and seconds of each."""
     measured = results[0].measured
     ends = [
-        f"{r.name} {r.points[-1][1]:.2f} % at {r.run.count:,}"
+        f"{r.name} {r.points[-1].accuracy:.2f} % at {r.run.count:,}"
         for r in results
         if r.points
     ]
@@ -87,6 +108,7 @@ def _cards(results: Sequence[Result], published: Sequence[Curve]) -> list[Card]:
             "accuracy",
             f"{measured.capitalize()} against ReLUs",
             f"{measured} against ReLUs: {'; '.join(ends)}",
+            ABOUT["accuracy"],
             _png(figures.accuracy(results, published)),
         )
     ]
@@ -98,14 +120,31 @@ def _cards(results: Sequence[Result], published: Sequence[Curve]) -> list[Card]:
             of_run = f", {result.name}"
         change = headline(result)
         kept = f"share of the ReLUs that each site keeps: {change['ReLUs']} in total"
-        seconds = f"seconds of each site's activations: {change[ACTIVATIONS]} in total"
-        sites = _png(figures.sites(result))
-        cost = _png(figures.seconds(result.after))
-        cards.append(Card(f"{prefix}sites", f"ReLUs by site{of_run}", kept, sites))
-        cards.append(
-            Card(f"{prefix}seconds", f"Activations by site{of_run}", seconds, cost)
-        )
+        seconds = f"seconds of each part: {change[counted(result.after)]} in total"
+        pngs = {
+            "sites": (f"ReLUs by site{of_run}", kept, figures.sites(result)),
+            "seconds": (
+                f"Seconds by layer{of_run}",
+                seconds,
+                figures.seconds(result.after),
+            ),
+        }
+        for name, (title, alt, figure) in pngs.items():
+            cards.append(Card(prefix + name, title, alt, ABOUT[name], _png(figure)))
     return cards
+
+
+def _classes(result: Result, test: Any, before: nn.Module | None) -> Card:
+    """The accuracy of each class of a run's net."""
+    rows = class_accuracies(result.run.model, test, before)
+    worst = min(rows, key=lambda row: row.now - (row.before or 0.0))
+    return Card(
+        "classes",
+        f"Accuracy by class, {result.name}",
+        f"test accuracy of {len(rows)} classes; {worst.name} has {worst.now:.1f} %",
+        ABOUT["classes"],
+        _png(figures.classes(rows)),
+    )
 
 
 def _published(result: Result) -> list[Curve]:

@@ -11,7 +11,8 @@ import pytest
 import fastbcd
 from fastbcd import private
 from fastbcd.report import figures, published, writer
-from fastbcd.report.results import Result, result_of
+from fastbcd.report.classes import ClassAccuracy
+from fastbcd.report.results import Point, Result, result_of
 from fastbcd.runs.config import TITLES
 
 
@@ -27,7 +28,8 @@ def result(name: str, method: str, arch: str | None = None) -> Result:
     facts.data = SimpleNamespace(name="cifar100")
     run: Any = SimpleNamespace(title=method, config=facts)
     nothing: Any = None
-    return Result(name, run, "test accuracy", [(99, 2.0), (9, 1.0)], nothing, nothing)
+    points = [Point(99, 2.0), Point(9, 1.0)]
+    return Result(name, run, "test accuracy", points, nothing, nothing)
 
 
 def test_published_curves_are_those_of_the_net_and_data() -> None:
@@ -56,6 +58,32 @@ def test_a_method_has_one_colour_and_mark() -> None:
     assert lines["BCD: a"].get_linestyle() != lines["BCD: b"].get_linestyle()
 
 
+def test_start_way_down_and_final_training_are_told_apart() -> None:
+    """The dotted line begins where the last removals were tested, at the budget."""
+    points = [Point(99, 8.0), Point(50, 6.0), Point(9, 3.0, True), Point(9, 7.0, True)]
+    figure = figures.accuracy([result("run", "BCD")._replace(points=points)], [])
+    (axes,) = figure.axes
+    down, trained, start, now = (list(map(tuple, line.get_xydata())) for line in axes.lines)
+    assert down == [(99, 8), (50, 6), (9, 3)]
+    assert trained == [(9, 3), (9, 3), (9, 7)]
+    assert (start, now) == ([(99, 8)], [(9, 7)])
+    assert len({line.get_linestyle() for line in axes.lines}) == 3  # of two marks: none
+    names = [text.get_text() for text in figure.legends[0].texts]
+    assert names == ["BCD: run", "steps that only train"]
+    assert [text.get_text().strip() for text in axes.texts] == ["start: 8.00 %", "now: 7.00 %"]
+
+
+def test_the_accuracy_of_each_class() -> None:
+    rows = [ClassAccuracy("class 7", 5, 40.0, 60.0), ClassAccuracy("class 1", 9, 80.0, 75.0)]
+    (axes,) = figures.classes(rows).axes
+    assert [text.get_text() for text in axes.texts] == ["40.0 (-20.0)", "80.0 (+5.0)"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["class 7 (5)", "class 1 (9)"]
+    before, now = ([bar.get_width() for bar in bars] for bars in axes.containers)
+    assert (before, now) == ([60, 75], [40, 80])
+    (alone,) = figures.classes([row._replace(before=None) for row in rows]).axes
+    assert [text.get_text() for text in alone.texts] == ["40.0", "80.0"]
+
+
 def test_shares_have_linear_bars(finished) -> None:
     """8 of 98 ReLUs are kept: the bar is 8.16 % of the full one."""
     (axes,) = figures.sites(result_of(finished)).axes
@@ -76,6 +104,16 @@ def test_the_time_of_each_site_is_a_bar_of_rounds_bytes_and_computation() -> Non
     assert starts == pytest.approx([site.latency + site.transfer for site in cost.sites])
     names = [text.get_text() for text in figure.legends[0].texts]
     assert names == ["rounds", "bytes", "computation"]
+
+
+def test_linear_layers_have_bars_below_the_sites() -> None:
+    cost = private.cost(fastbcd.models.resnet20(10, image_size=8, width=4, blocks=1), "crypten")
+    (axes,) = figures.seconds(cost).axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == [part.name for part in (*cost.sites, *cost.layers)]
+    assert len(cost.layers) > 8
+    ends = [bar.get_x() + bar.get_width() for bar in axes.containers[2]]
+    assert ends == pytest.approx([part.seconds for part in (*cost.sites, *cost.layers)])
 
 
 @pytest.mark.parametrize("counts", [(13_912, 13_932), (700, 14_000), (3, 3_000_000), (50, 50)])

@@ -105,7 +105,9 @@ def test_steps_that_only_train_are_counted(tmp_path, page_of) -> None:
     training = [step for step in run.history if step.drc == 0]
     assert page.row("steps")[1] == f"{len(run.history)}, of which {len(training)} only train"
     points = results.result_of(tmp_path).points
-    assert [relus for relus, _ in points] == [98, *(step.after for step in run.history), 60]
+    only = [point.trained for point in points]
+    assert only == [False, *(step.drc == 0 for step in run.history), True]
+    assert [point.relus for point in points] == [98, *(step.after for step in run.history), 60]
     assert "not measured" not in page.text
     assert re.search(r"share 0\.\d{1,5}\b", page.row("drc")[1])
 
@@ -115,9 +117,27 @@ def test_dense_nets_and_starting_points(stages, page_of) -> None:
     page = page_of(stages / "1-dense", stages / "2-snl")
     dense, snl = (results.result_of(stages / name) for name in ("1-dense", "2-snl"))
     assert page.row("test accuracy")[1:] == [f"{r.points[-1][1]:.2f} %" for r in (dense, snl)]
-    assert snl.points == [(60, snl.run.history[-1].accuracy["final"])]
+    assert [point[:2] for point in snl.points] == [(60, snl.run.history[-1].accuracy["final"])]
     assert page.row("ReLUs")[1:] == ["98", "98 → 60"]
     assert page.row("method")[1:] == ["dense", "SNL"]
+
+
+def test_a_net_that_can_be_built_has_the_cost_of_its_layers_and_classes(tmp_path, page_of) -> None:
+    """Of the whole inference; each class against the net before; every figure is explained."""
+    net = fastbcd.models.resnet20(10, image_size=28, in_channels=1, width=4, blocks=1)
+    data = fastbcd.load("fashion-mnist-mini").first(40)
+    fastbcd.bcd(net, data, 9_000, drc=4_000, rt=1, finetune=None, run_dir=tmp_path / "run")
+    dense = fastbcd.models.resnet20(10, image_size=28, in_channels=1, width=4, blocks=1)
+    page = page_of(tmp_path / "run", test=data, before=dense, **WAN)
+    whole = private.cost(
+        fastbcd.load_run(tmp_path / "run").model, images=torch.zeros(1, 1, 28, 28), **WAN
+    )
+    assert page.row(results.WHOLE)[1].endswith(f"{whole.seconds:.2f} s")
+    assert whole.layers
+    titles = ["against ReLUs", "ReLUs by site", "Seconds by layer", "Accuracy by class, run"]
+    assert all(title in page.text for title in titles)
+    assert page.source.count('<p class="about">') == len(page.images) == 4
+    assert "Private inference: one image" in page.text
 
 
 def test_a_budget_that_is_a_cost(tmp_path, page_of) -> None:
