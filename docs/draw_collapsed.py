@@ -13,9 +13,9 @@ from matplotlib import pyplot
 
 import fastbcd
 from fastbcd.masking.masks import MaskSet
-from fastbcd.scoring.collapsed.affine_net import AffineNet
 from fastbcd.scoring.collapsed.build import FormBuilder
 from fastbcd.scoring.collapsed.form import Form
+from fastbcd.scoring.engine import Request
 from fastbcd.scoring.program import make_program
 
 
@@ -30,9 +30,9 @@ def small_form() -> tuple[Form, list[str]]:
     x = torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     with torch.inference_mode():
         program = make_program(net, x[:1])
-        form = FormBuilder(AffineNet(program), MaskSet(masks.sites, bits), x).build(
-            False
-        )
+        kept = MaskSet(masks.sites, bits)
+        request = Request(net, kept, [], 1, len(x), x, None, 2**40)
+        form = FormBuilder(program, request).build(with_image=False)
     return form, [site.name for site in masks.sites]
 
 

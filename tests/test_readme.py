@@ -124,7 +124,11 @@ def test_the_commands_parse(line) -> None:
 
 
 def test_every_command_is_shown() -> None:
-    assert {shlex.split(line)[1] for line in COMMANDS} == cli.COMMANDS.keys()
+    """Some commands have two words."""
+    shown = [line.split() for line in COMMANDS]
+    hidden = [name for name in cli.COMMANDS
+              if not any(words[1:1 + len(name.split())] == name.split() for words in shown)]  # fmt: skip
+    assert hidden == []
 
 
 def test_scripts_exist() -> None:

@@ -57,7 +57,7 @@ def test_the_time_of_a_run_is_shared_out() -> None:
 
 
 def test_the_whole_page_on_the_simulated_device(request, monkeypatch, tmp_path, capsys) -> None:
-    """But for what runs in other processes, which do not have the device."""
+    """Except what runs in other processes, which do not have the device."""
     request.getfixturevalue("gpu")
     commands = []
 
