@@ -238,10 +238,13 @@ class Job(NamedTuple):
         if self.epochs:
             settings["epochs"] = self.epochs
         settings |= self.search.describe() | self.training.describe()
-        # Last, because `linearize` makes them of the others: a change is refused by its own name.
-        settings["drc"] = settings.pop("drc")
-        del settings["proposal"]
         settings["proposal"] = self.proposal.describe()
+        # Last, because `linearize` makes them of the others: a change is refused by its own name.
+        for name in ("drc", "proposal"):
+            settings[name] = settings.pop(name)
+        if self.epochs:
+            tuned = settings["finetune"]
+            tuned["epochs"] = tuned.pop("epochs")
         problem = self.problem
         return Config.of(
             "bcd", settings, problem.net, data=problem.train, test=problem.test

@@ -135,6 +135,7 @@ def test_a_loss_that_is_no_number_is_refused() -> None:
         ({"epochs": 4}, "epochs is 3 there and 4 now"),
         ({"max_sites": 1}, "max_sites is null there and 1 now"),
         ({"lr": 0.5}, "finetune.lr is 0.003 there and 0.5 now"),
+        ({"batch_size": 40}, "finetune.batch_size is 25 there and 40 now"),  # other steps, too
     ],
 )
 def test_a_change_is_refused_by_the_name_that_the_user_changed(changed, name, tmp_path) -> None:
