@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd.data.images import ImageData
-from fastbcd.descent.families import emptied_together
+from fastbcd.descent.families import together
 from fastbcd.descent.goals import Goal
 from fastbcd.descent.proposals import Draw, Proposal, Saliency, Uniform, favouring
 from fastbcd.descent.saliency import rounded
@@ -135,14 +135,13 @@ class Blocks(Saliency):
         order = kept[torch.from_numpy(np.lexsort((account.loss, account.alone)))]
         if goal.limits.bounds[0].families:
             lost = np.bincount(account.where, account.loss, len(account.price))
+            return together(goal, lost, order, seed=seed, step=step)
+        return self._mixed(goal, account, order, seed=seed, step=step)
 
-            def together(trial: int) -> Tensor:
-                sites = emptied_together(goal, lost, seed=seed, step=step, trial=trial)
-                ids, left = goal.without(sites)
-                single = order[left.masks.bits[order]]
-                return torch.cat([ids, left.fit(single, single[:0])])
-
-            return together
+    def _mixed(
+        self, goal: Goal, account: Account, order: Tensor, *, seed: int, step: int
+    ) -> Draw:
+        """Draws of sites and single ReLUs; order: the kept ids, as they pay."""
         worth = account.worth(goal.saving)
         paying = account.candidates(worth, worth * (1 + ROUNDING))
         first = goal.emptied(*paying)

@@ -6,10 +6,31 @@ already: a site inside of a residual block saves little while its neighbours are
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import torch
+from torch import Tensor
 
 from fastbcd.descent.goals import Goal
 from fastbcd.runtime.philox import SITES, philox, uniform
+
+
+def together(
+    goal: Goal, loss: np.ndarray, order: Tensor, *, seed: int, step: int
+) -> Callable[[int], Tensor]:
+    """The draws of one step: sites that are emptied together, then the first ids in order.
+
+    loss: of emptying each site, [sites].
+    """
+
+    def draw(trial: int) -> Tensor:
+        sites = emptied_together(goal, loss, seed=seed, step=step, trial=trial)
+        ids, left = goal.without(sites)
+        single = order[left.masks.bits[order]]
+        return torch.cat([ids, left.fit(single, single[:0])])
+
+    return draw
 
 
 def emptied_together(
