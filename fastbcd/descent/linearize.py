@@ -43,6 +43,7 @@ from fastbcd.masking.activations import REPLACEMENTS, MaskedActivation
 from fastbcd.masking.convert import convert
 from fastbcd.masking.fitted import to_line, to_poly
 from fastbcd.masking.masks import MaskSet, mask_modules, masks, set_masks
+from fastbcd.runs.journal import Journal
 from fastbcd.runs.step import Step
 from fastbcd.runtime.dtypes import dtype_of
 from fastbcd.runtime.settings import fields_in, setting, with_settings
@@ -240,14 +241,20 @@ def linearize(
     if dry_run:
         show_plan(job, *job.peek(run_dir))
         return Run(net, masks(net), [])
-    batches = job.training.batches
     with job.journal(run_dir, resume) as run:
-        for step in watched(job, run, progress):
-            left = job.epochs_left(run.history)
-            epochs, lr = _portion(chosen, step, run.history, parts, batches)
-            if left:
-                job.training(step, epochs=min(left, epochs), rates=[lr])
+        _spend(job, run, chosen, progress)
     return Run(net, masks(net), run.history)
+
+
+def _spend(job: Job, run: Journal[Step], chosen: Linearization, progress: bool) -> None:
+    """Take the steps of a run that are left, each with its part of the epochs."""
+    parts = chosen.parts(len(job.problem.train))
+    batches = job.training.batches
+    for step in watched(job, run, progress):
+        left = job.epochs_left(run.history)
+        epochs, lr = _portion(chosen, step, run.history, parts, batches)
+        if left:
+            job.training(step, epochs=min(left, epochs), rates=[lr])
 
 
 def _one_way(
