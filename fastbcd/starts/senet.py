@@ -137,9 +137,9 @@ def relu_sensitivity(net: nn.Module, data: ImageData, density: float) -> list[fl
     weights = torch.cat([magnitudes(layer) for layer in layers])
     smallest = len(weights) - max(1, round(density * len(weights)))
     cut = weights.kthvalue(smallest + 1).values
-    sensitivity: dict[nn.Module, float] = {}
     recent: list[Tensor] = []  # weights of the layers since the last site
-    share = 1 - density
+    share = 1 - density  # of a site without layers: that of the whole net
+    sensitivity: dict[nn.Module, float] = {}
     for module in calls:
         if not isinstance(module, MaskedActivation):
             recent.append(magnitudes(module))

@@ -49,10 +49,12 @@ def test_hysteresis() -> None:
     act = IndicatorPoly(poly, torch.tensor([0.002, -0.002, -0.004, 0.5, 0.5, -0.5]))
     act.follow(0.003)
     assert act.mask.tolist() == [True, True, False, True, False, False]
-    for aux, expected in ((0.002, False), (0.004, True), (-0.002, True), (-0.004, False)):
+    edge = float(torch.tensor(0.003))
+    steps = ((0.002, False), (edge, False), (0.004, True), (-0.002, True), (-edge, False))
+    for aux, expected in steps:
         with torch.no_grad():
             act.aux[2] = aux
-        act.follow(0.003)
+        act.follow(edge)
         assert act.mask[2].item() is expected
     assert poly.mask.tolist() == [True] * 4 + [False] * 2
 

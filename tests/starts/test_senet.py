@@ -104,6 +104,15 @@ def test_sensitivity_of_sites() -> None:
     assert not any(module._forward_hooks for module in net.modules())
 
 
+def test_a_site_without_layers_has_the_sensitivity_of_the_whole_net() -> None:
+    """One before all layers, and one that is not called."""
+    net = nn.Sequential(nn.Flatten(), MaskedReLU(192), nn.Linear(192, 6), MaskedReLU(6))
+    net[2].unused = MaskedReLU(3)
+    first, unused, last = relu_sensitivity(net, data(2), 0.25)
+    assert first == unused == 0.75
+    assert last == pytest.approx(0.75, abs=0.01)
+
+
 # --------------------------------------------------------------------- stage 2: relearned masks
 
 
