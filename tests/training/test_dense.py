@@ -70,6 +70,13 @@ def test_after_an_error_the_net_has_the_weights_of_the_last_finished_epoch(monke
     assert_same(weights(net), weights(two))
 
 
+def test_progress_is_a_line_for_each_epoch(capsys) -> None:
+    for progress in (False, True):
+        fastbcd.train(make("mlp"), pair(), **{**QUICK, "epochs": 2}, progress=progress)
+        said = capsys.readouterr().out
+        assert [f"epoch {number}: lr" in said for number in (1, 2)] == [progress] * 2
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [

@@ -196,6 +196,23 @@ def test_compiled_trains_the_same(monkeypatch) -> None:
         torch.testing.assert_close(one, other)
 
 
+def test_rates_of_an_optimizer_of_ones_own_keep_their_ratio() -> None:
+    rates = []
+
+    class Noted(torch.optim.SGD):
+        def step(self, closure=None):
+            rates.append([group["lr"] for group in self.param_groups])
+            return super().step(closure)
+
+    def slow_first(parameters, lr):
+        first, *others = parameters
+        return Noted([{"params": [first], "lr": 0.1 * lr}, {"params": others}], lr)
+
+    settings = dataclasses.replace(SMALL, optimizer=slow_first, lr=0.05, epochs=2, batch_size=40)
+    Finetuner(make("mlp"), pair(40), settings).run(step=0)
+    torch.testing.assert_close(rates, [[0.005, 0.05], [0.0025, 0.025]])
+
+
 # ------------------------------------------------------------------------------ determinism
 
 
