@@ -18,6 +18,7 @@ from safetensors.torch import load
 from torch import nn
 
 import fastbcd
+from fastbcd.private.running import summary
 from fastbcd.report.results import headline, result_of
 from fastbcd.runtime.show import say
 
@@ -55,6 +56,7 @@ def demo(
     images: int = 8_000,
     tests: int = 2_000,
     epochs: int = 16,
+    private: bool = False,
 ) -> None:
     """Remove most ReLUs of a small trained ResNet, on embedded images.
 
@@ -66,6 +68,8 @@ def demo(
         images: train images (8000)
         tests: test images (2000)
         epochs: of training in all (16)
+        private: at the end two processes classify an image in private, with both nets; needs
+            `make private`
     """
     train = fastbcd.load("fashion-mnist-mini", "train").first(images)
     test = fastbcd.load("fashion-mnist-mini", "test").first(tests)
@@ -74,7 +78,7 @@ def demo(
     say(
         f"a trained ResNet: {fastbcd.masks(dense).count():,} ReLUs, test {accuracy:.2f} %"
     )
-    fastbcd.linearize(
+    run = fastbcd.linearize(
         dense, train, BUDGET, epochs=epochs, test=test, samples=min(500, images), padding=2,
         batch_size=64, lr=0.03, test_every=4, run_dir=run_dir,
     )  # fmt: skip
@@ -88,3 +92,13 @@ def demo(
     except ImportError as error:
         say(f"no page with figures: {error}")
     say(f"next, another budget: {sys.argv[0]} {NEXT}")
+    if not private:
+        say("fastbcd demo --private: one image in private, before and after, measured")
+        return
+    image = next(test.batches(1))[0]
+    for name, net in (("before", dense), ("after", run.model)):
+        try:
+            say(f"{name}: {summary(fastbcd.private.run(net, image))}")
+        except ImportError as error:
+            say(f"no private inference: {error}")
+            return

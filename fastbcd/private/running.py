@@ -364,6 +364,23 @@ def _predicted(
         return None
 
 
+def summary(result: Inference) -> str:
+    """An inference in one line.
+
+    >>> fc = Measured(layer="fc", sent=80, received=80, messages_sent=1, seconds=0.5)
+    >>> setup = Measured(layer="set-up", seconds=3.0)
+    >>> summary(Inference("crypten", "a simulation", torch.zeros(1, 2), (fc,), setup))
+    'crypten (a simulation): 500 ms, 160 B, 1 messages each way; set-up 3.00 s, 0 B'
+    """
+    total = result.total
+    setup = result.setup
+    return (
+        f"{result.engine} ({result.trust}): {si(total.seconds, 's')}, {si(total.bytes, 'B')}, "
+        f"{total.messages:,} messages each way; set-up {si(setup.seconds, 's')}, "
+        f"{si(setup.bytes, 'B')}"
+    )
+
+
 def _lines(result: Inference) -> list[str]:
     """The table of a result: each layer, and beside it what `cost` predicts."""
     images = len(result.logits)

@@ -184,9 +184,9 @@ def test_serve_and_ask_in_two_network_namespaces(folder, tmp_path) -> None:
             [*link.places[1].command, *command(
                 "serve", tmp_path / "net.pi", "--listen", f"{link.places[1].host}:7700",
                 "--tls", folder / "server", "--engine", "spu-semi2k", "--once")],
-            stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
-        while "listening" not in (line := server.stderr.readline()):
+        while "listening" not in (line := server.stdout.readline()):
             assert line, "the server ended"
         subprocess.run(
             [*link.places[0].command, *command(
