@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 import subprocess
@@ -52,22 +51,24 @@ def folder(tmp_path_factory) -> Path:
     return made
 
 
-def serving(folder: Path, seconds: float = SECONDS) -> subprocess.Popen:
+def serving(folder: Path, seconds: float = SECONDS, python: Path = PYTHON) -> subprocess.Popen:
     settings = {
         "role": "server", "artefact": str(folder / "net.pi"), "address": ["127.0.0.1", 0],
         "tls": str(folder / "server"), "engine": "spu-cheetah", "owned": True, "narrow": {},
         "seconds": seconds,
     }  # fmt: skip
-    return start(PYTHON, settings)
+    return start(python, settings)
 
 
-def asking(folder: Path, address: list, tls: str = "client", **more) -> subprocess.Popen:
+def asking(
+    folder: Path, address: list, tls: str = "client", python: Path = PYTHON, **more: object
+) -> subprocess.Popen:
     settings = {
         "role": "client", "images": str(folder / "images.npy"), "address": address,
         "tls": str(folder / tls), "fingerprint": None, "seconds": SECONDS,
         "result": str(folder / "result"),
     }  # fmt: skip
-    return start(PYTHON, settings | more)
+    return start(python, settings | more)
 
 
 def said(party: subprocess.Popen) -> str:
@@ -209,10 +210,9 @@ def test_serve_and_ask_in_two_network_namespaces(folder, tmp_path) -> None:
 def test_a_client_that_is_killed_during_the_inference(folder) -> None:
     need("spu-cheetah")
     python = private.running.interpreter_of("spu-cheetah", None)
-    settings = json.loads(serving(folder).args[-1])
-    server = start(python, settings)
-    client = start(python, json.loads(asking(folder, listening(server)).args[-1]))
+    server = serving(folder, python=python)
+    client = asking(folder, listening(server), python=python)
     time.sleep(12)  # the set-up has begun; whatever the moment, the server must end
     client.kill()
     client.communicate()
-    assert "the client" in said(server).splitlines()[-1]
+    assert "the client" in said(server)

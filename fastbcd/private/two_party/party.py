@@ -67,7 +67,7 @@ def serve(settings: dict[str, Any]) -> None:
     if refusal:
         raise Broken(f"the client was refused: {refusal}")
     channel.send(artefact.without_secrets().written())
-    _infer(SERVER, channel, answer, artefact, wish["images"], None, tls)
+    _inferred(SERVER, channel, answer, artefact, wish["images"], None, tls)
     channel.connection.close()
 
 
@@ -103,11 +103,25 @@ def ask(settings: dict[str, Any]) -> None:
         raise Broken(f"the server refused: {answer['refusal']}")
     artefact = Artefact.read(channel.receive(), "what the server sent")
     artefact.check_images(images)
-    rows, logits = _infer(CLIENT, channel, answer, artefact, len(images), images, tls)
+    rows, logits = _inferred(
+        CLIENT, channel, answer, artefact, len(images), images, tls
+    )
     channel.connection.close()
     about = {"rows": rows, "engine": answer["engine"]}
     data = save({"logits": np.asarray(logits)}, {"fastbcd": json.dumps(about)})
     Path(settings["result"]).write_bytes(data)
+
+
+def _inferred(rank: int, channel: Connection, *more: Any) -> Any:
+    """`_infer`, with an engine's errors as one sentence."""
+    try:
+        return _infer(rank, channel, *more)
+    except RuntimeError as error:
+        what = str(error).partition("stacktrace")[0].strip()
+        raise Broken(
+            f"the {channel.other} went away, or sent nothing for {channel.seconds:g} s, during "
+            f"the inference: {what}"
+        ) from error
 
 
 def _infer(
