@@ -63,9 +63,9 @@ class Connection:
         return Broken(reason(error, self.other, self.seconds))
 
     def watch(self) -> None:
-        """While an engine computes: end this process if the other party goes away.
+        """From now on, end this process if the other party goes away.
 
-        Nothing is sent on this channel meanwhile, so whatever arrives is its end.
+        Engines notice that late or never.
         """
         raw = self.connection
 
@@ -86,8 +86,7 @@ class Connection:
                         flush=True,
                     )
                     os._exit(3)
-                if self.finished.wait(0.5):  # a message of what comes after
-                    return
+                self.finished.wait(0.5)  # there is a message to be read
 
         threading.Thread(target=wait, daemon=True).start()
 

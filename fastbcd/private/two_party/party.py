@@ -135,6 +135,7 @@ def _infer(
 ) -> tuple[list[dict[str, Any]], np.ndarray | None]:
     """The logits, for the client; and what each layer took, the set-up first."""
     begin = time.perf_counter()
+    channel.watch()
     about = artefact.about
     module, name = ENGINES[answer["engine"]]
     engine = getattr(import_module(f".{module}", __package__), name)(
@@ -159,7 +160,6 @@ def _infer(
     layers = _compiled(engine, artefact, batch)
     setup["seconds"] = time.perf_counter() - begin - image["seconds"]
     rows: list[dict[str, Any]] = [{"layer": "set-up", **setup}, image]
-    channel.watch()
     for layer, executable in layers:
         rows.append({"layer": layer, **engine.run(executable)})
     channel.finished.set()
