@@ -63,16 +63,12 @@ class Criterion:
     @property
     def points(self) -> float:
         """What a drop of the metric by 1 is in percentage points, or 1 without bounds."""
-        if self.bounds is None:
-            return 1.0
-        low, high = self.bounds
+        low, high = self.bounds or (0.0, 100.0)
         return 100.0 / (high - low)
 
     def percent(self, total: float, samples: int = 1) -> float:
         """The mean of the metric in percent of its range, or as it is without bounds."""
-        low = 0.0
-        if self.bounds is not None:
-            low, _ = self.bounds
+        low, _ = self.bounds or (0.0, 100.0)
         return self.points * (total - low * samples) / samples
 
     def each(self, outputs: Any, targets: Tensor) -> Tensor:

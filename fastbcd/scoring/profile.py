@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from fastbcd.runtime.tf32 import own_precision
+from fastbcd.runtime.tf32 import products
 
 TABLE = json.loads(Path(__file__).with_name("devices.json").read_text())
 SIDE = 4096  # of the matrices that are multiplied
@@ -60,11 +60,12 @@ def profile_of(device: torch.device) -> Profile:
 def measured(device: torch.device, name: str) -> Profile:
     """The profile of a device that is not in the table."""
     matrix = torch.zeros(SIDE, SIDE, device=device)
+    factors = {"float32": matrix, "tf32": matrix, "bf16": matrix.bfloat16()}
     rates = {}
-    for precision in ("float32", "tf32", "bf16"):
-        with own_precision(device, precision):
-            product = _seconds(device, lambda: matrix @ matrix)
-        rates[precision] = SIDE**3 / product
+    for precision, factor in factors.items():
+        with products(tf32=precision == "tf32"):
+            seconds = _seconds(device, partial(torch.mm, factor, factor))
+        rates[precision] = SIDE**3 / seconds
     values = torch.zeros(BYTES, dtype=torch.uint8, device=device)
     small = values[:1]
     begin = time.perf_counter()
