@@ -7,8 +7,12 @@ from itertools import product
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import fastbcd
 from fastbcd.descent.blocks import Account
+from fastbcd.descent.budget import limits_of
+from fastbcd.descent.goals import Goal
 
 losses = st.lists(
     st.lists(st.integers(0, 20), min_size=1, max_size=4), min_size=1, max_size=3
@@ -49,3 +53,13 @@ def test_a_site_that_saves_nothing_is_never_emptied() -> None:
     account = Account(np.array([1.0]), np.array([1]), np.zeros(2), np.zeros(2))
     assert np.isinf(account.pays).all()
     assert account.worth(1.0) == 0
+
+
+def test_a_site_of_one_relu_is_in_use() -> None:
+    """It is emptied where fewer sites may be in use, and the last site in use is not."""
+    net = nn.Sequential(nn.Flatten(), fastbcd.MaskedReLU(4), nn.Linear(4, 4), fastbcd.MaskedReLU(4))
+    masks = fastbcd.masks(net).without([0, 1, 2])
+    limits = limits_of(8, net, max_sites=1)
+    assert Goal(masks, limits, limits).emptied([], [0, 1]) == [0]
+    alone = limits_of(0, net)
+    assert Goal(masks, alone, alone).emptied([1, 0], []) == [1]
