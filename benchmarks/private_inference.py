@@ -65,8 +65,8 @@ def net_of(name: str, kind: str, engine: str) -> tuple[nn.Module, Tensor]:
     fastbcd.set_masks(net, masks.without(removed))
     for module in net.modules():
         if hasattr(module, "coef"):  # of a size that fits, not those of a trained net
-            module.coef.data[:2] += 0.1
-            module.coef.data[2:] += 0.01
+            module.coef.data[:2] += 0.01
+            module.coef.data[2:] += 1e-4
     if kind == "merged":
         data = image, torch.zeros(1, dtype=torch.int64)
         net = private.merge(net, data, engine, epochs=0).net
