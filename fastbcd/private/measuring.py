@@ -1,7 +1,7 @@
 """measure: the figures of a protocol, from small probes on the user's own engine and machine.
 
 Each probe is one operation of a known size. The figures of an engine go by the amounts that its
-built-in protocol names, such as the ciphertexts of a product; here they are fitted anew.
+built-in protocol names, such as the ciphertexts of a product; here they are fitted again.
 """
 
 from __future__ import annotations
