@@ -53,6 +53,21 @@ def test_a_lookup_does_not_depend_on_what_is_cached(name) -> None:
         assert torch.equal(warm.epoch(views, everyone(data)), cold)
 
 
+@pytest.mark.parametrize(("amp", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_the_teacher_is_folded_and_runs_in_the_precision_of_the_training(amp, dtype) -> None:
+    teacher, data = make("resnet").eval(), pair(20)
+    net = TeacherLogits(teacher, data, Finetune(padding=1, amp=amp)).net
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in net.model.modules())
+    layers = [m for m in net.model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert {layer.weight.dtype for layer in layers} == {dtype}
+    x, _ = next(data.batches(20))
+    with torch.no_grad():
+        expected = teacher(x)
+    error = (net.of(x).logits - expected).abs().max() / expected.abs().max()
+    assert error < 20 * torch.finfo(dtype).eps
+    assert net.of(x).logits.dtype == torch.float32
+
+
 class Neighbours(nn.Module):
     """A teacher whose logits for an image depend on its place in the batch."""
 
