@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,14 @@ def nets_of(problem: Any, o: argparse.Namespace) -> dict[str, nn.Module]:
         if o.only and o.only not in name:
             continue
         arm = Arm(problem, argparse.Namespace(**{**vars(o), "lr": lr}), name, 0)
-        arm.result(lambda arm, work=work: work(arm) or {})
+        arm.result(partial(_facts, work))
         nets[name] = saved(arm.folder, problem, "SNL" in name)
     return nets
+
+
+def _facts(work: Any, arm: Arm) -> dict[str, Any]:
+    work(arm)
+    return {}
 
 
 def saved(folder: Path, problem: Any, identity: bool) -> nn.Module:
@@ -87,7 +93,8 @@ def row(name: str, net: nn.Module, protocol: str, problem: Any, o: Any) -> list[
     cells += [si(cost.bytes, "B"), si(cost.total.messages), si(cost.total.compute, "s")]
     if o.measure:
         ran = private.run(net, next(problem.test.batches(1))[0], engine=protocol)
-        cells += [si(ran.bytes, "B"), si(ran.messages), si(ran.seconds, "s")]
+        total = ran.total
+        cells += [si(total.bytes, "B"), si(total.messages), si(total.seconds, "s")]
     return cells
 
 

@@ -171,7 +171,7 @@ def _tiles(positions: int, terms: int, channels: int) -> dict[str, int]:
     """
     choices = []
     depth = 16 if terms >= 16 else 1
-    while depth <= min(terms, 2048):
+    while depth <= min(terms, 2048 if positions > 1 else RING):
         area = RING // depth
         steps = math.ceil(terms / depth)
         for sent, other in ((channels, positions), (positions, channels)):
@@ -182,6 +182,8 @@ def _tiles(positions: int, terms: int, channels: int) -> dict[str, int]:
             choices.append((steps * columns, tiles, tiles * steps))
         depth *= 2
     fewest = min(choices)[0]
+    if positions == 1:  # a vector: its tiles count, too
+        fewest = min(choices, key=lambda choice: choice[0] + choice[1])[0]
     cheapest = [choice for choice in choices if choice[0] == fewest]
     _, tiles, products = min(cheapest, key=lambda choice: choice[2] + 5 * choice[1])
     back = math.ceil(positions * channels / RING)
