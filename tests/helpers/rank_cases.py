@@ -119,6 +119,8 @@ def choices(folder: Path) -> Any:
         c = fastbcd.choose(net, removals, data, adt=3.0, confidence=0.8, step=step, margins=margins)
         margins = c.margins
         found.append([c.number, c.accepted, str(c.seen), c.interval])
+    c = fastbcd.choose(net, removals, data, adt=3.0, engine=fastbcd.Engine(precision="mixed"))
+    found.append([c.number, c.accepted, c.value, c.rescored > 0])
     return found
 
 
