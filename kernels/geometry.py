@@ -21,7 +21,7 @@ from torch import Tensor
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which the ops calculate on tensors of `dtype`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.promote_types(dtype, torch.float32)
 
 
 def is_shared(t: Tensor, mask: Tensor, trials: bool) -> bool:
@@ -44,9 +44,7 @@ class Geometry(NamedTuple):
     channels: int  # C
     inner: int  # elements per channel: the product of the spatial sizes
     channels_last: bool  # an item lies as (*spatial, C), else as (C, *spatial)
-    mask_last: (
-        bool  # a mask lies as (*spatial, C); equal to channels_last: read linearly
-    )
+    mask_last: bool  # a mask lies as (*spatial, C); if both do, it is read linearly
     x_shared: bool  # x is [1, B, n]: read once for all trials
     residual_shared: bool  # residual is [1, B, n]
 
@@ -58,8 +56,6 @@ def item_order(t: Tensor, channel: int) -> bool | None:
     """
     if t.is_contiguous():
         return False
-    if channel == 1 and t.ndim == 4:
-        return True if t.is_contiguous(memory_format=torch.channels_last) else None
     expected = 1
     for d in (channel, *range(t.ndim - 1, channel, -1), *range(channel - 1, -1, -1)):
         if t.shape[d] != 1 and t.stride(d) != expected:
@@ -76,11 +72,9 @@ def dense(t: Tensor, channel: int, last: bool | None = None) -> Tensor:
         return t
     if last is None:
         last = t.ndim > channel + 1 and t.stride(channel) == 1
-    return (
-        t.movedim(channel, -1).contiguous().movedim(-1, channel)
-        if last
-        else t.contiguous()
-    )
+    if last:
+        return t.movedim(channel, -1).contiguous().movedim(-1, channel)
+    return t.contiguous()
 
 
 def dense_together(
@@ -91,16 +85,16 @@ def dense_together(
     A mask of numbers gets that order too; one of bits is small and may keep the other.
     """
     order: bool | None = None
-    found = []
+    laid_out = []
     for t in tensors:
         if t is not None:
-            channel = 2 if trials and t.ndim > unit.ndim else 1
-            t = dense(t, channel, order)
-            order = not t.is_contiguous() if order is None else order
-        found.append(t)
-    return dense(
-        unit, 1 if trials else 0, order if unit.is_floating_point() else None
-    ), *found
+            t = dense(t, t.ndim - unit.ndim + trials, order)
+            if order is None:
+                order = not t.is_contiguous()
+        laid_out.append(t)
+    if not unit.is_floating_point():
+        order = None
+    return dense(unit, int(trials), order), *laid_out
 
 
 def in_order(t: Tensor, channel: int, last: bool | None) -> bool:

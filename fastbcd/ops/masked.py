@@ -34,7 +34,8 @@ from fastbcd.ops.arguments import (
 from fastbcd.ops.calls import KernelCall, contiguous
 from fastbcd.ops.registry import OPERATORS, Operator, compute, define
 
-SIGNED, ABSOLUTE = 1, 2  # what the backward sums for each unit
+SIGNED = 1  # what the backward sums for each unit; 2: absolute values
+REPLACEMENTS = {0: "identity", 2: "line", 3: "quadratic"}  # by the rows of coef
 
 
 def masked_relu(
@@ -242,9 +243,9 @@ def saliency(
     """
     small = compute_dtype(x.dtype)
     units = _Effects.apply(anchor, totals, small, absolute)
-    coef = None if coef is None else coef.detach().to(small)
-    kind = ABSOLUTE if absolute else SIGNED
-    return _masked(x, mask, coef, None, None, residual, units, False, kind)
+    if coef is not None:
+        coef = coef.detach().to(small)
+    return _masked(x, mask, coef, None, None, residual, units, False, SIGNED + absolute)
 
 
 class _Effects(torch.autograd.Function):
@@ -255,7 +256,7 @@ class _Effects(torch.autograd.Function):
         ctx: Any, anchor: Tensor, totals: Tensor, dtype: Any, absolute: bool
     ) -> Tensor:
         ctx.totals = totals
-        ctx.sign = 1 if absolute else -1  # a removal takes away what the bit adds
+        ctx.sign = 2 * absolute - 1  # a removal takes away what the bit adds
         return totals.new_empty(totals.shape, dtype=dtype)
 
     @staticmethod
@@ -284,20 +285,23 @@ def masked(
             return y
     trials = check_arguments(x, mask, scale, shift, residual, trials)
     if coef is not None:
-        rows, channels = len(coef), mask.shape[1 if trials else 0]
+        rows = len(coef)
+        channels = mask.shape[int(trials)]
         check_small("coef", coef, x, (rows, channels), (rows,))
         coef = coef.reshape(rows, -1).expand(rows, channels)
-    dtype = compute_dtype(x.dtype)
-    # `to` costs 1 µs even where it returns its argument.
-    small = [
-        v if v is None or v.dtype == dtype else v.to(dtype)
-        for v in (coef, scale, shift)
-    ]
+    small = [in_dtype(t, compute_dtype(x.dtype)) for t in (coef, scale, shift)]
     if out is None:
         return _masked(x, mask, *small, residual, None, trials, 0)
     check_out(out, x, mask, trials, (*small, residual))
     OPERATORS["masked_out"](x, mask, *small, residual, trials, out)
     return out
+
+
+def in_dtype(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """t in the dtype; `to` costs 1 µs even where it returns its argument."""
+    if t is None or t.dtype == dtype:
+        return t
+    return t.to(dtype)
 
 
 def _check_rows(coef: Tensor, x: Tensor, rows: int) -> None:
@@ -312,8 +316,10 @@ def _lay_out(x, mask, *parameters, out=None) -> KernelCall:
     """The layout of a forward; parameters: coef, scale, shift, residual, units, trials, ..."""
     coef, scale, shift, residual, _, trials, *_ = parameters
     mask, x, residual = dense_together(mask, trials, x, residual)
+    if out is None:
+        out = new_output(x, mask, trials)
     return KernelCall(
-        outputs=[new_output(x, mask, trials) if out is None else out],
+        outputs=[out],
         inputs=(x, mask, *map(contiguous, (coef, scale, shift)), residual),
         geometry=(x, mask, trials, *are_shared(mask, trials, x, residual)),
         variant=variant(mask, coef),
@@ -323,9 +329,12 @@ def _lay_out(x, mask, *parameters, out=None) -> KernelCall:
 
 def variant(mask: Tensor, coef: Tensor | None, units: int = 0) -> str:
     """What is a constant in the code of a kernel, besides dtypes and memory orders."""
-    words = ["soft"] * mask.is_floating_point()
-    words.append("identity" if coef is None else ("line", "quadratic")[len(coef) - 2])
-    return " ".join(words + [("signed", "absolute")[units - 1]] * bool(units))
+    rows = 0
+    if coef is not None:
+        rows = len(coef)
+    soft = "soft" * mask.is_floating_point()
+    words = soft, REPLACEMENTS[rows], ("", "signed", "absolute")[units]
+    return " ".join(filter(None, words))
 
 
 def _lay_out_backward(
@@ -333,21 +342,20 @@ def _lay_out_backward(
     want_residual, want_small, units,
 ) -> KernelCall:  # fmt: skip
     mask, y, x, residual, grad = dense_together(mask, trials, y, x, residual, grad)
-    rows = (0 if coef is None else len(coef)) + (0 if scale is None else 2)
-    channels = mask.shape[1 if trials else 0]
+    rows = 2 * (scale is not None)
+    if coef is not None:
+        rows += len(coef)
+    channels = mask.shape[int(trials)]
     small = compute_dtype(grad.dtype)
-    dsmall = dunits = None
+    dresidual = dsmall = dunits = None
+    if want_residual:
+        dresidual = new_gradient(grad, residual_shared)
     if want_small and rows:
         dsmall = grad.new_empty((rows, channels), dtype=small)
     if units:
         dunits = grad.new_empty_strided(grad.shape[1:], grad.stride()[1:], dtype=small)
     return KernelCall(
-        outputs=[
-            new_gradient(grad, x_shared),
-            new_gradient(grad, residual_shared) if want_residual else None,
-            dsmall,
-            dunits,
-        ],
+        outputs=[new_gradient(grad, x_shared), dresidual, dsmall, dunits],
         inputs=(
             grad,
             y,
@@ -365,8 +373,10 @@ def _lay_out_backward(
 
 def _short(x, mask, coef, scale, shift, residual, units, trials, kind) -> Tensor | None:
     """The result of C++ that compares shapes, dtypes and strides, and takes memory as it is."""
-    plain = None if x.dtype not in DTYPES else kernels.choose("masked_plain", x)
-    if plain is None or trials or kind:
+    if x.dtype not in DTYPES or trials or kind:
+        return None
+    plain = kernels.choose("masked_plain", x)
+    if plain is None:
         return None
     return plain(x, mask, coef, scale, shift, residual)
 
@@ -378,10 +388,12 @@ def _short_backward(
     *_, want_residual, want_small, units = flags
     if plain is None or trials or (units and not mask.is_floating_point()):
         return None
-    found = plain(
+    gradients = plain(
         grad, y, x, mask, coef, scale, shift, residual, want_residual, want_small
     )
-    return None if found[0] is None else found
+    if gradients[0] is None:
+        return None
+    return gradients
 
 
 _INPUTS = "Tensor? coef, Tensor? scale, Tensor? shift, Tensor? residual"
@@ -407,9 +419,8 @@ def _write(x, mask, coef, scale, shift, residual, trials, out) -> None:
         compute("masked_forward", call, inputs)
     else:
         out.copy_(_masked.run(*inputs))
-    if (
-        not out.is_inference()
-    ):  # a graph that saved `out` before now raises in its backward
+    if not out.is_inference():
+        # A graph that saved `out` before now raises in its backward.
         torch.autograd.graph.increment_version(out)
 
 
@@ -423,7 +434,7 @@ Operator(
 def _writable(out: Tensor, call: KernelCall) -> bool:
     """Can a kernel write into `out`: dense in x's order, and no input partly in its memory?"""
     x, _, trials, x_shared, _ = call.geometry
-    channel = 2 if trials else 1
+    channel = 1 + trials
     if not in_order(out, channel, item_order(x, channel - x_shared)):
         return False
     return not any(_overlap(t, out) for t in call.inputs if t is not None)
@@ -440,14 +451,13 @@ def _overlap(t: Tensor, out: Tensor) -> bool:
 def _setup(ctx, inputs, output) -> None:
     x, mask, coef, scale, shift, residual, units, trials, ctx.kind = inputs
     ctx.shared = (trials, *are_shared(mask, trials, x, residual))
+    saved = [None, x, mask, coef, scale, shift, residual]
     if coef is None and units is None and not mask.is_floating_point():
         # The output alone tells which elements passed; only the affine gradients need x.
-        affine = any(ctx.needs_input_grad[3:5])
-        ctx.save_for_backward(
-            output, x if affine else None, mask, None, scale, None, None
-        )
-    else:
-        ctx.save_for_backward(None, x, mask, coef, scale, shift, residual)
+        saved = [output, None, mask, None, scale, None, None]
+        if any(ctx.needs_input_grad[3:5]):
+            saved[1] = x
+    ctx.save_for_backward(*saved)
 
 
 def _gradients(ctx, grad):
@@ -466,26 +476,18 @@ def _gradients(ctx, grad):
         small,
         ctx.kind or int(needed[1]),
     )
-    dcoef = dscale = dshift = None
-    if small and scale is None:
-        dcoef = dsmall
-    elif small:
-        dscale, dshift = dsmall[-2:]
-        if coef is not None:
-            dcoef = dsmall[:-2]
     if same:
         dresidual = dx
-    return (
-        dx,
-        dunits if needed[1] else None,
-        dcoef,
-        dscale,
-        dshift,
-        dresidual if needed[5] else None,
-        dunits if needed[6] else None,
-        None,
-        None,
-    )
+    dcoef = dscale = dshift = None
+    if small:
+        rows = 0
+        if coef is not None:
+            rows = len(coef)
+            dcoef = dsmall[:rows]
+        if scale is not None:
+            dscale, dshift = dsmall[rows:]
+    gradients = dx, dunits, dcoef, dscale, dshift, dresidual, dunits, None, None
+    return tuple(g if need else None for g, need in zip(gradients, needed, strict=True))
 
 
 _masked.differentiate(_setup, _gradients)

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fastbcd.ops.registry import OPERATORS
+from fastbcd.ops.registry import OPERATORS, differentiated
 
 
 def norm_masked(
@@ -39,10 +38,18 @@ def norm_masked(
         mean, variance = torch.batch_norm_update_stats(
             x, norm.running_mean, norm.running_var, norm.momentum
         )
-        inverse = (variance + norm.eps).rsqrt()
+    statistics = torch.stack([mean, variance + norm.eps])
     return _NormMasked.apply(
-        x, norm.weight, norm.bias, mask, coef, residual, mean, inverse
+        x, norm.weight, norm.bias, mask, coef, residual, statistics, norm.eps
     )
+
+
+def _affine(statistics: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    """The mean, 1/σ, and the scale and shift of the norm; statistics: the mean and σ²."""
+    mean, variance = statistics
+    inverse = variance.rsqrt()
+    scale = weight * inverse
+    return mean, inverse, scale, bias - mean * scale
 
 
 class _NormMasked(torch.autograd.Function):
@@ -57,44 +64,47 @@ class _NormMasked(torch.autograd.Function):
         mask: Tensor,
         coef: Tensor | None,
         residual: Tensor | None,
-        mean: Tensor,
-        inverse: Tensor,
+        statistics: Tensor,
+        eps: float,
     ) -> Tensor:
-        scale = weight * inverse
-        shift = bias - mean * scale
+        _, _, scale, shift = _affine(statistics, weight, bias)
         y = OPERATORS["masked"].run(
             x, mask, coef, scale, shift, residual, None, False, 0
         )
-        saved: tuple[Tensor | None, ...] = (None, x, mask, coef, scale, shift, residual)
+        ctx.eps = eps
+        read: tuple[Tensor | None, ...] = (None, residual)
         if coef is None:  # y alone tells which elements passed
-            saved = (y, x, mask, None, scale, None, None)
-        ctx.save_for_backward(*saved, mean, inverse)
+            read = (y, None)
+        ctx.save_for_backward(*read, x, weight, bias, mask, coef, statistics)
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        *saved, mean, inverse = ctx.saved_tensors
-        _, x, mask, _, scale, *_ = saved
-        want_residual = ctx.needs_input_grad[5]
-        dx, dresidual, sums, _ = OPERATORS["masked_backward"].run(
-            grads[0], *saved, False, False, False, want_residual, True, 0
-        )
-        dcoef, dscale, dbias = sums[:-2], sums[-2], sums[-1]
+        y, residual, x, weight, bias, mask, coef, statistics = ctx.saved_tensors
+        again = differentiated()
+        if again:  # then the statistics are functions of x
+            variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+            statistics = torch.stack([mean, variance + ctx.eps])
+        mean, inverse, scale, shift = _affine(statistics, weight, bias)
+        if y is not None:
+            shift = None
+        dx, dresidual, sums, _ = OPERATORS["masked_backward"].derivative(
+            grads[0], y, x, mask, coef, scale, shift, residual,
+            False, False, False, ctx.needs_input_grad[5], True, 0,
+        )  # fmt: skip
+        dcoef = sums[:-2]
+        dscale = sums[-2]
+        dbias = sums[-1]
         dweight = (dscale - mean * dbias) * inverse
         # dx is dz*scale so far; the rest is a line of x for each channel.
         count = x.numel() // x.shape[1]
         slope = -scale * inverse * dweight / count
         constant = -scale * dbias / count - slope * mean
-        nothing = torch.zeros_like(mask)
-        OPERATORS["masked_out"].run(x, nothing, None, slope, constant, dx, False, dx)
-        return (
-            dx,
-            dweight,
-            dbias,
-            None,
-            dcoef if len(dcoef) else None,
-            dresidual,
-            None,
-            None,
-        )
+        if again:
+            dx = dx + x * slope[:, None, None] + constant[:, None, None]
+        else:
+            none = torch.zeros_like(mask)
+            OPERATORS["masked_out"].run(x, none, None, slope, constant, dx, False, dx)
+        if coef is None:
+            dcoef = None
+        return dx, dweight, dbias, None, dcoef, dresidual, None, None

@@ -57,7 +57,9 @@ def masked(
     else:
         y = a * rectified + (1 - a) * _replaced(z, coef)
     y = y.to(x.dtype)
-    return y if trials else y[0]
+    if trials:
+        return y
+    return y[0]
 
 
 def masked_backward(
@@ -95,33 +97,48 @@ def masked_backward(
         dz = torch.where(a, g.masked_fill(_expand(y, mask, trials) <= 0, 0), g)
     else:
         z = _preactivation(x, mask, scale, shift, residual, trials)
-        rectified = g.masked_fill(z <= 0, 0)
-        if not mask.is_floating_point():
-            cleared = g.masked_fill(a, 0)
-            powers = z.masked_fill(a, 0)
-            dz = torch.where(a, rectified, _bent(g, powers, coef))
-        else:
-            cleared = g * (1 - a)
-            powers = z
-            dz = a * rectified + _bent(cleared, z, coef)
-            if coef is None:
-                dz = torch.where(z > 0, g, cleared)
+        dz, cleared, z_cleared = _bent(g, z, a, coef)
         if coef is not None:
-            rows = [_sum_channels(cleared * powers**i) for i in range(len(coef))]
+            rows = [_sum_channels(cleared * z_cleared**i) for i in range(len(coef))]
         if units:
-            effects = g * _added(z, coef)
-            effects = _sum_batch((effects.abs() if units == 2 else effects)[0])
-    if scale is not None and want_small:
+            effects = _effects(g, z, coef, absolute=units == 2)
+    dx = dz
+    if scale is not None:
         rows += [_sum_channels(dz * _expand(x, mask, trials)), _sum_channels(dz)]
-    dx = dz if scale is None else dz * _channelwise(scale, dz)
-    return (
-        _collect(dx, x_shared or not trials, grad.dtype),
-        _collect(dz, residual_shared or not trials, grad.dtype)
-        if want_residual
-        else None,
-        torch.stack(rows) if rows and want_small else None,
-        effects,
-    )
+        dx = dz * _channelwise(scale, dz)
+    dresidual = None
+    if want_residual:
+        dresidual = _collect(dz, residual_shared or not trials, grad.dtype)
+    small = None
+    if rows and want_small:
+        small = torch.stack(rows)
+    return _collect(dx, x_shared or not trials, grad.dtype), dresidual, small, effects
+
+
+def _bent(
+    g: Tensor, z: Tensor, a: Tensor, coef: Maybe
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dz, and the factors of dcoef: g and z where the ReLU is removed."""
+    rectified = g.masked_fill(z <= 0, 0)
+    if not a.is_floating_point():
+        cleared = g.masked_fill(a, 0)
+        z = z.masked_fill(a, 0)
+        return torch.where(a, rectified, g * _slope(z, coef)), cleared, z
+    cleared = g * (1 - a)
+    if coef is None:
+        return torch.where(z > 0, g, cleared), cleared, z
+    return a * rectified + cleared * _slope(z, coef), cleared, z
+
+
+def _effects(g: Tensor, z: Tensor, coef: Maybe, absolute: bool) -> Tensor:
+    """Sums over the batch of g * (relu(z) - r(z)), what a set bit adds to y."""
+    added = z.clamp(max=0).neg()
+    if coef is not None:
+        added = torch.relu(z) - _replaced(z, coef)
+    effects = g * added
+    if absolute:
+        effects = effects.abs()
+    return effects[0].double().sum(0).to(g.dtype)
 
 
 def _preactivation(
@@ -131,21 +148,27 @@ def _preactivation(
     z = _expand(x, mask, trials)
     if scale is not None:
         z = z * _channelwise(scale, z) + _channelwise(shift, z)
-    return z if residual is None else z + _expand(residual, mask, trials)
+    if residual is not None:
+        z = z + _expand(residual, mask, trials)
+    return z
 
 
 def _by_unit(mask: Tensor, trials: bool) -> Tensor:
     """The bits or numbers [T or 1, 1, *S] that meet z."""
     if not mask.is_floating_point():
         mask = mask.bool()
-    return mask.unsqueeze(1) if trials else mask[None, None]
+    if not trials:
+        mask = mask.unsqueeze(0)
+    return mask.unsqueeze(1)
 
 
 def _expand(t: Maybe, mask: Tensor, trials: bool) -> Tensor:
     """t -> [T or 1, B, *S] in the compute dtype; without trials T = 1."""
     assert t is not None
-    t = t.to(compute_dtype(t.dtype))
-    return t if trials and not is_shared(t, mask, trials) else t.unsqueeze(0)
+    wide = t.to(compute_dtype(t.dtype))
+    if trials and not is_shared(t, mask, trials):
+        return wide
+    return wide.unsqueeze(0)
 
 
 def _channelwise(v: Maybe, like: Tensor) -> Tensor:
@@ -155,24 +178,23 @@ def _channelwise(v: Maybe, like: Tensor) -> Tensor:
 
 
 def _replaced(z: Tensor, coef: Maybe) -> Tensor:
-    """r(z) for z [T, B, C, *spatial]."""
+    """r(z) for z [T, B, C, *spatial]: z, c1*z + c0, or (c2*z + c1)*z + c0."""
     if coef is None:
         return z
     c0, c1, *higher = (_channelwise(c, z) for c in coef)
-    return ((higher[0] * z + c1) if higher else c1) * z + c0
+    for c2 in higher:
+        c1 = c2 * z + c1
+    return c1 * z + c0
 
 
-def _bent(g: Tensor, z: Tensor, coef: Maybe) -> Tensor:
-    """g * r'(z)."""
+def _slope(z: Tensor, coef: Maybe) -> Tensor | int:
+    """r'(z): 1, c1, or 2*c2*z + c1."""
     if coef is None:
-        return g
+        return 1
     _, c1, *higher = (_channelwise(c, z) for c in coef)
-    return g * (2 * higher[0] * z + c1 if higher else c1)
-
-
-def _added(z: Tensor, coef: Maybe) -> Tensor:
-    """relu(z) - r(z): what a set bit adds to y."""
-    return z.clamp(max=0).neg() if coef is None else torch.relu(z) - _replaced(z, coef)
+    for c2 in higher:
+        c1 = 2 * c2 * z + c1
+    return c1
 
 
 def _collect(d: Tensor, one: bool, dtype: torch.dtype) -> Tensor:
@@ -188,13 +210,9 @@ def _sum_channels(t: Tensor) -> Tensor:
     return t.double().transpose(0, 2).flatten(1).sum(1).to(t.dtype)
 
 
-def _sum_batch(t: Tensor) -> Tensor:
-    """[B, *S] -> [*S], in double."""
-    return t.double().sum(0).to(t.dtype)
-
-
 def kink(c: Tensor, a: Tensor, mask: Tensor, fresh: bool) -> Tensor:
     """mask · relu(-(c + a)) for c [n, T, B], a [n, B], mask [n, T]; c counts as 0 if fresh."""
-    a = a.unsqueeze(1)
-    z = a.expand_as(c) if fresh else c + a
+    z = a.unsqueeze(1).expand_as(c)
+    if not fresh:
+        z = z + c
     return torch.where(mask.bool().unsqueeze(2), torch.relu(-z), 0)

@@ -45,9 +45,8 @@ class Operator:
     ) -> None:
         self.name = schema.partition("(")[0]
         self.run = run
-        self.short = (
-            short  # the result of a call that needs no checks and copies, or None
-        )
+        # The result of a call that needs no checks and copies, or None.
+        self.short = short
         self.recorded: Any = None  # the call that autograd records
         self.short_recorded: Any = None
         self.formula: Any = getattr(reference, self.name, None)
@@ -65,13 +64,10 @@ class Operator:
             return _without_none(fake(*arguments))
 
         torch.library.register_fake(f"fastbcd::{self.name}", traced, lib=LIBRARY)
-        if (
-            self.formula is not None
-        ):  # torch.onnx.export decomposes what it does not know
+        if self.formula is not None:
+            # torch.onnx.export decomposes what it does not know; shapes are the operator's.
             torch._decomp.decomposition_table[self.default] = self.formula
-            torch._decomp.meta_table[self.default] = (
-                traced  # and shapes are those of the operator
-            )
+            torch._decomp.meta_table[self.default] = traced
 
     def __call__(self, *arguments: Any) -> Any:
         if watched(arguments):
@@ -92,7 +88,9 @@ class Operator:
         """A call in a backward pass; a gradient that is not wanted is None or has no elements."""
         if differentiated():
             return self.formula(*arguments)
-        return self.default(*arguments) if watched(arguments) else self.run(*arguments)
+        if watched(arguments):
+            return self.default(*arguments)
+        return self.run(*arguments)
 
     def differentiate(
         self, setup: Callable[..., None], gradients: Callable[..., Any]
@@ -145,13 +143,16 @@ def define(
     short: tried first; returns the result, or None for a call that it does not take.
     """
     name = schema.partition("(")[0]
-    kernel = name if name.endswith("_backward") else f"{name}_forward"
+    kernel = f"{name}_forward"
+    if name.endswith("_backward"):
+        kernel = name
     KERNELS[kernel] = Kernel(schema, lay_out, getattr(reference, name))
 
     def run(*arguments: Any) -> Any:
-        quick = None if short is None else short(*arguments)
-        if quick is not None:
-            return quick
+        if short is not None:
+            quick = short(*arguments)
+            if quick is not None:
+                return quick
         call = lay_out(*arguments)
         compute(kernel, call, arguments)
         return result(call)
@@ -160,7 +161,9 @@ def define(
         return result(lay_out(*arguments))
 
     def result(call: KernelCall) -> Any:
-        return call.outputs[0] if schema.endswith("-> Tensor") else tuple(call.outputs)
+        if schema.endswith("-> Tensor"):
+            return call.outputs[0]
+        return tuple(call.outputs)
 
     return Operator(schema, run, fake, short)
 
@@ -175,12 +178,13 @@ def _without_none(outputs: Any) -> Any:
 def compute(kernel: str, call: KernelCall, arguments: Sequence[Any]) -> None:
     """Fill the outputs of a call, by the kernel or else by its formula of the arguments."""
     x = call.inputs[0]
-    module: Any = kernels.module_for(x) if call.fits else None
-    function: Any = getattr(module, kernel, None)
-    if function and (module.TRUSTED or trusted(kernel, call.variant, function, x)):
-        by_kernel(function, call)
-    else:
-        by_formula(KERNELS[kernel].formula, call, arguments)
+    if call.fits:
+        module: Any = kernels.module_for(x)
+        function: Any = getattr(module, kernel, None)
+        if function and (module.TRUSTED or trusted(kernel, call.variant, function, x)):
+            by_kernel(function, call)
+            return
+    by_formula(KERNELS[kernel].formula, call, arguments)
 
 
 def watched(arguments: tuple[Any, ...]) -> bool:
@@ -191,9 +195,8 @@ def watched(arguments: tuple[Any, ...]) -> bool:
         or torch._C._get_tracing_state() is not None
         or not _PLAIN.issuperset(map(type, arguments))
         or arguments[0].is_meta
-        or torch._C._functorch.is_legacy_batchedtensor(
-            arguments[0]
-        )  # is_grads_batched=True
+        # is_grads_batched=True
+        or torch._C._functorch.is_legacy_batchedtensor(arguments[0])
     )
 
 
