@@ -86,10 +86,8 @@ class _NormMasked(torch.autograd.Function):
             variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
             statistics = torch.stack([mean, variance + ctx.eps])
         mean, inverse, scale, shift = _affine(statistics, weight, bias)
-        if y is not None:
-            shift = None
         dx, dresidual, sums, _ = OPERATORS["masked_backward"].derivative(
-            grads[0], y, x, mask, coef, scale, shift, residual,
+            grads[0], y, x, mask, coef, scale, shift if y is None else None, residual,
             False, False, False, ctx.needs_input_grad[5], True, 0,
         )  # fmt: skip
         dcoef = sums[:-2]
