@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbcd.data.for_net import data_for
+from fastbcd.data.images import ImageData
 from fastbcd.graph.trace import logits_of
 from fastbcd.masking.activations import MaskedPoly
 from fastbcd.masking.masks import mask_modules
@@ -134,29 +135,11 @@ def ranges(
         check_choice("engine", engine, tuple(HEADROOM))
     if fixed_point is None and (engine or narrow):
         fixed_point = FORMATS.get(engine, (64, 16))
-    sites = mask_modules(net)
-    limits = {name: _limit(module, fixed_point) for name, module in sites.items()}
+    limits = _limits(net, engine, fixed_point)
     images = data_for(net, data)
-    layers: dict[str, nn.Module] = {}
-    if engine is not None and fixed_point is not None:
-        bits, fraction = fixed_point
-        above = bits - HEADROOM[engine]
-        limits = dict.fromkeys(sites, 2.0 ** (above - fraction))
-        for name, layer in net.named_modules():
-            if isinstance(layer, PRODUCTS):
-                layers[name] = layer
-        limits |= dict.fromkeys(layers, 2.0 ** (above - 2 * fraction))
-    values = {name: _Values(images.device) for name in limits}
-    with ExitStack() as stack, eval_mode(net), torch.inference_mode():
-        for name, module in sites.items():
-            stack.callback(module.register_forward_pre_hook(values[name].add).remove)
-        for name, layer in layers.items():
-            stack.callback(layer.register_forward_hook(values[name].add_output).remove)
-        for x, _ in images.batches(batch_size, dtype=dtype_of(net)):
-            net(x)
-    results = [values[name].summary(name, limit) for name, limit in limits.items()]
+    results = _observed(net, images, batch_size, limits)
     _judge(results, engine)
-    found = Ranges(tuple(results[: len(sites)]))
+    found = Ranges(tuple(results[: len(mask_modules(net))]))
     if narrow is None or fixed_point is None:
         return found
     windows = {
@@ -168,6 +151,41 @@ def ranges(
         for chosen in ({}, windows)
     )
     return Ranges(found.sites, windows, accuracies)
+
+
+def _limits(
+    net: nn.Module, engine: str | None, fixed_point: tuple[int, int] | None
+) -> dict[str, float | None]:
+    """The largest |z| at each site and, for an engine, of what each layer gives."""
+    limits = {name: _limit(act, fixed_point) for name, act in mask_modules(net).items()}
+    if engine is None or fixed_point is None:
+        return limits
+    bits, fraction = fixed_point
+    above = bits - HEADROOM[engine]
+    limits = dict.fromkeys(limits, 2.0 ** (above - fraction))
+    for name, layer in net.named_modules():
+        if isinstance(layer, PRODUCTS):
+            limits[name] = 2.0 ** (above - 2 * fraction)
+    return limits
+
+
+def _observed(
+    net: nn.Module, images: ImageData, batch_size: int, limits: dict[str, float | None]
+) -> list[SiteRange]:
+    """The values at the sites and layers that have a limit, over all images."""
+    sites: dict[str, nn.Module] = dict(mask_modules(net))
+    values = {name: _Values(images.device) for name in limits}
+    with ExitStack() as stack, eval_mode(net), torch.inference_mode():
+        for name, counted in values.items():
+            if name in sites:
+                hook = sites[name].register_forward_pre_hook(counted.add)
+            else:
+                layer = net.get_submodule(name)
+                hook = layer.register_forward_hook(counted.add_output)
+            stack.callback(hook.remove)
+        for x, _ in images.batches(batch_size, dtype=dtype_of(net)):
+            net(x)
+    return [values[name].summary(name, limit) for name, limit in limits.items()]
 
 
 def _judge(results: list[SiteRange], engine: str | None) -> None:
