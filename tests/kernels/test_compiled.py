@@ -336,7 +336,7 @@ def test_offsets_of_items_are_64_bit(name: str, case: Case) -> None:
                                    for c in CASES["gfx942"][1:])], ids=str,
 )  # fmt: skip
 def test_on_amd(name: str, case: Case) -> None:
-    for direction, (kernel, _) in compile_case(name, case).items():
+    for direction, (kernel, block) in compile_case(name, case).items():
         text = kernel.asm["amdgcn"]
         names = ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
         for resource in (*names, "group_segment_fixed_size"):
@@ -347,6 +347,15 @@ def test_on_amd(name: str, case: Case) -> None:
         assert stores == ({"dwordx4", "dwordx2"} if half else {"dwordx4"})
         assert "load_dwordx4" in text
         assert not re.findall(r"v_(?:pk_)?fmac?_f32\w*", text)
+        # 16 waves of a compute unit, that is 4 of each SIMD, have 128 registers per thread each.
+        (registers,) = re.findall(r"\.vgpr_count: +(\d+)", text)
+        assert int(registers) <= 128
+        per_thread = block // (kernel.metadata.num_warps * TARGETS[name].warp_size)
+        itemsize = 4 if case.dtype == "float32" else 2
+        under_way = 16 * TARGETS[name].warp_size * per_thread * itemsize
+        assert under_way * tensors_read(case, direction) >= 8192
+        instructions = re.findall(r"^\s+(?:[vs]|global|buffer|flat|ds)_\w+", text, re.MULTILINE)
+        assert len(instructions) <= 200 * per_thread
 
 
 @pytest.mark.parametrize("fresh", [False, True])
