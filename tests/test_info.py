@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,14 @@ def test_info_prints_versions_and_reasons(capsys) -> None:
     assert f"torch        {torch.__version__}" in out
     for backend in fastbcd.backends():
         assert backend.reason in out
+
+
+def test_check_prints_what_a_first_use_compiles(capsys, monkeypatch) -> None:
+    """At most a third of the 173 kernels that it once took."""
+    monkeypatch.setattr(info, "comparisons", lambda device: [])
+    assert info.info(check=True) == 0
+    (count,) = re.findall(r"step compiles (\d+) kernels", capsys.readouterr().out)
+    assert 0 < int(count) <= 173 / 3
 
 
 def test_check_passes(capsys) -> None:
