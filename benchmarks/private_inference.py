@@ -64,9 +64,10 @@ def net_of(name: str, kind: str, engine: str) -> tuple[nn.Module, Tensor]:
     removed = masks.sample(masks.count() - RELUS[name], seed=0, step=0, trial=0)
     fastbcd.set_masks(net, masks.without(removed))
     for module in net.modules():
-        if hasattr(module, "coef"):  # of a size that fits, not those of a trained net
-            module.coef.data[:2] += 0.01
-            module.coef.data[2:] += 1e-4
+        if hasattr(module, "coef"):  # near a ReLU, so that values keep their size
+            module.coef.data[0] = 0.1
+            module.coef.data[1] = 0.5
+            module.coef.data[2:] = 0.01
     if kind == "merged":
         data = image, torch.zeros(1, dtype=torch.int64)
         net = private.merge(net, data, engine, epochs=0).net

@@ -168,7 +168,7 @@ def _algebra(window: Any) -> Any:
 
     from .narrow import narrow_relu
 
-    class Algebra:
+    class OnShares:
         @staticmethod
         def convolution(
             x: Any, weight: Any, stride: Any, padding: Any, dilation: Any, groups: int
@@ -198,4 +198,4 @@ def _algebra(window: Any) -> Any:
                 flat = flat.pad((0, 1))[:, index.long()]
             return flat.reshape(count, *shape)
 
-    return Algebra
+    return OnShares

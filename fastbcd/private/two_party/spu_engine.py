@@ -169,7 +169,7 @@ def _algebra() -> Any:
     import jax.numpy as jnp
     from jax import lax
 
-    class Algebra:
+    class OnJax:
         @staticmethod
         def convolution(
             x: Any, weight: Any, stride: Any, padding: Any, dilation: Any, groups: int
@@ -209,7 +209,7 @@ def _algebra() -> Any:
             taken = joined.at[:, index].get(mode="promise_in_bounds")
             return taken.reshape(count, *shape)
 
-    return Algebra
+    return OnJax
 
 
 def _secure(description: Any, folder: Any) -> None:
