@@ -74,7 +74,7 @@ gpu: $(READY)
 
 # Two-party engines, and a check of them with small nets, on this machine alone.
 private: $(READY) .venv-spu/.ready .venv-crypten/.ready
-	$(BIN)/python -m pytest tests/private/test_running.py
+	$(BIN)/python -m pytest tests/private/test_running.py tests/private/test_serving.py
 
 .venv-spu/.ready: Makefile
 	@$(ENGINE_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 10), (3, 11)))' || \
