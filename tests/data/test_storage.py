@@ -158,7 +158,7 @@ def test_bcd_beside_a_small_gpu_goes_as_on_the_cpu() -> None:
     tune = Finetune(epochs=1, padding=1, batch_size=100, amp=False)
     options = {"drc": 5, "rt": 2, "finetune": tune}
     expected = fastbcd.bcd(make("mlp"), data, 40, teacher=make("mlp"), **options)
-    with fake_cuda.device(memory=int(1.2 * data.images.nbytes)):
+    with fake_cuda.device(memory=int(1.6 * data.images.nbytes)):
         net = make("mlp").cuda()
         assert data_for(net, data).images.device.type == "cpu"
         run = fastbcd.bcd(net, data, 40, teacher=make("mlp").cuda(), **options)
