@@ -105,4 +105,6 @@ class _NormMasked(torch.autograd.Function):
             OPERATORS["masked_out"].run(x, none, None, slope, constant, dx, False, dx)
         if coef is None:
             dcoef = None
+        if not ctx.needs_input_grad[5]:
+            dresidual = None
         return dx, dweight, dbias, None, dcoef, dresidual, None, None

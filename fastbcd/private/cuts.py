@@ -23,7 +23,7 @@ Measure = Callable[[list[Layer]], float]
 State = tuple[tuple[str, Value], ...]  # the values that are still read
 
 
-class Choice(NamedTuple):
+class Cuts(NamedTuple):
     """Nodes at which runs end, and what the linear layers cost then."""
 
     nodes: frozenset[str]
@@ -64,7 +64,7 @@ class Cutting:
     >>> net = fastbcd.models.resnet20(num_classes=10, image_size=32)
     >>> cutting = Cutting(LinearRuns(net), lambda layers: len(layers))
     >>> cutting.best(frozenset())  # everything is one dense map
-    Choice(nodes=frozenset(), cost=1.0)
+    Cuts(nodes=frozenset(), cost=1.0)
     """
 
     def __init__(self, runs: LinearRuns, measure: Measure) -> None:
@@ -79,15 +79,15 @@ class Cutting:
             for node in runs.nodes
         }
 
-    def _best(self, used: frozenset[str]) -> Choice:
+    def _best(self, used: frozenset[str]) -> Cuts:
         """The cheapest cuts if these sites keep a ReLU.
 
         Values are computed in the order of the graph. Of all ways to the same values that are
         still read, as functions of the same sources, only the cheapest is followed.
         """
-        states: dict[State, Choice] = {(): Choice(frozenset(), 0.0)}
+        states: dict[State, Cuts] = {(): Cuts(frozenset(), 0.0)}
         for number, node in enumerate(self.runs.nodes):
-            after: dict[State, Choice] = {}
+            after: dict[State, Cuts] = {}
             for state, choice in states.items():
                 values = dict(state)
                 for value, more in self._values(node, values, used, choice):
@@ -112,8 +112,8 @@ class Cutting:
         node: fx.Node,
         values: dict[str, Value],
         used: frozenset[str],
-        choice: Choice,
-    ) -> Iterator[tuple[Value, Choice]]:
+        choice: Cuts,
+    ) -> Iterator[tuple[Value, Cuts]]:
         """What a node may be as a function of sources, with the cost up to there."""
         inputs = [
             source.name for source in node.all_input_nodes if source.name in values
@@ -133,4 +133,4 @@ class Cutting:
                 more += self.price(node.name, ((node.name, Path(Kind.SCALES)),))
             else:
                 more = self.price(node.name, value)
-            yield source, Choice(choice.nodes | {node.name}, choice.cost + more)
+            yield source, Cuts(choice.nodes | {node.name}, choice.cost + more)

@@ -148,6 +148,12 @@ def merged_at(net: nn.Module, runs: LinearRuns, cuts: frozenset[str]) -> nn.Modu
             made[node.name] = graph.node_copy(node, materialised)
         values[node.name] = ((node.name, Path()),)
     model = fx.GraphModule(twin, graph, type(net).__name__)
+    _describe(model, net, used)
+    return model.train(net.training)
+
+
+def _describe(model: fx.GraphModule, net: nn.Module, used: frozenset[str]) -> None:
+    """Note the order of the sites in use, and the shape of images, as `convert` does."""
     for number, act in enumerate(mask_modules(net)):
         if act in used:
             model.get_submodule(act).order = number  # type: ignore[assignment]
@@ -155,4 +161,3 @@ def merged_at(net: nn.Module, runs: LinearRuns, cuts: frozenset[str]) -> nn.Modu
     model.example_shape = shape  # type: ignore[assignment]
     if shape is not None:
         remember_shape(model, shape)
-    return model.train(net.training)

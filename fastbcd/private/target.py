@@ -203,7 +203,15 @@ class Target(Budget):
             lines = poly & (replaced == "line")
             measure = partial(self._merged_measure, measure, merged, units * lines)
             bound = Bound(self.quantity, measure, self.most, tuple(merged.families()))
-        price = bound.prices()
+        self._check_reachable(bound, units, poly, replaced)
+        if self.relus is None:
+            return (bound,)
+        return bound, relus(self.relus)
+
+    def _check_reachable(
+        self, bound: Bound, units: np.ndarray, poly: np.ndarray, replaced: str
+    ) -> None:
+        """Refuse a target below the least cost, or one that removing ReLUs cannot reach."""
         least = Limits(units, poly, (bound,)).least()
         if least > self.most:
             unit = {"seconds": "s", "bytes": "B"}.get(self.quantity, "")
@@ -212,14 +220,12 @@ class Target(Budget):
                 f"{self}: this net without ReLUs costs {text}, which is the least; give at least "
                 f"that, or activations_only=True"
             )
+        price = bound.prices()
         if poly.any() and price.squares > price.relus:
             raise ValueError(
                 f"{self}: under {self.channel.protocol.name!r} a {replaced} costs more than a "
                 f"ReLU, so that removing ReLUs saves nothing at the sites that have them"
             )
-        if self.relus is None:
-            return (bound,)
-        return bound, relus(self.relus)
 
     def describe(self) -> dict[str, Any]:
         """What config.json records: all that the costs depend on."""

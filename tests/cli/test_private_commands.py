@@ -124,7 +124,7 @@ def test_a_run_of_a_known_net_needs_no_options(replacement, tmp_path, monkeypatc
 def test_a_run_of_an_own_net_names_it(run, command, replacement, monkeypatch, capsys) -> None:
     """Its function is called only if it is named again."""
     data = fastbcd.load("fashion-mnist-mini").first(16)
-    monkeypatch.setattr(inputs.Job, "split", lambda job, split: data)
+    monkeypatch.setattr(inputs.Inputs, "split", lambda inputs, split: data)
     line = f"{command} --model my_nets:small --budget 100 --rt 2 --batch-size 8 --quiet"
     assert fastbcd_(f"{line} --replacement {replacement} --run-dir recorded") == 0
     example = next(data.batches(2))[0]

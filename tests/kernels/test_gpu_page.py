@@ -73,10 +73,10 @@ def test_the_whole_page_on_the_simulated_device(request, monkeypatch, tmp_path, 
     monkeypatch.setattr(gpu, "short_run", partial(gpu.short_run, images=20, epochs=1))
     monkeypatch.setattr(gpu, "median_time", lambda call, *_: (call(), 1e-3)[1])
     assert gpu.main([]) == 0
-    page = (tmp_path / "RESULTS-Fake-GPU.md").read_text()
+    page = (tmp_path / "RESULTS-Fake-A100.md").read_text()
     titles = [line for line in page.splitlines() if line.startswith("#")]
     assert titles == [
-        "# fastbcd on Fake GPU", "## fastbcd info --check", "## GPU tests",
+        "# fastbcd on Fake A100", "## fastbcd info --check", "## GPU tests",
         "## A short linearize, ResNet-20", "## Bandwidth", "## make bench",
     ]  # fmt: skip
     assert "| masked_backward-line-float32-channels_last-full | 1.000 |" in page
