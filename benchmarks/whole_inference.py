@@ -2,12 +2,13 @@
 
     FASTBCD_DATA=folder python benchmarks/whole_inference.py               # the table, predicted
     FASTBCD_DATA=folder python benchmarks/whole_inference.py --measure     # and run by two parties
+    python benchmarks/whole_inference.py --quick --measure                 # a tiny net, minutes
 
 The folder holds `cifar10-12k.npz` and `resnet20-cifar10.safetensors`. The dense net, SNL and
 linearize at 8,000 ReLUs (the settings of methods.py, whose runs below --out are read if they
 are there), and linearize for a `Target` of the merged net under Cheetah. Each is also merged
 for each protocol, with `--tune` epochs of fine-tuning. `--measure` needs the engines, see
-docs/private-cost.md.
+docs/private-inference.md.
 """
 
 from __future__ import annotations
@@ -30,14 +31,13 @@ from table import machine
 
 PROTOCOLS = ("spu-cheetah", "spu-semi2k", "crypten")
 LAN = {"bandwidth": "1Gbit", "rtt": "1ms"}
-BUDGET = 8_000
 
 
 def nets_of(problem: Any, o: argparse.Namespace) -> dict[str, nn.Module]:
     """The nets of all arms, trained or read."""
     works: dict[str, Any] = {
-        f"SNL {BUDGET}": (0.01, lambda arm: snl(arm, BUDGET)),
-        f"linearize {BUDGET}": (0.003, lambda arm: arm.linearize(BUDGET, lr=0.003)),
+        f"SNL {o.budget}": (0.01, lambda arm: snl(arm, o.budget)),
+        f"linearize {o.budget}": (0.003, lambda arm: arm.linearize(o.budget, lr=0.003)),
     }
     for seconds in o.seconds:
         target = private.Target(seconds, protocol="spu-cheetah", **LAN, merged=True)
@@ -63,7 +63,7 @@ def _facts(work: Any, arm: Arm) -> dict[str, Any]:
 def saved(folder: Path, problem: Any, identity: bool) -> nn.Module:
     """The net of a finished arm."""
     replacement = "identity" if identity else "line"
-    net = fastbcd.models.resnet20(10, 32, replacement=replacement)
+    net = fastbcd.models.build(**problem.dense.arch | {"replacement": replacement})
     net.load_state_dict(load_file(folder / "net.safetensors"), strict=False)
     fastbcd.set_masks(net, fastbcd.MaskSet.load(folder / "masks.safetensors"))
     return net.eval()
@@ -101,6 +101,7 @@ def row(name: str, net: nn.Module, protocol: str, problem: Any, o: Any) -> list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser, batch=25)
+    parser.add_argument("--budget", type=int, default=8_000, help="ReLUs (%(default)s)")
     parser.add_argument(
         "--seconds", type=float, nargs="*", default=[13.0], help="of targets"
     )
@@ -114,7 +115,11 @@ def main() -> None:
     )
     parser.set_defaults(images=5_000, samples=500, epochs=30, final=5)
     o = parser.parse_args()
-    o.out = o.out or Path("runs") / "methods-resnet20"
+    if o.quick:
+        vars(o).update(images=128, samples=64, epochs=4, final=2, dense_epochs=2, tune=0,
+                       width=4, budget=200, seconds=[5.5])  # fmt: skip
+    name = "whole-quick" if o.quick else "methods-resnet20"
+    o.out = o.out or Path("runs") / name
     problem = problem_of(o)
     print(machine())
     nets = nets_of(problem, o)
@@ -122,12 +127,13 @@ def main() -> None:
     rows = [heads + ["ran MB", "ran msgs", "ran s"] * int(o.measure)]
     for protocol in o.protocols:
         for name, net in nets.items():
-            rows.append(row(name, copy.deepcopy(net), protocol, problem, o))
+            versions = {name: copy.deepcopy(net)}
             if name != "dense":
                 path = o.out / f"merged-{name}-{protocol}.safetensors".replace(" ", "-")
-                twin = merged(net, protocol, problem, o, path)
-                rows.append(row(f"{name}, merged", twin, protocol, problem, o))
-            print(*rows[-1], sep="  ", flush=True)
+                versions[f"{name}, merged"] = merged(net, protocol, problem, o, path)
+            for title, version in versions.items():
+                rows.append(row(title, version, protocol, problem, o))
+                print(*rows[-1], sep="  ", flush=True)
     print("\n".join(columns(rows, width=11)))
 
 
