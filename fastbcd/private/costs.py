@@ -1,4 +1,4 @@
-"""cost: bytes, rounds and seconds of one image in private inference.
+"""cost: bytes, rounds and seconds of one run of private inference, for one image or several.
 
 For an operation of n units at s sites, or in a linear layer, by its amounts:
 
@@ -8,14 +8,15 @@ For an operation of n units at s sites, or in a linear layer, by its amounts:
 
 A site that keeps any ReLU is one site of ReLUs; a site with removed ReLUs that became quadratics or
 lines is one site of those. The total is the sum, plus the protocol's set-up. Batch norms are
-counted as parts of the layers beside them; gathers send nothing.
+counted as parts of the layers beside them; gathers send nothing. Images of one run share its
+rounds, and the bytes that go by the weights.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -38,7 +39,7 @@ from fastbcd.private.protocols import (
     Spent,
 )
 from fastbcd.private.units import columns, si
-from fastbcd.runtime.validate import check_choice
+from fastbcd.runtime.validate import check_choice, check_whole
 
 TERMS = ("compute", "transfer", "latency")
 OWNERS = ("both", "server")
@@ -99,6 +100,24 @@ class Cost:
     linear: SiteCost  # the sum of the layers
     total: SiteCost  # of both, without the set-up
     not_included: tuple[NonlinearOp, ...] = ()
+    images: int = 1  # of the run, whose costs these are
+
+    @property
+    def per_image(self) -> SiteCost:
+        """The total divided by the images of the run.
+
+        >>> net = fastbcd.models.resnet20(num_classes=10, image_size=32)
+        >>> one, eight = (cost(net, "crypten", batch=batch) for batch in (1, 8))
+        >>> one.rounds, eight.rounds, eight.per_image.rounds
+        (192.0, 192.0, 24.0)
+        """
+        shares: dict[str, Any] = {}
+        for name in (*Spent._fields, "transfer", "latency"):
+            value = getattr(self.total, name)
+            if value is not None:
+                value = value / self.images
+            shares[name] = value
+        return replace(self.total, **shares)
 
     @property
     def relus(self) -> int:
@@ -154,8 +173,11 @@ class Cost:
     def __str__(self) -> str:
         connection = f"{si(self.bandwidth, 'bit/s')}, round trip {si(self.rtt, 's')}"
         what = "the whole inference" if self.layers else "the activations"
+        images = "one image"
+        if self.images > 1:
+            images = f"{self.images} images"
         lines = [
-            f"{self.protocol.name}, {connection}: {self.relus:,} ReLUs, {what} of one image"
+            f"{self.protocol.name}, {connection}: {self.relus:,} ReLUs, {what} of {images}"
         ]
         lines += [f"  {line}" for line in columns(_rows(self), width=11)]
         for title, items in _notes(self):
@@ -174,9 +196,10 @@ def cost(
     line: Collection[str] = (),
     weights_of: str = "both",
     images: Tensor | None = None,
+    batch: int = 1,
     activations_only: bool = False,
 ) -> Cost:
-    """The cost of one image in private inference.
+    """The cost of one run of private inference.
 
     Args:
         masks: a net with masks, or the ReLUs kept: of these the activations are counted alone.
@@ -187,6 +210,7 @@ def cost(
             not a net.
         weights_of: "both" parties, which hold shares of them, or the "server".
         images: like those that the net takes, [B, ...]; needed if it was not used with any so far.
+        batch: images of the run, which share rounds; `per_image` of the result divides by them.
         activations_only: leave out linear layers, max-pools and all else but masked ReLUs.
 
     >>> masks = fastbcd.MaskSet.full({"a": (16, 8, 8), "b": (10,)}).without(range(1024, 1034))
@@ -199,6 +223,7 @@ def cost(
     """
     channel = Channel.of(protocol, bandwidth, rtt)
     check_choice("weights_of", weights_of, OWNERS)
+    check_whole("batch", batch, 1)
     kinds = dict.fromkeys(poly, "square") | dict.fromkeys(line, "line")
     if isinstance(masks, MaskSet):
         unknown = kinds.keys() - masks.counts().keys()
@@ -206,7 +231,7 @@ def cost(
             raise ValueError(
                 f"{min(unknown)!r} of poly or line is no site of these masks"
             )
-        return _summed(channel, masks, kinds)
+        return _summed(channel, masks, kinds, batch)
     if not isinstance(masks, nn.Module):
         raise TypeError(
             f"masks is a {type(masks).__name__}; give a MaskSet or a net with masks"
@@ -217,26 +242,29 @@ def cost(
     kept = masks_of(masks)
     others = nonlinear_of(masks)
     if activations_only:
-        return _summed(channel, kept, kinds_of(masks), others=others)
-    layers = spent_by_layers(channel, masks, weights_of, images)
+        return _summed(channel, kept, kinds_of(masks), batch, others=others)
+    layers = spent_on(channel, layers_of(masks, images, batch), weights_of)
     others = tuple(op for op in others if not op.comparisons)
-    return _summed(channel, kept, kinds_of(masks), layers, others)
+    return _summed(channel, kept, kinds_of(masks), batch, layers, others)
 
 
 def _summed(
     channel: Channel,
     masks: MaskSet,
     kinds: Mapping[str, str],
+    batch: int,
     layers: Mapping[str, Spent] = MappingProxyType({}),
     others: tuple[NonlinearOp, ...] = (),
 ) -> Cost:
     """The cost of each part and of all."""
     sizes = np.array([site.numel for site in masks.sites])
     counts = _counts(masks, kinds)
-    each = channel.activations(counts, {kind: n > 0 for kind, n in counts.items()})
+    units = {kind: batch * n for kind, n in counts.items()}
+    each = channel.activations(units, {kind: n > 0 for kind, n in counts.items()})
     totals = {kind: n.sum() for kind, n in counts.items()}
     used = {kind: (n > 0).sum() for kind, n in counts.items()}
-    activations = channel.activations(totals, used)
+    all_units = {kind: n.sum() for kind, n in units.items()}
+    activations = channel.activations(all_units, used)
     linear = Spent().plus(layers.values())
     sites = []
     for i, site in enumerate(masks.sites):
@@ -253,6 +281,7 @@ def _summed(
             channel, "total", activations.plus([linear]), sizes.sum(), totals
         ),
         not_included=others,
+        images=batch,
     )
 
 
@@ -275,13 +304,6 @@ def kinds_of(net: nn.Module) -> dict[str, str]:
         elif isinstance(act, MaskedLine):
             kinds[name] = "line"
     return kinds
-
-
-def spent_by_layers(
-    channel: Channel, net: nn.Module, weights_of: str, images: Tensor | None = None
-) -> dict[str, Spent]:
-    """What everything but the masked ReLUs spends, in the order of execution."""
-    return spent_on(channel, layers_of(net, images), weights_of)
 
 
 def spent_on(
@@ -353,6 +375,10 @@ def _notes(cost: Cost) -> Iterator[tuple[str, list[str]]]:
     """Titles with their lines, below the table."""
     if cost.setup:
         yield f"{si(cost.setup, 's')} of the total is set-up", []
+    if cost.images > 1:
+        part = cost.per_image
+        figures = f"{si(part.bytes, 'B')}, {si(part.rounds)} rounds"
+        yield f"for each image: {figures}, {si(part.seconds, 's')}", []
     if cost.emptied:
         names = [site.name for site in cost.emptied]
         yield f"{len(names)} emptied sites save {si(cost.saved_rounds)} rounds:", names

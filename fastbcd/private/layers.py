@@ -26,7 +26,7 @@ MEANS = ("mean", "avg_pool2d", "_adaptive_avg_pool2d")
 
 
 class Layer(NamedTuple):
-    """An operation and what its cost goes by, for one image.
+    """An operation and what its cost goes by, for all images of a run.
 
     >>> product("fc", positions=1, terms=64, channels=10, inputs=64).amounts["weights"]
     640
@@ -61,10 +61,13 @@ def product(
     return Layer(name, "layer", whole | {"sites": 1, "inputs": inputs})
 
 
-def layers_of(net: nn.Module, images: Tensor | None = None) -> list[Layer]:
-    """What the net computes for one image besides its masked ReLUs, in the order of execution.
+def layers_of(
+    net: nn.Module, images: Tensor | None = None, batch: int = 1
+) -> list[Layer]:
+    """What the net computes besides its masked ReLUs, in the order of execution.
 
     images: like those that the net takes; None: of the size that it was last used with here.
+    batch: images of a run.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
     >>> [(layer.name, layer.amounts["units"]) for layer in layers_of(net, torch.zeros(1, 3, 4, 4))]
@@ -78,7 +81,7 @@ def layers_of(net: nn.Module, images: Tensor | None = None) -> list[Layer]:
             f"the layers of {type(net).__name__} are not known, since it has not been used with "
             f"images: pass images=, convert it with fastbcd.convert, or give activations_only=True"
         )
-    example = torch.zeros(1, *shape, dtype=dtype_of(net), device=device_of(net))
+    example = torch.zeros(batch, *shape, dtype=dtype_of(net), device=device_of(net))
     with (
         eval_mode(net),
         torch.no_grad(),
@@ -123,7 +126,7 @@ class _Recorder(TorchDispatchMode):
         groups = options[-1]
         layer = product(
             name,
-            positions=y[0, 0].numel(),
+            positions=y[:, 0].numel(),
             terms=weight[0].numel(),
             channels=y.shape[1] // groups,
             inputs=x.numel(),

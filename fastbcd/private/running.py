@@ -357,9 +357,11 @@ def read_result(path: Path) -> Inference:
 def _predicted(
     net: nn.Module, images: Tensor, engine: str, weights_of: str
 ) -> Cost | None:
-    """The cost by the protocol's figures, of one image; None for a net without masks."""
+    """The cost by the protocol's figures; None for a net without masks."""
     try:
-        return cost(net, engine, weights_of=weights_of, images=images)
+        return cost(
+            net, engine, weights_of=weights_of, images=images, batch=len(images)
+        )
     except ValueError:
         return None
 
@@ -396,7 +398,7 @@ def _lines(result: Inference) -> list[str]:
     lines.append(f"  set-up: {si(setup.bytes, 'B')}, {si(setup.seconds, 's')}")
     rows = [["layer", "sent", "received", "messages", "seconds"]]
     predicted: dict[str, Any] = {}
-    if result.predicted is not None and images == 1:
+    if result.predicted is not None:
         rows[0] += ["bytes", "predicted", "messages", "predicted"]
         parts = (*result.predicted.sites, *result.predicted.layers)
         predicted = {part.name: part for part in parts}

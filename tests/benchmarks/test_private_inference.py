@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import private_inference
 import pytest
+import torch
 
 from fastbcd import private
 from fastbcd.private.running import ENGINES
@@ -34,3 +35,18 @@ def test_a_row_agrees_with_plaintext_and_with_cost(engine, kind) -> None:
         within = MERGED_CHEETAH_WITHIN
     assert abs(predicted.bytes / result.total.bytes - 1) < within
     assert abs(predicted.total.messages - result.total.messages) <= 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_images_of_a_run_share_messages_as_predicted(engine) -> None:
+    need(engine)
+    net, _ = private_inference.net_of("small", "line", engine)
+    torch.manual_seed(1)
+    images = torch.randn(4, 3, 16, 16)
+    one = private.run(net, images[:1], engine)
+    four = private.run(net, images, engine)
+    assert four.total.messages == one.total.messages
+    assert one.total.bytes < four.total.bytes < 4 * one.total.bytes
+    assert four.predicted.images == 4
+    assert abs(four.predicted.total.messages - four.total.messages) <= 1
+    assert abs(four.predicted.bytes / four.total.bytes - 1) < BYTES_WITHIN[engine]
