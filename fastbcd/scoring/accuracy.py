@@ -70,13 +70,16 @@ def judged(
     total = len(positions)
     answers = torch.zeros(count, 2, total, dtype=torch.float64, device=data.device)
     begin = rank() * total // world()
-    mine = positions[begin : (rank() + 1) * total // world()]
+    end = (rank() + 1) * total // world()
+    mine = positions[begin:end]
     batches = data.batches(batch_size, mine.to(data.device), **options)
     with torch.inference_mode():
-        for (x, targets), part in zip(batches, mine.split(batch_size), strict=False):
-            end = begin + len(x)
-            answers[:, :, begin:end] = judge(x, targets, part)
-            begin = end
+        parts = [
+            judge(x, targets, part)
+            for (x, targets), part in zip(batches, mine.split(batch_size), strict=False)
+        ]
+        if parts:
+            answers[:, :, begin:end] = torch.cat(parts, 2)
     return all_sum(answers).cpu()
 
 

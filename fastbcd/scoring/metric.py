@@ -86,14 +86,16 @@ class Criterion:
                 [judge(_copy_of(outputs, i), targets) for i in range(count)]
             )
 
+        if self.metric is None or self.loss is None:
+            logits = outputs.double()
         values = (
-            margins(outputs, targets)
+            margins(logits, targets)
             if self.metric is None
             else one_by_one(self._values)
         )
         if self.loss is None:
-            repeated = targets.expand(count, *targets.shape).flatten(0, 1)
-            losses = _cross_entropy(outputs.flatten(0, 1), repeated).view(count, -1)
+            repeated = torch.cat([targets] * count)
+            losses = _cross_entropy(logits.flatten(0, 1), repeated).view(count, -1)
         else:
             losses = one_by_one(self.losses)
         return torch.stack([values, losses], 1)
@@ -192,14 +194,16 @@ def margins(outputs: Tensor, targets: Tensor) -> Tensor:
     labels = targets.expand(len(outputs), -1).unsqueeze(-1)
     others = logits.scatter(-1, labels, -torch.inf).amax(-1)
     margin = logits.gather(-1, labels).squeeze(-1) - others
-    correct = outputs.argmax(-1) == targets
-    return margin.clamp(min=1e-300).where(correct, margin)
+    correct = logits.argmax(-1) == targets
+    return margin.add(correct, alpha=1e-300)  # which changes no margin but 0
 
 
 def _cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Of each sample, DoubleTensor[B]: the mean over its pixels."""
     losses = F.cross_entropy(outputs.double(), targets, reduction="none")
-    return losses.reshape(len(targets), -1).mean(1)
+    if losses.ndim == 1:
+        return losses
+    return losses.flatten(1).mean(1)
 
 
 def are_logits(outputs: Any, targets: Tensor) -> bool:

@@ -148,12 +148,15 @@ class Stacked:
             reads.update(self.program.outputs)
         alone = self.base_lanes(reads)
         values = self.run({self.program.placeholder: channels_last(x)}, alone)
-        if base:
+        if base and not groups:
             yield [-1], self.outputs(values, alone, 1)
         for group in groups:
-            n = len(group.numbers)
+            numbers = group.numbers
+            if base and group is groups[0]:
+                # A lane that lacks values of its own has those of the base.
+                numbers = [*numbers, -1]
             lanes = Lanes(group.lane_count, self.masks_of(group), values, set())
-            yield group.numbers, self.outputs(self.run({}, lanes), lanes, n)
+            yield numbers, self.outputs(self.run({}, lanes), lanes, len(numbers))
 
     def base_lanes(self, reads: set[fx.Node]) -> Lanes:
         """One lane of the base; no step runs after the last one that is read."""
@@ -257,15 +260,15 @@ def in_lanes(node: fx.Node, values: Values, lanes: Lanes, n: int) -> Any:
     if have == n:
         return values[node]
 
-    def repeat(t: Any) -> Any:
-        if not isinstance(t, Tensor):
+    def joined(*parts: Any) -> Tensor:
+        if not isinstance(parts[-1], Tensor):
             raise NotTraceable("a number taken from one tensor meets another tensor")
-        return t.repeat(n - have, *(1,) * (t.ndim - 1))
+        return torch.cat(parts)
 
-    missing = tree_map(repeat, lanes.base[node])
-    if have == 0:
-        return missing
-    return tree_map(lambda v, b: torch.cat([v, b]), values[node], missing)
+    parts = [lanes.base[node]] * (n - have)
+    if have:
+        parts.insert(0, values[node])
+    return tree_map(joined, *parts)
 
 
 def stacked_multiply_adds(request: Request, program: Program) -> int:
