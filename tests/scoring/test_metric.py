@@ -372,3 +372,26 @@ def test_wrapped_nets_are_scored_as_the_net_inside(process_group) -> None:
         assert torch.equal(found.loss, truth.loss)
         assert choose(wrapped, removals, data, adt=-200.0).value == truth.value.max()
         assert fastbcd.accuracy(wrapped, data) == 100 * truth.base_value
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_margins_and_losses_are_those_of_plain_formulas(dtype) -> None:
+    """Bit for bit, ties and values that are not finite included."""
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(3, 40, 4, generator=generator).round(decimals=1).to(dtype)
+    outputs[:, :4] = 0
+    outputs[1, 4:8, :2] = torch.inf
+    outputs[2, 8:12, 1] = torch.nan
+    targets = torch.arange(40) % 4
+    values, losses = fastbcd.scoring.metric.DEFAULT.each(outputs, targets).unbind(1)
+    for hypothesis in range(3):
+        logits = outputs[hypothesis].double()
+        others = logits.clone()
+        others[range(40), targets] = -torch.inf
+        margin = logits[range(40), targets] - others.amax(1)
+        margin[(logits.argmax(1) == targets) & (margin == 0)] = 1e-300
+        torch.testing.assert_close(values[hypothesis], margin, rtol=0, atol=0, equal_nan=True)
+        loss = F.cross_entropy(logits, targets, reduction="none")
+        torch.testing.assert_close(losses[hypothesis], loss, rtol=0, atol=0, equal_nan=True)
+    assert (values[:, :4] > 0).any()
+    assert (values[:, :4] == 0).any()
