@@ -4,6 +4,7 @@
         link.places[0].command      # before a command: it runs in the first network namespace
         link.places[0].host         # its address there
         link.carried                # bytes so far, from the first and from the second
+    link.bursts(0, least=200)   # how often the first sent, with pauses for the second between
 
 Each end is a network namespace whose only device is a TUN. A thread moves every IP packet from one
 device to the other, half a round trip after it was sent: data and TCP's acknowledgements alike, at
@@ -30,6 +31,8 @@ from multiprocessing import get_context, reduction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fastbcd.private.running import Place
 
 DEVICE, ADDRESSES = "tun0", ("10.77.0.1", "10.77.0.2")
@@ -46,6 +49,7 @@ class Link:
     def __init__(self, one_way: float = 0.0) -> None:
         self.one_way = one_way  # seconds; may change
         self.carried = [0, 0]
+        self.sent: list[list[tuple[float, int]]] = [[], []]  # when, and bytes of TCP
         context = get_context("spawn")
         self.ends = []
         self.devices = []
@@ -75,6 +79,16 @@ class Link:
             end.kill()
             end.join()
 
+    def bursts(self, rank: int, least: int) -> int:
+        """Runs of packets of more than `least` bytes, without a pause of 0.7 of the delay.
+
+        Whoever needs the answer to a message pauses for a delay at least, so this is about the
+        number of exchanges; a message longer than TCP's window counts more than once.
+        """
+        times = [moment for moment, size in self.sent[rank] if size > least]
+        pauses = np.diff(times) > 0.7 * self.one_way
+        return int(pauses.sum()) + bool(times)
+
     def _forward(self) -> None:
         first, second = self.devices
         waiting: deque[tuple[float, int, bytes]] = deque()
@@ -84,12 +98,25 @@ class Link:
                 left = max(0.0, waiting[0][0] - time.perf_counter() - SPIN)
             for device in select.select(self.devices, [], [], left)[0]:
                 packet = os.read(device, MTU + 100)
-                self.carried[self.devices.index(device)] += len(packet)
-                due = time.perf_counter() + self.one_way
+                now = time.perf_counter()
+                rank = self.devices.index(device)
+                self.carried[rank] += len(packet)
+                self.sent[rank].append((now, _payload(packet)))
+                due = now + self.one_way
                 waiting.append((due, second if device == first else first, packet))
             while waiting and waiting[0][0] <= time.perf_counter():
                 _, device, packet = waiting.popleft()
                 os.write(device, packet)
+
+
+def _payload(packet: bytes) -> int:
+    """The bytes that a TCP packet carries; 0 of an acknowledgement, or of another protocol."""
+    version, protocol = packet[0] >> 4, packet[9]
+    if version != 4 or protocol != 6:
+        return 0
+    ip_header = 4 * (packet[0] & 15)
+    tcp_header = 4 * (packet[ip_header + 12] >> 4)
+    return len(packet) - ip_header - tcp_header
 
 
 def _end(rank: int, pipe: Any) -> None:

@@ -197,6 +197,7 @@ def test_serve_and_ask_in_two_network_namespaces(folder, tmp_path) -> None:
         )  # fmt: skip
         server.communicate(timeout=600)
         carried = sum(link.carried)
+        exchanges = link.bursts(0, least=200)  # acknowledgements and small frames are shorter
     with torch.no_grad():
         expected = net(images).numpy()
     assert np.abs(np.load(tmp_path / "logits.npy") - expected).max() < 0.02 * np.abs(expected).max()
@@ -204,6 +205,8 @@ def test_serve_and_ask_in_two_network_namespaces(folder, tmp_path) -> None:
     shared = private.cost(net, "spu-semi2k", images=images)
     predicted = cost.bytes or shared.bytes
     assert abs(carried / predicted - 1) < 0.1, (carried, predicted)
+    messages = shared.total.messages  # of which the packets tell only about how many there are
+    assert abs(exchanges / messages - 1) < 0.2, (exchanges, messages)
 
 
 @pytest.mark.long
