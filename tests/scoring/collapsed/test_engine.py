@@ -360,6 +360,20 @@ def test_the_memory_of_a_form_is_known_to_the_byte(builds) -> None:
         assert planner(held).plan("asked for", {}).engine.form is form
 
 
+def test_images_that_are_known_are_not_estimated_again() -> None:
+    net, (x, labels) = thinned(make("resnet"), 0.1), images(50)
+    ids = list(some_removals(net, 2).values())
+
+    def estimate() -> int:
+        request = Request(net, masks(net).copy(), ids, 2, 50, x[:2], None, 2**40)
+        with torch.inference_mode():
+            return plan.CollapsedPlanner(request, make_program(net, x[:1])).affine
+
+    assert estimate() > 0
+    score(net, ids, (x, labels), engine="collapsed")
+    assert estimate() == 0
+
+
 def test_too_little_memory_is_refused_before_any_work(builds) -> None:
     net, data = make("resnet"), images(10)
     with pytest.raises(ValueError, match=r"form of 1,024 ReLUs takes .* MiB.*memory=.*stacked"):
