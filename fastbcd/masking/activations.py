@@ -30,9 +30,8 @@ class MaskedActivation(nn.Module):
 
     mask: Tensor
     order = 0  # the place in the order of execution, set by `convert`
-    saliency_pass: SaliencyPass | None = (
-        None  # set for the duration of `fastbcd.saliency`
-    )
+    # Set for the duration of `fastbcd.saliency`.
+    saliency_pass: SaliencyPass | None = None
 
     def __init__(self, shape: tuple[int, ...] | int, *, device: Any = None) -> None:
         super().__init__()

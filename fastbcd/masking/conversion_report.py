@@ -14,9 +14,8 @@ class NonlinearOp:
     name: str  # the module, or the function with the module that calls it
     kind: str  # the operator
     elements: int  # of its result, per image
-    comparisons: int = (
-        0  # per image; a window of k values takes k - 1, a ReLU left in place 1
-    )
+    # Per image: a window of k values takes k - 1, a ReLU left in place 1.
+    comparisons: int = 0
 
     def __str__(self) -> str:
         text = self.name

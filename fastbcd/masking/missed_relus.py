@@ -58,13 +58,11 @@ class Watch(TorchDispatchMode):
     def __init__(self, x: Tensor) -> None:
         super().__init__()
         self.batch = len(x)
-        self.shapes: dict[
-            fx.Node, tuple[int, ...]
-        ] = {}  # of all nodes that depend on x
+        # Of all nodes that depend on x.
+        self.shapes: dict[fx.Node, tuple[int, ...]] = {}
         self.ops: dict[fx.Node, list[Op]] = {}  # of all nodes, masked activations aside
-        self.depends = (
-            WeakTensorKeyDictionary()
-        )  # its keys are the tensors that depend on x
+        # Its keys are the tensors that depend on x.
+        self.depends = WeakTensorKeyDictionary()
         self.depends[x] = None
 
     def nonlinear(self, without: Container[fx.Node] = ()) -> tuple[NonlinearOp, ...]:

@@ -61,9 +61,8 @@ class Choice:
     rescored: float | None = None
     # With a confidence the numbers above are estimates, unless all images were seen, and `drops`
     # holds all hypotheses.
-    seen: dict[int, int] | None = (
-        None  # images that were needed, by number (-1: the base)
-    )
+    # Images that were needed, by number (-1: the base).
+    seen: dict[int, int] | None = None
     # Holds the drop, with the stated probability.
     interval: tuple[float, float] | None = None
     margins: Tensor | None = field(default=None, repr=False)  # for the next step

@@ -35,9 +35,8 @@ from fastbcd.scoring.program import (
 from fastbcd.scoring.sequential import Outputs
 
 BATCH = 32  # images at a time, unless memory or the user says otherwise
-STEP_WORK = (
-    2e7  # multiply-adds of a step beside which the time of its call is small, on a CPU
-)
+# Multiply-adds of a step beside which the time of its call is small, on a CPU.
+STEP_WORK = 2e7
 GPU_ITEMS = 4096  # images times hypotheses that run together on a GPU, if memory allows
 Values = dict[fx.Node, Any]
 SiteMasks = dict[int, Tensor]  # uint8 [lanes, *shape] by site in use
