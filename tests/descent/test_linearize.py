@@ -309,6 +309,7 @@ def test_quadratics() -> None:
     assert short(run.model, budget=4, replacement="poly").masks.count() == 4
 
 
+@pytest.mark.long
 def test_quadratics_from_a_dense_net_stay_finite() -> None:
     """Without lines they begin as the identity; training with a large learning rate moves them."""
     model = trained_resnet()

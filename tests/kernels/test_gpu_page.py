@@ -56,6 +56,7 @@ def test_the_time_of_a_run_is_shared_out() -> None:
     assert "| 0% | 0% | 100% |" in gpu.shares(1.0, [])
 
 
+@pytest.mark.long
 def test_the_whole_page_on_the_simulated_device(request, monkeypatch, tmp_path, capsys) -> None:
     """Except what runs in other processes, which do not have the device."""
     request.getfixturevalue("gpu")

@@ -133,7 +133,10 @@ def test_with_every_cut_the_logits_are_the_same(name) -> None:
     torch.testing.assert_close(merged(x), net(x), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("used", [{0}, {2, 3, 8}, {1, 4, 6}])
+USED = [pytest.param({0}, marks=pytest.mark.long), {2, 3, 8}, {1, 4, 6}]
+
+
+@pytest.mark.parametrize("used", USED)
 @pytest.mark.parametrize("protocol", ["crypten", "spu-semi2k", "spu-cheetah"])
 def test_no_cuts_cost_less(used, protocol) -> None:
     """Of all sets of cuts, by the cost of the merged nets themselves."""
