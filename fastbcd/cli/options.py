@@ -23,7 +23,7 @@ import fastbcd
 from fastbcd.descent.schedules import Schedule
 
 POSITIONAL = ("runs", "source")
-WITHOUT = ("relus", "poly", "line")  # what `cost` and `Target` are told by the commands
+WITHOUT = ("relus", "poly", "line")  # the commands set these
 OFF = {
     "progress": "--quiet",
     "exact": "--as-published",
